@@ -47,16 +47,16 @@ _RESIZES: tuple[Callable[[int], int], ...] = (
     *(partial(lambda part, n: max(n // part, 1), 2**i) for i in range(7)),
     *(partial(lambda size, n: size, 2**i) for i in range(6, 10)),
 )
-"""Open sizes to try if the typical ones do not run, computed from those of the plan's example:
-these, smaller ones, and then larger ones, all equal, for models that need that many elements."""
+"""Functions that compute an open size to try from that of the plan's example, for models that do
+not run at the typical sizes. They give the same size, then smaller sizes, and then larger sizes
+that are the same for all symbols, for models that need that many elements."""
 _MOST_ELEMENTS = 1 << 25
-"""Most elements of feeds that are larger than the plan's example."""
+"""The largest number of elements of random inputs at sizes above those of the plan's example."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Options of a check: inputs, comparison of every tensor, steps of a training run, tolerances
-    of elements (else by dtype), and the longest wait in seconds."""
+    """Options of a check; `onnxpar.check` describes them."""
 
     inputs: Inputs = None
     seed: int = 0
@@ -72,8 +72,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Check(Shown):
-    """The plan that was checked, and the comparison of every output. `made_up` lists the inputs
-    that were not given; `title` names the comparison of a training run."""
+    """The result of a check: the plan, and the comparison of every output. `made_up` describes the
+    inputs that were random because the user did not give them; `title` is the heading for a
+    training run."""
 
     plan: Plan
     report: Report
@@ -86,7 +87,7 @@ class Check(Shown):
         return self.report.ok
 
     def text(self) -> str:
-        """The text of the command: the plan, and a table of outputs with their errors."""
+        """Returns the output of the command: the plan, and a table of outputs with their errors."""
         lines = plan_lines(self.plan.to_json(), full=not self.title)
         table = self.report.text() if self.report.rows else NOTHING
         made_up = [f"random inputs: {'; '.join(self.made_up)}"] if self.made_up else []
@@ -105,9 +106,9 @@ def check_model(
     progress: Callable[[int], None] | None = None,
     tell: Callable[[str], None] = quietly,
 ) -> Check:
-    """Shards a model into a temporary folder, runs it, and compares. `progress` gets the number of
-    bytes of weights that were written; `tell` gets a text that names each step before it starts,
-    and an empty one at the end. Errors: OnnxparError."""
+    """Shards a model into a temporary folder, runs it, and compares it with the unsplit model.
+    Calls `progress` with numbers of bytes of weights as they are written, and `tell` with a text
+    before each step, and with an empty text at the end. Errors: OnnxparError."""
     try:
         return _checked(model, options, way, progress, tell)
     finally:
@@ -150,7 +151,7 @@ def _checked(
                     feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
                     report = compared(session, feeds)
                     break
-                except (ModelError, InputError) as error:  # a size may be too large or too small
+                except (ModelError, InputError) as error:  # a size may be too large or small
                     first = first or error
                     if not is_free:
                         raise
@@ -165,8 +166,8 @@ def _checked(
 
 
 def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
-    """The tolerances that are given, if any. Errors: InputError for options that do not go
-    together."""
+    """Returns the tolerances that the user gave, if any. Errors: InputError for options that cannot
+    be combined."""
     if way.seed < 0:
         raise InputError(f"--seed {way.seed}: must be at least 0")
     if way.each and (way.train or is_manual):
@@ -184,8 +185,8 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
 
 
 def _check_training(model: Path, options: Options, way: Way) -> Check:
-    """Checks a training step over many steps, each of which starts from the states of the one
-    before."""
+    """Checks a training step over many steps; each step starts from the states of the preceding
+    one."""
     if way.steps < 1:
         raise InputError(f"--steps {way.steps}: must be at least 1")
     is_manual = options.preset == MANUAL
@@ -204,7 +205,7 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
 
 
 def _trained(made: Plan) -> str:
-    """The number of weights that a training step trains."""
+    """Returns a text with the number of weights and elements that a training step trains."""
     names = {slot.input for slot in (made.step.parameters if made.step else ())}
     shapes = [port.shape or () for port in made.inputs if port.name in names]
     count = sum(math.prod(size or 0 for size in shape) for shape in shapes)
@@ -212,7 +213,7 @@ def _trained(made: Plan) -> str:
 
 
 def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """The batches of the given data, over and over, or random ones."""
+    """Yields batches without end: those of the given data, epoch after epoch, or random ones."""
     data = None if way.inputs is None else Data.given(way.inputs, trainer.data)
     specs = [s for s in input_specs(trainer.bundle.path) if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
@@ -224,7 +225,7 @@ def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]
 
 
 def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, type and shape of each input that must be fed to a sharded model."""
+    """Returns name, type and shape of each input that must be fed to a sharded model."""
     return [
         (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
         for p in Bundle.load(par).data["inputs"]
@@ -233,9 +234,10 @@ def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, 
 
 
 def _sizes_to_try(made: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
-    """Sizes of all symbols, in the order in which a check tries them: the typical ones, then those
-    of `_RESIZES`. Unless a user gave the typical ones, sharded sizes below the number of ranks
-    are first raised so that every rank has elements, in uneven shards."""
+    """Yields combinations of sizes, by symbol, in the order in which a check tries them: the
+    typical ones, then those of `_RESIZES`. Unless the user gave the typical sizes, they are first
+    tried with sharded sizes below the number of ranks increased, so that every rank has elements,
+    in uneven shards."""
     uneven = 2 * made.mesh.size - 1
     for typical, _ in made.typical[:1]:
         sizes = dict(typical)
@@ -257,9 +259,10 @@ def _feeds(
     bundle: Bundle,
     chosen: Mapping[str, int],
 ) -> tuple[dict[str, Any], list[str], bool]:
-    """The given feeds, with random ones for the rest; name, type and shape of each random one; and
-    True if the given ones leave an open size to choose. Such sizes are the `chosen` ones, unless
-    these contradict others. Errors: InputError if the random feeds have too many elements."""
+    """Returns three results: the user's feeds, completed by random ones; a text with name, type and
+    shape of each random feed; and True if the user's feeds leave an open size undetermined. Such
+    sizes are taken from `chosen`, unless they contradict other sizes. Errors: InputError if the
+    random feeds would have too many elements."""
     specs = input_specs(bundle.path)
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
@@ -307,9 +310,9 @@ def _consistent(
     sizes: Mapping[str, int],
     fed: Collection[str],
 ) -> tuple[dict[str, int], Mapping[str, Range]]:
-    """Sizes that the runtime accepts, and the range of each integer input at these sizes. Sizes
-    that are `fed` stay; others change if they contradict these or each other, as the length of a
-    mask is the sum of those of past and present."""
+    """Returns sizes that the runtime accepts, by symbol, and the range of each integer input at
+    these sizes. Sizes in `fed` stay; other sizes change if they contradict these or each other. For
+    example, the length of a mask must be the sum of the lengths of past and present."""
     if not bundle.symbols or options.preset == MANUAL:
         return dict(sizes), made.ranges
     split = {s for s in bundle.symbols if _splits(bundle, s, sizes)}
@@ -322,7 +325,7 @@ def _consistent(
 
 
 def _splits(bundle: Bundle, symbol: str, sizes: Mapping[str, int]) -> bool:
-    """True if an input or output is sharded over a dimension of this size."""
+    """True if an input or output is sharded along a dimension whose size depends on this symbol."""
     ports = (*bundle.inputs.values(), *bundle.outputs.values())
     layouts = [(p.shape, p.layout_at(sizes)) for p in ports if symbol in p.symbols]
     return any(

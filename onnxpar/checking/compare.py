@@ -31,8 +31,8 @@ TOLERANCES: Mapping[str, float] = {
     "float16": 5e-3,
     "bfloat16": 4e-2,
 }
-"""By dtype, the largest allowed error, relative to the largest magnitude of the reference. Values
-of other dtypes must be equal."""
+"""The largest allowed error by dtype, relative to the largest magnitude of the reference. Values of
+other dtypes must be equal."""
 COLUMNS = 100
 MOVED = (
     "Some errors are larger than usual: the model may amplify rounding errors. Their tolerance is",
@@ -42,11 +42,11 @@ MOVED = (
     "sorts.",
 )
 TIMED_RUNS, TIMED_SECONDS = 5, 1.5
-"""Timed runs of each model, and the seconds after which there are fewer of them."""
+"""The largest number of timed runs of each model, and of seconds for them together."""
 
 
 def quietly(text: str) -> None:
-    """Shows no progress."""
+    """Ignores a progress text."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Comparison:
     """The comparison of one output.
 
     error    the largest error, relative to the largest magnitude of the reference; for values that
-             must be equal, the share of elements that differ
-    fault    a difference that no error measures: another dtype or shape, or NaN elsewhere; else
-             empty
-    off      the largest absolute error, of numbers
-    largest  the largest magnitude of the reference, of numbers
-    blank    the share of elements that are NaN in both, and so compare nothing
+             must be equal, the fraction of elements that differ
+    fault    a difference that `error` cannot express, such as another dtype or shape, or NaN
+             at other places; else empty
+    off      the largest absolute error, for floats
+    largest  the largest magnitude of the reference, for floats
+    blank    the fraction of elements that are NaN in both, and so are not compared
     """
 
     name: str
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """Sort key: outputs with a fault last, the others by the used share of the tolerance."""
+        """A sort key: the error as a fraction of the tolerance; outputs with a fault come last."""
         if not self.tolerance:
             return bool(self.fault), math.inf if self.error else 0.0
         return bool(self.fault), self.error / self.tolerance
@@ -94,7 +94,8 @@ class Closeness:
     atol: float = 0.0
 
     def error(self, given: Array, reference: Array) -> float:
-        """The largest ratio of a difference to its tolerance; at most 1 if all are close."""
+        """Returns the largest ratio of a difference to its tolerance: at most 1 if all elements are
+        close."""
         a, b = given.astype(np.float64), reference.astype(np.float64)
         finite = np.isfinite(b)
         off, allowed = np.abs(a - b)[finite], self.atol + self.rtol * np.abs(b[finite])
@@ -104,15 +105,16 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the shortest of a few runs after the first, of the unsplit model and of the
-    sharded one on `ranks` ranks; of the first run, if it takes longer than TIMED_SECONDS."""
+    """The seconds of a run of the unsplit model, and of the sharded model on `ranks` ranks: of the
+    shortest of a few runs after the first or, if the first takes longer than TIMED_SECONDS, of the
+    first."""
 
     unsplit: float
     sharded: float
     ranks: int
 
     def text(self) -> str:
-        """Both times in one line."""
+        """Returns both times in one line."""
         how = f"shortest of {TIMED_RUNS} or fewer, warm"
         if max(self.unsplit, self.sharded) > TIMED_SECONDS:
             how = f"the first, if it takes over {TIMED_SECONDS} s"
@@ -129,8 +131,8 @@ class Report:
     rows: tuple[Comparison, ...]
     times: Times | None = None
     moved: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """By output, the change of the unsplit model's results under rounding; measured only if some
-    errors are larger than usual."""
+    """How much rounding changes each result of the unsplit model, by output. Measured only if an
+    error exceeds its usual tolerance."""
 
     @property
     def ok(self) -> bool:
@@ -139,11 +141,11 @@ class Report:
 
     @property
     def worst(self) -> Comparison:
-        """The output that uses the largest share of its tolerance."""
+        """The worst output, by `badness`."""
         return max(self.rows, key=lambda row: row.badness)
 
     def text(self) -> str:
-        """A table of at most 100 columns, and the worst output."""
+        """Returns a table of at most 100 columns, and the worst output."""
         width = min(max(len(row.name) for row in self.rows), 36)
         header = f"{'output':{width}}  {'dtype':8}  {'shape':18}  {'error':>8}  {'allowed':>8}"
         lines = [header, *(_line(row, width) for row in self.rows)]
@@ -170,9 +172,9 @@ def compare(
 ) -> Report:
     """Runs the unsplit model and the sharded one on the same feeds and compares every output.
 
-    `par` is a model.par folder or an open session. `tolerances` replace those of TOLERANCES, by
-    dtype; `close` replaces them all. With `timed`, both run a few times more. `tell` gets a text
-    that names each step before it starts. Errors: ModelError if the unsplit model does not load;
+    `par` is a model.par folder or an open session. `tolerances` replaces entries of TOLERANCES, by
+    dtype; `close` replaces all tolerances. With `timed`, both models run a few more times. Calls
+    `tell` with a text before each step. Errors: ModelError if the unsplit model does not load;
     InputError; RankError.
     """
     if not isinstance(par, Session):
@@ -217,28 +219,29 @@ def compare(
 
 
 def is_far(row: Comparison) -> bool:
-    """True if the only fault of a result is a large error, which the model may explain."""
+    """True if a result fails only because of a large error, which the model's sensitivity to
+    rounding may explain."""
     return not row.ok and not row.fault
 
 
 def judged(row: Comparison, moved: Mapping[str, float]) -> Comparison:
-    """The comparison of a result with a large error, with a tolerance for its change under
-    rounding."""
+    """Returns the comparison; if its error is too large, with a tolerance for the measured effect
+    of rounding."""
     if not is_far(row):
         return row
     return replace(row, tolerance=max(row.tolerance, MARGIN * moved.get(row.name, 0.0)))
 
 
 def _clocked(run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], float]:
-    """The results of a run, and its seconds."""
+    """Returns the results of a run, and its seconds."""
     start = time.perf_counter()
     found = run()
     return found, time.perf_counter() - start
 
 
 def shortest(run: Callable[[], dict[str, Any]], first: float) -> float:
-    """Seconds of the shortest of a few runs after one that took `first` seconds; `first` if another
-    run would take longer than TIMED_SECONDS."""
+    """Runs a few times, and returns the seconds of the shortest run. `first` is the seconds of an
+    earlier run; returns it if another run is expected to take longer than TIMED_SECONDS."""
     seconds: list[float] = []
     expected = first
     while len(seconds) < TIMED_RUNS and sum(seconds) + expected <= TIMED_SECONDS:
@@ -254,7 +257,8 @@ def compare_arrays(
     tolerances: Mapping[str, float] = TOLERANCES,
     close: Closeness | None = None,
 ) -> Comparison:
-    """Compares an output with its reference; numbers by `close`, if given."""
+    """Compares an output with its reference; `close`, if given, replaces the tolerances of
+    numbers."""
     dtype, shape = reference.dtype, reference.shape
     error, fault, off, largest, blank = 0.0, "", 0.0, 0.0, 0.0
     if given is None:
@@ -291,7 +295,8 @@ def _run(session: Session, feeds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
-    """The largest error, the largest finite magnitude, and a fault that no error measures."""
+    """Returns the largest absolute error, the largest finite magnitude of the reference, and a
+    fault, such as NaN at other places."""
     a, b = given.astype(np.float64), reference.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(np.isnan(a), np.isnan(b)):
@@ -303,7 +308,7 @@ def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
 
 
 def _blank_line(row: Comparison) -> str:
-    """A warning about elements of a result that compare nothing."""
+    """Returns a warning about elements that are not compared because they are NaN."""
     much = "all of it" if row.blank == 1 else f"{row.blank:.1%} of it"
     return (
         f"warning: {row.name}: {much} is NaN both on the ranks and in the unsplit model, so it is "
@@ -312,7 +317,7 @@ def _blank_line(row: Comparison) -> str:
 
 
 def _loose_line(name: str, moved: float) -> str:
-    """A warning about a result for which even a correct run may have a large error."""
+    """Returns a warning about a result for which even a correct run may have a large error."""
     return (
         f"warning: {name} changes by {moved:.0%} in the unsplit model: comparing it proves little"
     )

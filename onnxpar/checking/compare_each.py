@@ -27,13 +27,13 @@ from onnxpar.errors import ModelError
 from onnxpar.runtime.session import Session
 
 SLICE_BYTES = 256 << 20
-"""Bytes of tensors that are compared at a time; both sides hold copies of them."""
+"""The bytes of tensors that are compared at a time; both models' results are in memory."""
 
 
 @dataclass(frozen=True)
 class EachReport(Report):
-    """The comparison of the outputs, and the first of all tensors that differs; `node` names the op
-    and node that computes it."""
+    """The comparison of the outputs, and the first tensor that differs; `node` names the op and
+    node that computes it. `compared` is the number of compared tensors."""
 
     compared: int = 0
     first: Comparison | None = None
@@ -45,7 +45,7 @@ class EachReport(Report):
         return self.first is None and super().ok
 
     def text(self) -> str:
-        """The table of the outputs, and the first tensor that differs."""
+        """Returns the table of the outputs, and the first tensor that differs."""
         count = f"{self.compared} tensors that both models have were compared in the model's order"
         if self.first is None:
             return f"{super().text()}\n{count}: all agree"
@@ -59,15 +59,16 @@ class EachReport(Report):
 
 
 def inner_tensors(model: str | os.PathLike[str]) -> list[str]:
-    """The results of a model's nodes in order, without its outputs and without results in the
-    bodies of If, Loop and Scan. Errors: ModelError."""
+    """Returns the results of a model's nodes in order, except the model's outputs, and except
+    results in the bodies of If, Loop and Scan. Errors: ModelError."""
     graph = _read(model).graph
     own = {port.name for port in graph.output}
     return [name for name in _results(graph) if name not in own]
 
 
 def _results(graph: onnx.GraphProto) -> dict[str, str]:
-    """The results of nodes in order, with the op and node that computes each."""
+    """Returns the results of nodes in order, each with the op and name of the node that computes
+    it."""
     return {
         name: f"{node.op_type} {node.name!r}" if node.name else node.op_type
         for node in graph.node
@@ -82,10 +83,9 @@ def compare_each(
     feeds: Mapping[str, Any],
     close: Closeness | None = None,
 ) -> EachReport:
-    """Compares every output of the session, including exposed inner tensors, in the model's order.
-
-    Both models run as often as needed to hold at most SLICE_BYTES of tensors at a time. Errors:
-    ModelError if the unsplit model does not load; InputError; RankError.
+    """Compares every output of the session, which has inner tensors as outputs, in the model's
+    order. Both models run several times, so that at most SLICE_BYTES of results are in memory at a
+    time. Errors: ModelError if the unsplit model does not load; InputError; RankError.
     """
     session.check_feeds(feeds)
     proto = _read(model)
@@ -121,7 +121,7 @@ def compare_each(
 def _slices(
     outputs: Sequence[str], shapes: Mapping[str, Sequence[int | None]]
 ) -> Iterator[list[str]]:
-    """Groups of outputs that are compared together."""
+    """Yields groups of outputs to compare at a time."""
     names: list[str] = []
     held = 0
     for name in outputs:

@@ -18,14 +18,14 @@ from onnxpar.trainer.trainer import Trainer
 
 FIRST = "loss, first step"
 EARLY = 10
-"""Number of first steps in which losses of less precision than float64 must agree closely."""
+"""The number of first steps in which losses must agree more closely than later."""
 CLOSE: Mapping[str, tuple[float, float]] = {
     "float64": (1e-9, 1e-9),
     "float32": (1e-5, 1e-3),
     "float16": (5e-3, 5e-2),
     "bfloat16": (2e-2, 1e-1),
 }
-"""By dtype, the largest allowed relative difference of losses, in early and in later steps."""
+"""The largest allowed relative difference of losses, in early and in later steps, by dtype."""
 
 
 def compare_training(
@@ -34,9 +34,9 @@ def compare_training(
     batches: Iterable[Mapping[str, Array]],
     rate: float,
 ) -> Report:
-    """Takes the same steps with both, from the same initial values; compares the loss of each step,
-    and the final parameters and states. Only in float64 have parameters a tolerance: in less
-    precise types they diverge where gradients are nearly zero.
+    """Takes the same steps with the sharded and the unsplit step, from the same initial values, and
+    compares the loss of each step, and the final parameters and states. Parameters have a tolerance
+    only in float64: in less precise dtypes, they diverge where gradients are nearly zero.
 
     Errors: ModelError if the unsplit step does not load; RankError.
     """
@@ -61,9 +61,10 @@ def compare_training(
 
 
 def judge_gradients(report: Report, step: Step) -> Report:
-    """The report with errors of gradients relative to the gradient's largest element, or to a
-    thousandth of the largest of all gradients if that is more. A gradient smaller than the rounding
-    of that largest one, such as the bias of attention's keys, may differ by that rounding."""
+    """Returns the report with other errors for gradients: relative to the gradient's largest
+    element or, if that is larger, to a thousandth of the largest element of all gradients. A
+    gradient that is smaller than the rounding error of that element, such as that of the bias of
+    attention's keys, may differ by this rounding error."""
     names = {f"{name}{GRADIENT}" for name in step.gradients}
     found = [row for row in report.rows if row.name in names]
     most = max((row.largest for row in found), default=0.0)
@@ -79,8 +80,8 @@ def _gradient(row: Comparison, most: float) -> Comparison:
 
 
 def judge_compressed(report: Report, step: Step) -> Report:
-    """The report without tolerances for anything after the first update, and without the residuals
-    of each rank, if gradients are compressed; else the same report."""
+    """Returns the report; if gradients are compressed, without limits on errors of values after the
+    first update, and without the ranks' residuals."""
     if not step.compression:
         return report
     judged = (step.loss, FIRST, *step.evaluation)
@@ -92,7 +93,8 @@ def judge_compressed(report: Report, step: Step) -> Report:
 
 
 class UnsplitStep:
-    """The training step in a session of onnxruntime; `states` are passed from step to step."""
+    """The unsplit training step in a session of onnxruntime; `states` are passed from step to
+    step."""
 
     def __init__(self, model: str | os.PathLike[str], spec: Step) -> None:
         self._session = open_unsplit(model)
@@ -106,7 +108,7 @@ class UnsplitStep:
         }
 
     def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> float:
-        """Takes one step; returns the loss."""
+        """Takes one step, and returns the loss."""
         spec = self._spec
         names = [spec.loss, *(slot.output for slot in spec.slots)]
         rate_ = np.asarray(rate, self._types[spec.rate])

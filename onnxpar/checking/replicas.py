@@ -1,5 +1,5 @@
-"""Compares the replicas of an output on several ranks with each other: of one run, or after many
-training steps."""
+"""Compares the ranks' replicas of an output with each other, after one run or after many training
+steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxpar.trainer.trainer import Trainer
 def compare_replicas(
     session: Session, feeds: Mapping[str, Array], close: Closeness | None = None
 ) -> Report:
-    """Runs a model that gathers the replicas of its outputs, and compares each with the first.
+    """Runs a model that returns all replicas of its outputs, and compares each with the first.
 
     Errors: InputError; RankError.
     """
@@ -34,8 +34,8 @@ def compare_replicas(
 def compare_trained_replicas(
     trainer: Trainer, batches: Iterable[Mapping[str, Array]], rate: float
 ) -> Report:
-    """Takes steps of a manual program that gathers the replicas of its outputs; after the last
-    step, all replicas must have the same bits. Errors: RankError."""
+    """Takes training steps of a manual program that returns all replicas of its outputs, and
+    compares the replicas after the last step, which must have the same bits. Errors: RankError."""
     names = [port.name for port in trainer.session.get_outputs() if port.name.endswith(REPLICAS)]
     copies: list[Array] = []
     for seed, batch in enumerate(batches):
@@ -44,8 +44,8 @@ def compare_trained_replicas(
 
 
 def _equal(name: str, copies: Array) -> Comparison:
-    """A comparison whose error is the largest share of elements in which a copy differs from the
-    first."""
+    """Compares copies with the first one; the error is the largest fraction of elements in which a
+    copy differs."""
     count, *shape = copies.shape
     bits = np.frombuffer(copies.tobytes(), np.uint8).reshape(count, copies[0].size, copies.itemsize)
     differs = (bits != bits[0]).any(axis=2)

@@ -1,9 +1,8 @@
-"""Measures how much rounding changes the results of a model, if errors are larger than usual.
-
-A model may amplify rounding errors: it quantizes values as it runs, so that a value between two
-quantization steps changes by a whole step; it divides by a deviation that is nearly 0; it ends in a
-sigmoid whose largest value is 1e-7. Two correct runs of such a model then differ by far more than
-their rounding. Runs of the unsplit model measure by how much: on one thread, with and without
+"""Measures how much rounding changes the results of a model, if errors are larger than usual. A
+model may amplify rounding errors: it quantizes activations, so that a value between two
+quantization steps changes by a full step; it divides by a standard deviation that is nearly 0; it
+ends in a sigmoid whose largest value is 1e-7. Then two correct runs of the model differ by much
+more than rounding errors. Runs of the unsplit model measure this: on one thread, with and without
 optimization, with feeds and small weights changed in their last bits.
 """
 
@@ -25,11 +24,13 @@ from onnxpar.base.arrays import Array
 from onnxpar.runtime.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
-"""Number of runs of the unsplit model; relative change of each element of small weights and float
-inputs in them; the same for models that round to steps, as few values are close to a step; and the
-factor by which an error may exceed the largest measured change of a result."""
+"""The number of runs of the unsplit model; the largest relative change of each element of small
+weights and float inputs in these runs; the same for models that round to steps, where it is larger
+because few values are close to a step; and the factor by which an error may exceed the largest
+measured change of a result."""
 LARGE = 0.05
-"""Relative change of a result above which a comparison may miss a rank's part of a sum."""
+"""The relative change of a result above which a comparison may fail to notice that a rank's term of
+a sum is missing."""
 _STEPS = frozenset(
     (
         "ArgMax",
@@ -48,17 +49,19 @@ _STEPS = frozenset(
         "TopK",
     )
 )
-"""Ops that round to steps; DequantizeLinear does so when fused with a product that reads it."""
+"""Ops that round to steps; DequantizeLinear does so if onnxruntime fuses it with a product that
+reads its result."""
 _INTEGERS = 4
 """The accuracy level at which MatMulNBits quantizes its first operand."""
 _READ_AT_MOST, _ALL_AT_MOST = 1 << 18, 1 << 24
-"""Most elements of a weight that is changed, and of all such weights."""
+"""The largest number of elements of a weight that is changed, and of all these weights together."""
 _READERS = frozenset(("Mul", "Add", "Gather"))
-"""Ops whose weights may be inputs in an optimized model, as this disables none of its fusions."""
+"""Ops whose weights may become inputs of an optimized model, because onnxruntime fuses these ops
+even if the weights are not constant."""
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _LEVELS = (ort.GraphOptimizationLevel.ORT_ENABLE_ALL, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
 _Opens = Callable[[NodeProto], bool]
-"""True for a node whose weights are changed."""
+"""A function that returns True for a node whose weights are to be changed."""
 ORT_ERRORS = (
     RuntimeError,
     ValueError,
@@ -70,7 +73,7 @@ ORT_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
-"""Errors that onnxruntime raises."""
+"""The errors that onnxruntime raises."""
 
 
 def movements(
@@ -79,10 +82,10 @@ def movements(
     reference: Mapping[str, Any],
     folder: str | os.PathLike[str] | None = None,
 ) -> dict[str, float]:
-    """The largest change of each result of the reference: of floats relative to their largest
-    magnitude, of others the share of elements that change. Empty if inputs or results are not
-    tensors of numbers, or if onnxruntime cannot run the changed model. `folder` holds the external
-    data of a model in bytes."""
+    """Returns the largest measured change of each result in `reference`, by name: for floats
+    relative to the largest magnitude, for other dtypes the fraction of elements that change. Empty
+    if inputs or results are not tensors of numbers, or if onnxruntime cannot run the changed model.
+    `folder` has the external data if `model` is bytes."""
     if any(not isinstance(a, np.ndarray) for a in (*feeds.values(), *reference.values())):
         return {}
     if folder is None and not isinstance(model, bytes):
@@ -132,7 +135,7 @@ def _read(model: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[NodeProto]:
-    """All nodes, including those of bodies and functions."""
+    """Yields all nodes, including those of bodies and functions."""
     todo: list[Iterable[NodeProto]] = [proto.graph.node, *(f.node for f in proto.functions)]
     while todo:
         for node in todo.pop():
@@ -154,7 +157,7 @@ def _adds_or_scales(node: NodeProto) -> bool:
 
 
 def _computes_alike(node: NodeProto) -> bool:
-    """False for onnxruntime's own ops and for quantization, which may need constant weights."""
+    """True for standard ops except quantization; other ops may need constant weights."""
     return node.domain == "" and node.op_type not in ("QuantizeLinear", "DequantizeLinear")
 
 
@@ -165,7 +168,8 @@ def _none(node: NodeProto) -> bool:
 def _open_weights(
     proto: onnx.ModelProto, folder: str | os.PathLike[str] | None, opens: _Opens
 ) -> dict[str, Array]:
-    """Turns small weights of the nodes chosen by `opens` into inputs in place; returns them."""
+    """Turns small weights of the nodes for which `opens` is True into inputs, in place; returns
+    their values by name."""
     read = {name for node in proto.graph.node if opens(node) for name in node.input}
     ports = {port.name for port in proto.graph.input}
     ports |= {n for node in proto.graph.node if not opens(node) for n in node.input}
@@ -182,7 +186,8 @@ def _open_weights(
 
 
 def _changed(value: Array, change: float, random: np.random.Generator) -> Array:
-    """Floats changed by up to this relative amount, or by their last bit if that is more."""
+    """Returns float32 and float16 values changed at random by up to `change`, relative, or by up to
+    their last bit if that is more; other values unchanged."""
     if value.dtype not in (np.float32, np.float16):
         return value
     share = max(change, float(np.finfo(value.dtype).eps))
@@ -192,8 +197,8 @@ def _changed(value: Array, change: float, random: np.random.Generator) -> Array:
 
 
 def _distance(result: Array, reference: Array) -> float:
-    """The largest finite difference relative to the largest magnitude; of other types than floats,
-    the share of elements that differ."""
+    """Returns the largest finite difference, relative to the largest magnitude; for integers and
+    bools, the fraction of elements that differ."""
     if result.shape != reference.shape or not reference.size:
         return 0.0
     if reference.dtype.kind in "iub":
@@ -207,5 +212,5 @@ def _distance(result: Array, reference: Array) -> float:
 
 
 def is_float(value: Array) -> bool:
-    """True for floating-point elements, including bfloat16 of ml_dtypes."""
+    """True for an array of floating-point elements, including bfloat16 of ml_dtypes."""
     return value.dtype.kind == "f" or value.dtype.name == "bfloat16"

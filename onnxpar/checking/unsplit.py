@@ -1,4 +1,4 @@
-"""The unsplit model under a stock onnxruntime."""
+"""Runs the unsplit model in a stock onnxruntime."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class Unsplit:
     def __init__(
         self, model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
     ) -> None:
-        """`folder` holds the external data of a model in bytes."""
+        """`folder` has the external data if `model` is bytes."""
         self._session: ort.InferenceSession | None = open_unsplit(model, folder)
 
     def close(self) -> None:
-        """Frees its memory."""
+        """Frees the memory of the session."""
         self._session = None
 
     def run(self, feeds: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The outputs by name: all, or those of `names`. Errors: ModelError, InputError."""
+        """Runs the model, and returns its outputs by name: all, or those in `names`. Errors:
+        ModelError, InputError."""
         session = self._session
         assert session is not None, "closed"
         ports = [*session.get_inputs(), *session.get_outputs()]
@@ -48,15 +49,16 @@ class Unsplit:
 
 
 def run_unsplit(model: str | os.PathLike[str] | bytes, feeds: Mapping[str, Any]) -> dict[str, Any]:
-    """The outputs of the unsplit model by name. Errors: ModelError, InputError."""
+    """Runs a model once, and returns its outputs by name. Errors: ModelError, InputError."""
     return Unsplit(model).run(feeds)
 
 
 def open_unsplit(
     model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
 ) -> ort.InferenceSession:
-    """A session of the unsplit model without warnings, as about an initializer that is an input.
-    `folder` holds the external data of a model in bytes. Errors: ModelError."""
+    """Opens a session of the unsplit model that prints no warnings, such as those about
+    initializers that are inputs. `folder` has the external data if `model` is bytes. Errors:
+    ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are also raised

@@ -1,4 +1,4 @@
-"""Parsers of command-line arguments with a syntax of their own."""
+"""Parses command-line arguments that have their own syntax."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from onnxpar.errors import StrategyError
 
 
 def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
-    """Sizes of symbolic dimensions, given as NAME=N, or as NAME=SIZE of other symbols
-    (`total=past + seq`). Errors: StrategyError."""
+    """Returns sizes of symbolic dimensions by name, given as NAME=N, or as NAME=EXPRESSION of other
+    symbols (`total=past + seq`). Errors: StrategyError."""
     dims: dict[str, int | str] = {}
     for entry in entries:
         name, _, size = entry.rpartition("=")
@@ -23,7 +23,7 @@ def dims_of(entries: Sequence[str]) -> dict[str, int | str]:
 
 
 def states_of(entries: Sequence[str]) -> list[tuple[str, str]]:
-    """State pairs, given as INPUT=OUTPUT. Errors: StrategyError."""
+    """Returns state pairs, given as INPUT=OUTPUT. Errors: StrategyError."""
     pairs = []
     for entry in entries:
         source, _, result = entry.partition("=")

@@ -1,4 +1,4 @@
-"""Entry point of the command line: runs a command and reports its failure in one line."""
+"""The entry point of the command line: runs a command, and reports a failure in one line."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from onnxpar.runtime.redirect import report_for_all_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status."""
+    """Runs a command, and returns its exit status."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed: `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (till the end)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     warnings.formatwarning = _warning_line
     with quiet_ends():
         return _status_of(argv)
 
 
 def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
-    """A warning without its place in the code."""
+    """Returns the text of a warning, without its place in the code."""
     return f"onnxpar: warning: {message}\n"
 
 
 def _status_of(argv: Sequence[str] | None) -> int:
-    """Runs a command and reports any failure as one line on standard error."""
+    """Runs a command, reports any failure in one line on standard error, and returns the exit
+    status."""
     failure: Exception | None = None
     try:
         args = parser().parse_args(argv)
@@ -62,7 +63,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
 
 
 def _ended(number: signal.Signals) -> int:
-    """Reports the signal that ended the command; returns its exit status."""
+    """Reports the signal that ended the command, and returns the exit status."""
     word, status = STATUSES[number]
     print(f"onnxpar: {word}", file=sys.stderr)
     report_for_all_ranks(word)
@@ -70,7 +71,7 @@ def _ended(number: signal.Signals) -> int:
 
 
 def _flush() -> Exception | None:
-    """Flushes standard output; returns the error, if any, which would go unnoticed at exit."""
+    """Flushes standard output; returns the error, if any. At exit, nothing would report it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -82,5 +83,5 @@ def _flush() -> Exception | None:
 
 
 def _drop_output() -> None:
-    """Lets the interpreter's last flush succeed."""
+    """Redirects standard output to /dev/null, so that the interpreter's last flush succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

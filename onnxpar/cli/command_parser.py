@@ -1,4 +1,4 @@
-"""A command line whose errors are one line that names the argument and the remedy."""
+"""A command-line parser whose errors are one line that names the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, but errors are one line on standard error with exit status 2, and a group
-    of commands prints its help if no command is given."""
+    """argparse's parser, with two differences: an error is one line on standard error, with exit
+    status 2, and a group of commands prints its help if no command is given."""
 
     commands: Any = None
     siblings: Mapping[str, argparse.ArgumentParser] = {}
-    """All commands of the same group, by name, to find those that have a flag which this one
+    """All commands of the same group, by name: hints name those that have a flag which this one
     lacks."""
 
     def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
-        """As in argparse; errors about numbers and choices say what is expected."""
+        """Like argparse's method; errors about numbers and choices describe the expected value."""
         if how.get("type") in _NUMBERS:
             how["type"] = _NUMBERS[how["type"]]
         if how.get("choices") is not None:
@@ -31,14 +31,14 @@ class CommandParser(argparse.ArgumentParser):
         return super().add_argument(*names, **how)
 
     def add_subparsers(self, **how: Any) -> Any:
-        """As in argparse."""
+        """Like argparse's method; keeps the result in `commands`."""
         self.commands = super().add_subparsers(**how)
         return self.commands
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As in argparse, but an unknown argument is an error of this command."""
+        """Like argparse's method, but an unknown argument is an error of this command."""
         args = sys.argv[1:] if args is None else args
         if self.commands is not None and not args:
             self.print_help()
@@ -68,7 +68,8 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"there is no {name}{self._hint(name)}")
 
     def _hint(self, name: str) -> str:
-        """The commands that have this flag, or else the most similar flag of this command."""
+        """Returns a hint at other commands that have this flag, or else at the most similar flag of
+        this command."""
         having = [
             command
             for command, other in self.siblings.items()
@@ -85,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
         return any(name.startswith(flag) for flag in known if len(flag) == 2)
 
     def error(self, message: str) -> NoReturn:
-        """Prints one line, and exits with status 2."""
+        """Prints an error in one line, and exits with status 2."""
         command = self.prog.partition(" ")[2]
         missing = message.partition("the following arguments are required: ")[2]
         if missing:
@@ -97,7 +98,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the most similar name; empty if none is similar."""
+    """Returns a hint at the most similar name; empty if none is similar."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
 

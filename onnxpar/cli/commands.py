@@ -1,4 +1,4 @@
-"""The commands of the command line, except the training commands."""
+"""The commands of the command line, except the training commands. Each returns the exit status."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from onnxpar.runtime.values import arrays_in
 
 
 def shard(args: argparse.Namespace) -> int:
-    """Writes a model.par."""
+    """Runs `shard`: writes a model.par."""
     output = output_of(args.model) if args.output is None else args.output
     options = _options(args)
     saver = saver_of(args.save_strategy, options)
@@ -64,7 +64,7 @@ def shard(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Prints the plan that shard would follow."""
+    """Runs `plan`: prints the plan that shard would follow, or a comparison."""
     if (args.save_strategy or args.dump) and (args.compare or args.candidates or args.html):
         flag = "--save-strategy" if args.save_strategy else "--dump"
         raise StrategyError(
@@ -90,7 +90,8 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    """Prints the predicted time of each strategy that applies, and writes the page of one."""
+    """Runs `plan --candidates` and `plan --html`: prints the predicted time of each strategy, or
+    the plan, and writes a page."""
     options = replace(_options(args), verify=False)
     if args.candidates:
         _print(compare_strategies(args.model, options, args.html, _with_bar), args.json)
@@ -117,7 +118,7 @@ def _print(result: Candidates | Comparison | SavedPlan, as_json: bool) -> int:
 
 
 def annotate(args: argparse.Namespace) -> int:
-    """Writes the model annotated with the plan."""
+    """Runs `annotate`: writes the model annotated with the plan."""
     made = pipeline.annotate(args.model, args.output, _options(args, LayoutOptions))
     _print_plan(made, full=False)
     print(f"written to {args.output}")
@@ -125,12 +126,12 @@ def annotate(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Prints the plan of a model.par."""
+    """Runs `inspect`: prints the plan of a model.par."""
     return _print(saved_plan(args.par, verify=args.verify), args.json)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a model.par; under mpirun as one of its ranks."""
+    """Runs `run`: runs a model.par, under a launcher as one of its ranks."""
     rank = launched_rank()
     if rank is not None:
         redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
@@ -172,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Shards, runs and compares; returns 1 on a mismatch."""
+    """Runs `check`: shards a model, runs it, and compares it with the unsplit model; returns 1 on a
+    mismatch."""
     way = Way(**{field.name: getattr(args, field.name) for field in fields(Way)})
     with _progress("weights", _weight_bytes(args.model)) as progress:
         found = check_model(args.model, _options(args), way, progress, progress_line("check"))
@@ -183,8 +185,8 @@ def check(args: argparse.Namespace) -> int:
 
 
 def opt(args: argparse.Namespace) -> int:
-    """Runs the named passes on a model or a dump, and prints the graph after the last one or after
-    those of --print-after."""
+    """Runs `opt`: runs the named passes on a model or a dump, and prints the graph after the last
+    pass, or after the passes of --print-after."""
     options = _options(args, LayoutOptions)
     if args.passes == LIST:
         print("\n".join(pass_lines()))
@@ -199,7 +201,7 @@ def opt(args: argparse.Namespace) -> int:
 
 
 def ops(args: argparse.Namespace) -> int:
-    """Prints the table of ops."""
+    """Runs `ops`: prints the table of ops."""
     table = ops_like(args.pattern, plugin=args.plugin)
     print(op_table.to_json(table) if args.json else "\n".join(op_table.lines(table)))
     return 0
@@ -231,12 +233,12 @@ def _is_terminal() -> bool:
 
 
 def _weight_bytes(model: Path) -> int:
-    """The size of the model and its external data, for the progress bar."""
+    """Returns the bytes of the model's weights, for the progress bar; 0 if there is no bar."""
     if not _is_terminal():
         return 0
     try:
         proto = onnx.load(str(model), load_external_data=False)
-    except Exception:  # the command itself reports what is wrong with it
+    except Exception:  # the command itself reports the error
         return 0
     return sum(
         int(np.prod(t.dims, dtype=np.int64))
@@ -247,7 +249,7 @@ def _weight_bytes(model: Path) -> int:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes, on a terminal only."""
+    """Shows a progress bar over bytes, on a terminal only; yields the function that advances it."""
     with tqdm(
         total=total, desc=what, unit="B", unit_scale=True, disable=not _is_terminal(), leave=False
     ) as bar:

@@ -1,4 +1,4 @@
-"""Reports any failure of a command in one line that names its cause and the remedy."""
+"""Reports a failure of a command in one line that names the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from onnxpar.runtime.redirect import report_failure, report_for_all_ranks
 
 
 def error_line(error: BaseException) -> str:
-    """The line that reports an error to the user."""
+    """Returns the line that reports an error to the user; several lines if the user asked for
+    tracebacks."""
     text = str(error)
     if isinstance(error, RankError):
         first, _, rest = text.partition("\n")
@@ -32,7 +33,7 @@ def error_line(error: BaseException) -> str:
         pass
     elif isinstance(error, OSError):
         named = isinstance(error.filename, (str, bytes, os.PathLike))
-        # Writes to other files name the file where they happen.
+        # Failed writes to other files are reported, with their names, by the code that writes.
         where = f"the standard output, or a file in {tempfile.gettempdir()}"
         text = f"{os.fsdecode(error.filename) if named else where}: {cause(error)}"
     elif isinstance(error, MemoryError):
@@ -44,7 +45,7 @@ def error_line(error: BaseException) -> str:
 
 
 def report(error: BaseException) -> None:
-    """Prints the line of an error, and its traceback if the user asked for it."""
+    """Prints an error in one line, after the traceback if the user asked for it."""
     if wants_traceback():
         traceback.print_exception(error)
     line = error_line(error)
@@ -54,10 +55,10 @@ def report(error: BaseException) -> None:
 
 @contextmanager
 def quiet_ends() -> Iterator[None]:
-    """While it is active, the first of SIGTERM, SIGHUP (Terminated) and SIGINT (KeyboardInterrupt)
-    raises its exception, later ones are ignored, and a failure in another thread or in a
-    destructor is reported in one line, too. On entry, it removes temporary folders of processes
-    that were killed; on exit, those of this process."""
+    """A context in which a command ends cleanly. The first signal raises an exception: SIGTERM and
+    SIGHUP raise Terminated, SIGINT raises KeyboardInterrupt; later signals are ignored. A failure
+    in another thread or in a destructor is reported in one line, too. On entry, removes temporary
+    folders of processes that were killed; on exit, those of this process."""
     remove_left(Path(tempfile.gettempdir()), OwnFolder.PREFIX)
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: _report_aside(args.exc_value)
@@ -71,7 +72,7 @@ def quiet_ends() -> Iterator[None]:
 
             def end(number: int, frame: FrameType | None) -> None:
                 reacted.set()
-                for each in ours:  # cleaning up takes a moment and must not be interrupted
+                for each in ours:  # nothing may interrupt the clean-up
                     signal.signal(each, signal.SIG_IGN)
                 raise_for(number)
 
@@ -86,17 +87,19 @@ def quiet_ends() -> Iterator[None]:
 
 
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler, end_now)
-"""Handlers that may be replaced, as no other program has set them."""
+"""Signal handlers that may be replaced: the defaults and onnxpar's own, but not those of a host
+program."""
 
 
 _PATIENCE = 2.0
-"""Seconds after a signal within which Python must handle it."""
+"""Seconds after a signal within which Python must start to handle it."""
 
 
 @contextmanager
 def _ends_if_stuck(ours: Collection[int]) -> Iterator[threading.Event]:
-    """While it is active, a thread ends the process after one of these signals if Python does not
-    set the event in time, for example because a library computes or waits for other ranks."""
+    """A context in which a thread ends the process after one of the signals `ours`, unless Python
+    code sets the yielded event in time. Python cannot while, for example, a library computes or
+    waits for other ranks."""
     reacted = threading.Event()
     if not ours:
         yield reacted

@@ -16,7 +16,7 @@ from onnxpar.search.search import SEARCHES
 
 
 def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """The model, and the options that decide its layouts."""
+    """Adds the model, and the options that decide its layouts."""
     to.add_argument("model", metavar="model.onnx", type=Path, nargs=nargs)
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
     to.add_argument("--mesh", type=mesh, metavar="dp=2,tp=4", help="named axes and their sizes")
@@ -113,7 +113,7 @@ def _add_sizes(to: argparse.ArgumentParser) -> None:
 
 
 def add_dims(to: argparse.ArgumentParser) -> None:
-    """Sizes of symbolic dimensions."""
+    """Adds the option for sizes of symbolic dimensions."""
     to.add_argument(
         "--dim",
         dest="dims",
@@ -144,7 +144,7 @@ def _add_states(to: argparse.ArgumentParser) -> None:
 
 
 def add_plugin(to: argparse.ArgumentParser) -> None:
-    """Passes and rules of the user's own."""
+    """Adds the option for the user's own passes and rules."""
     to.add_argument(
         "--plugin",
         action="append",
@@ -156,7 +156,7 @@ def add_plugin(to: argparse.ArgumentParser) -> None:
 
 
 def add_lowering(to: argparse.ArgumentParser) -> None:
-    """Options of collectives, and passes besides onnxpar's own."""
+    """Adds options of collectives, and the option for additional passes."""
     to.add_argument(
         "--fusion",
         choices=FUSIONS,
@@ -189,7 +189,7 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
 
 
 def add_save(to: argparse.ArgumentParser) -> None:
-    """Further files to write: dumps and the strategy."""
+    """Adds options for further files to write: dumps and the strategy."""
     add_dump(to)
     to.add_argument(
         "--save-strategy",
@@ -201,7 +201,7 @@ def add_save(to: argparse.ArgumentParser) -> None:
 
 
 def add_dump(to: argparse.ArgumentParser) -> None:
-    """The graph after every pass."""
+    """Adds the option to dump the graph after every pass."""
     to.add_argument(
         "--dump",
         metavar="DIR",
@@ -213,13 +213,13 @@ def add_dump(to: argparse.ArgumentParser) -> None:
 
 
 def add_runtime(to: argparse.ArgumentParser) -> None:
-    """Options of running ranks."""
+    """Adds options for running ranks."""
     add_timeout(to)
     to.add_argument("--log-dir", metavar="DIR", help="write the output of ranks to rank.N/ in DIR")
 
 
 def add_timeout(to: argparse.ArgumentParser) -> None:
-    """The longest wait for a rank."""
+    """Adds the option for the longest wait for a rank."""
     to.add_argument(
         "--timeout",
         type=float,
@@ -230,12 +230,12 @@ def add_timeout(to: argparse.ArgumentParser) -> None:
 
 
 def add_launcher_help(to: argparse.ArgumentParser) -> None:
-    """A text about launchers."""
+    """Adds a text about launchers to the help."""
     to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
 
 
 def add_verify(to: argparse.ArgumentParser) -> None:
-    """Comparison of files with their digests."""
+    """Adds the option to compare files with their digests."""
     to.add_argument(
         "--verify",
         action="store_true",
@@ -245,7 +245,8 @@ def add_verify(to: argparse.ArgumentParser) -> None:
 
 
 def add_profile(to: argparse.ArgumentParser, runs: str) -> None:
-    """A trace of all ranks; `runs` is the word for what is recorded."""
+    """Adds the option to record a trace of all ranks; `runs` is the help's word for the recorded
+    runs."""
     to.add_argument(
         "--profile",
         metavar="FILE",
@@ -256,7 +257,7 @@ def add_profile(to: argparse.ArgumentParser, runs: str) -> None:
 
 
 def mesh(text: str) -> Mesh:
-    """A mesh, from an argument."""
+    """Parses a mesh argument. Errors: argparse.ArgumentTypeError."""
     try:
         return Mesh.parse(text)
     except OnnxparError as error:

@@ -1,4 +1,4 @@
-"""The commands of the command line and their arguments, a function for each command."""
+"""The commands of the command line and their arguments; each command has a function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ environment, an error also prints Python's traceback."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Returns the parser of the command line."""
     top = CommandParser(
         prog="onnxpar",
         description="Shards an ONNX model over ranks that each run a stock onnxruntime.",

@@ -1,4 +1,4 @@
-"""The training commands of the command line."""
+"""The training commands of the command line. Each returns the exit status."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from onnxpar.training.step import StepOptions
 
 
 def grad(args: argparse.Namespace) -> int:
-    """Writes a training step."""
+    """Runs `grad`: writes a training step."""
     loss = LossOptions(
         args.loss,
         args.loss_of,
@@ -68,7 +68,7 @@ def grad(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Trains; under a launcher, as one of its ranks."""
+    """Runs `train`: trains, under a launcher as one of its ranks."""
     run = Run(
         args.epochs,
         args.lr,
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
-    """Trains with a lock on the folder of checkpoints."""
+    """Trains; `held` is the lock on the folder of checkpoints, if any."""
     logs = Path(args.log_dir)
     rank = launched_rank()
     if rank is not None:
@@ -112,7 +112,8 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
 
 
 def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs: Path) -> None:
-    """Prints each step's loss, and writes the metrics and a picture to the log folder."""
+    """Trains, prints each step's loss, and writes metrics and a picture of the loss to the folder
+    `logs`."""
     metrics = logs / "metrics.jsonl"
     total = run.epochs * data.batches
     left = data.count % data.batch
@@ -147,7 +148,7 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
 
 
 def _forget(metrics: Path, first: int) -> None:
-    """Removes the rows of this step and later ones from a file of metrics: they will be written
+    """Removes the rows of step `first` and later steps from a metrics file, because these steps run
     again."""
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
@@ -156,26 +157,27 @@ def _forget(metrics: Path, first: int) -> None:
 
 
 def merge(args: argparse.Namespace) -> int:
-    """Writes a model with the weights of a checkpoint."""
+    """Runs `checkpoint merge`: writes a model with the weights of a checkpoint."""
     count = merge_checkpoint(args.checkpoint, args.model, args.output, training=args.training)
     print(f"{count} weights of {args.checkpoint} are in {args.output}")
     return 0
 
 
 def _hyperparameters(args: argparse.Namespace) -> dict[str, Any]:
-    """The optimizer's fields that were given, by name."""
+    """Returns the hyperparameters that the user gave, by name."""
     known = {f.name for kind in OPTIMIZERS.values() for f in fields(kind)}
     return {name: value for name in known if (value := getattr(args, name, None)) is not None}
 
 
 def warn_of(step: Step) -> None:
-    """Prints on stderr where the trained network differs from the exported one."""
+    """Prints warnings on stderr about differences between the trained network and the exported
+    one."""
     for caution in step.cautions:
         print(f"onnxpar: warning: {caution}", file=sys.stderr)
 
 
 def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
-    """A table of the trained weights."""
+    """Yields a table of the trained weights."""
     rows = [
         (t.name, "x".join(map(str, t.tensor.shape)), f"{t.node.op} operand {t.operand}")
         for t in trained
@@ -188,8 +190,8 @@ def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:
 
 
 def _left_lines(weights: Weights) -> Iterator[str]:
-    """A table of the weights that are not trained; only the counts of scalars and of those that
-    the user excluded."""
+    """Yields a table of the weights that are not trained. Single numbers, and weights that the user
+    excluded, are only counted."""
     by_choice = (FROZEN, UNNAMED)
     listed = [w for w in weights.left if _elements(w) != 1 and w.reason not in by_choice]
     if listed:
@@ -213,7 +215,7 @@ def _elements(left: Left) -> int:
 
 
 def _step_lines(step: Step) -> Iterator[str]:
-    """The inputs and outputs of a step."""
+    """Yields lines about the states, inputs and outputs of a step."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each: {', '.join(kinds) or 'none'}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""

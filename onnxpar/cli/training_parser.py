@@ -1,4 +1,4 @@
-"""Arguments of the training commands."""
+"""The arguments of the training commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxpar.training.precision import PRECISIONS
 
 
 def add_grad(to: argparse.ArgumentParser) -> None:
-    """Arguments of `grad`."""
+    """Adds the arguments of `grad`."""
     to.add_argument("model", metavar="model.onnx", type=Path)
     to.add_argument(
         "-o", "--output", required=True, metavar="FILE", help="step to write: step.onnx"
@@ -145,7 +145,7 @@ def _add_manual(to: argparse.ArgumentParser) -> None:
 
 
 def add_train(to: argparse.ArgumentParser) -> None:
-    """Arguments of `train`."""
+    """Adds the arguments of `train`."""
     to.add_argument("par", metavar="step.par", help="a sharded training step")
     to.add_argument("--data", required=True, metavar="NPZ", help="arrays of samples, by input name")
     to.add_argument("--eval", metavar="NPZ", help="samples on which each epoch is evaluated")
@@ -213,7 +213,7 @@ def _add_checkpoints(to: argparse.ArgumentParser) -> None:
 
 
 def add_merge(to: argparse.ArgumentParser) -> None:
-    """Arguments of `checkpoint merge`."""
+    """Adds the arguments of `checkpoint merge`."""
     to.add_argument("checkpoint", metavar="DIR", help="a checkpoint, or a folder of them")
     to.add_argument("model", metavar="model.onnx", help="the model that was trained")
     to.add_argument(

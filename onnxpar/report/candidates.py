@@ -1,5 +1,4 @@
-"""Comparison of strategies: the time of each by the cost model, the bytes that ranks send and
-hold."""
+"""Compares strategies: predicted time, bytes that a rank sends, and memory of a rank."""
 
 from __future__ import annotations
 
@@ -24,22 +23,23 @@ from onnxpar.search.predict import Prediction
 from onnxpar.search.search import AUTO, PROPAGATION
 
 ONE_RANK = "one rank"
-"""The name in tables of the whole model on one rank."""
+"""The name, in tables, of the unsplit model on one rank."""
 MOST_HYBRIDS = 6
-"""Number of meshes of two axes that are tried, evenly spaced over all factorizations."""
+"""The largest number of meshes of two axes to try; they are evenly spaced among all factorizations
+of the number of ranks."""
 _SAME = 1e-9
-"""Seconds within which two predictions count as equal."""
+"""Two predictions that differ by less than this, in seconds, count as equal."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A strategy that applies.
 
-    predicted  seconds of a run
-    seconds    its value under the objective
+    predicted  predicted time of a run
+    seconds    the predicted time as the objective counts it
     sent       bytes that a rank sends, by kind of collective
-    memory     bytes that a rank holds, by kind
-    explained  its plan, step by step
+    memory     bytes of memory of a rank, by kind
+    explained  the plan, step by step
     """
 
     strategy: str
@@ -57,11 +57,11 @@ class Candidate:
 
     @property
     def held(self) -> int:
-        """Bytes that a rank holds in total."""
+        """Bytes of memory of a rank in total."""
         return sum(self.memory.values())
 
     def to_json(self) -> dict[str, Any]:
-        """An entry of `plan --candidates --json`; times in seconds."""
+        """Returns an entry of `plan --candidates --json`, with times in seconds."""
         return {
             "strategy": self.strategy,
             "mesh": [list(axis) for axis in self.mesh.shape],
@@ -74,7 +74,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A strategy that does not apply, and why."""
+    """A strategy that does not apply, and the reason."""
 
     strategy: str
     mesh: str
@@ -83,7 +83,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Candidates(Shown):
-    """The strategies that were tried for a model, the best by `objective` first."""
+    """The strategies that were tried for a model, best first: `objective` says what counts."""
 
     model: str
     ranks: int
@@ -94,17 +94,18 @@ class Candidates(Shown):
 
     @property
     def rows(self) -> list[Candidate]:
-        """All candidates and the single rank, in order."""
+        """All candidates, and the unsplit model on one rank, fastest first."""
         return sorted([*self.found, self.one_rank], key=_order)
 
     @property
     def winner(self) -> Candidate:
-        """The fastest candidate; of equally fast ones, the one that holds least."""
+        """The fastest candidate; of equally fast ones, the one with the least memory."""
         return self.found[0]
 
     @property
     def why(self) -> str:
-        """A sentence on what the winner saves compared with the next slower candidate."""
+        """A sentence about the time that the winner saves, compared with the next slower
+        candidate."""
         best = self.winner
         slower = [c for c in self.found if c.seconds > best.seconds + _SAME]
         equal = [c.label for c in self.found[1 : len(self.found) - len(slower)]]
@@ -138,7 +139,7 @@ class Candidates(Shown):
         return f"; one rank alone takes no longer, {_ms(self.one_rank.seconds)}"
 
     def to_json(self) -> dict[str, Any]:
-        """The output of `plan --candidates --json`, with the winner first."""
+        """Returns the output of `plan --candidates --json`, with the winner first."""
         return {
             "model": self.model,
             "ranks": self.ranks,
@@ -151,8 +152,9 @@ class Candidates(Shown):
 
 
 def choices(path: Path, options: Options) -> list[Options]:
-    """The options of each strategy to try: presets and the search, on the given mesh or on meshes
-    of their own. Errors: StrategyError if the options already name a strategy."""
+    """Returns options for each strategy to try: every preset and the search, on the given mesh or
+    else on meshes that each chooses. Errors: StrategyError if the options already name a strategy,
+    or no number of ranks."""
     named = options.preset or options.search
     if named is not None:
         raise StrategyError(f"--candidates compares strategies: leave out {named!r}")
@@ -188,7 +190,8 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
 
 
 def try_candidate(path: Path, options: Options) -> Candidate | Refused:
-    """Plans one strategy as the command `plan` does."""
+    """Plans the model with one strategy; returns the candidate, or the reason why the strategy does
+    not apply."""
     strategy = options.preset or options.search or ""
     try:
         explained = explain(path, options)
@@ -198,7 +201,7 @@ def try_candidate(path: Path, options: Options) -> Candidate | Refused:
 
 
 def on_one_rank(path: Path, options: Options) -> Candidate:
-    """The whole model on one rank, without a memory limit."""
+    """Plans the unsplit model on one rank, without a memory limit."""
     alone = replace(
         options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
     )
@@ -219,8 +222,8 @@ def _candidate(strategy: str, explained: Explained, options: Options) -> Candida
 def fastest_first(
     model: str, objective: str, tried: Iterable[Candidate | Refused], one_rank: Candidate
 ) -> Candidates:
-    """Sorts candidates by the objective's value of their predicted times; only the fastest keeps
-    its steps. Errors: StrategyError if none applies."""
+    """Sorts candidates by their time as the objective counts it, and returns the comparison. Only
+    the fastest keeps its plan's steps. Errors: StrategyError if no strategy applies."""
     found: list[Candidate] = []
     refused: list[Refused] = []
     for each in tried:

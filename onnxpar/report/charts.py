@@ -1,4 +1,5 @@
-"""Charts over the seconds of a run. Bars stretch with the page, and text keeps its size."""
+"""HTML charts of compute, communication and memory over the time of a run. Bars stretch with the
+page, but text keeps its size."""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ from onnxpar.report.explain import COLLECTIVE, Step
 from onnxpar.report.report import size_text
 
 WIDTH = 1000
-"""Units across a chart, whatever its width on the screen."""
+"""The width of a chart in SVG units, whatever its width on the screen."""
 LANES = ("compute", "communication")
 TICKS = 6
-"""At most so many marks of time after zero: they have room on a phone."""
+"""The largest number of time marks after zero that fit on a phone."""
 _LANE, _CURVE, _MARGIN = 28, 140, 2
 _NEAR_END = 0.94
-"""From there on, a label stands before its mark, to stay on the page."""
+"""Labels beyond this fraction of the width are placed to the left of their marks, to stay on the
+page."""
 
 
 @dataclass
 class Bar:
-    """Work of a rank from `start` on, in seconds."""
+    """A bar of the timeline: compute or communication of a rank. `start` and `seconds` are in
+    seconds."""
 
     lane: str
     start: float
@@ -31,8 +34,8 @@ class Bar:
 
 
 def timeline(steps: Sequence[Step]) -> str:
-    """The steps of a rank, one after the other: compute above, communication below. Neighbours
-    that are too short to be seen are one bar."""
+    """Returns a chart of a rank's steps in sequence: compute above, communication below.
+    Neighbouring bars that are too short to be visible are merged."""
     total = seconds_of(steps)
     scale = WIDTH / total if total else 0.0
     lanes = [(lane, [bar for bar in bars(steps) if bar.lane == lane]) for lane in LANES]
@@ -55,7 +58,7 @@ def _rect(bar: Bar, scale: float) -> str:
 
 
 def memory_curve(steps: Sequence[Step]) -> str:
-    """The bytes of activations that are alive, over the same seconds."""
+    """Returns a chart of the bytes of live activations, over the same time axis as `timeline`."""
     total = seconds_of(steps)
     scale = WIDTH / total if total else 0.0
     peak = max((step.alive for step in steps), default=0)
@@ -80,12 +83,12 @@ def memory_curve(steps: Sequence[Step]) -> str:
 
 
 def seconds_of(steps: Iterable[Step]) -> float:
-    """Seconds of the steps, one after the other."""
+    """Returns the seconds of all steps together."""
     return sum(step.predicted.total for step in steps)
 
 
 def bars(steps: Iterable[Step]) -> Iterator[Bar]:
-    """Each step as a bar for its compute and one for its communication after that."""
+    """Yields for each step a bar of its compute, followed by a bar of its communication."""
     start = 0.0
     for step in steps:
         name = f"{step.op} {step.name}"
@@ -99,7 +102,8 @@ def bars(steps: Iterable[Step]) -> Iterator[Bar]:
 
 
 def merged(lane: Iterable[Bar], least: float) -> list[Bar]:
-    """The bars of a lane; those shorter than the least are one with what is nearer than that."""
+    """Merges bars of a lane that are shorter than `least` with neighbours closer than `least`, both
+    in seconds; returns the bars."""
     found: list[Bar] = []
     for bar in lane:
         last = found[-1] if found else None
@@ -113,8 +117,8 @@ def merged(lane: Iterable[Bar], least: float) -> list[Bar]:
 
 
 def ticks(total: float) -> list[tuple[float, str]]:
-    """(position from 0 to 1, label) of round numbers of milliseconds up to the total: they are 1,
-    2 or 5 times a power of ten apart."""
+    """Returns the marks of a time axis, (position from 0 to 1, label), for a total in milliseconds.
+    Marks are 1, 2 or 5 times a power of ten apart."""
     if total <= 0:
         return [(0.0, "0 ms")]
     least = total / TICKS
@@ -127,7 +131,7 @@ def ticks(total: float) -> list[tuple[float, str]]:
 
 
 def _axis(total: float) -> str:
-    """Marks of time below a chart."""
+    """Returns the time axis below a chart, as HTML; `total` is in seconds."""
     marks = []
     for at, label in ticks(total * 1e3):
         side = ' class="last"' if at > _NEAR_END else ""

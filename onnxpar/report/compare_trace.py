@@ -1,7 +1,8 @@
 """Compares the predictions of the cost model with the times measured in a trace.
 
-onnxruntime fuses nodes, and lowering replaces one node by several. So sets of nodes of the global
-graph are compared: the smallest sets such that each event of the trace belongs to only one.
+onnxruntime fuses nodes, and lowering replaces one node by several. So times are compared for sets
+of nodes of the global graph: the smallest sets for which each event of the trace belongs to only
+one set.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node of the global graph. `always`: every run executes it, as it is in no subgraph. A node
-    that a pass added without a rule has no prediction."""
+    """A node of the global graph. `always` means that every run executes it, because it is not in a
+    subgraph. A node that a pass added without a rule has no prediction."""
 
     op: str
     predicted: Prediction | None
@@ -41,7 +42,8 @@ class PlannedNode:
     always: bool
 
     def weighted(self, weight: float, other: PlannedNode | None) -> PlannedNode:
-        """A copy whose time is multiplied by the weight and added to that of the other node."""
+        """Returns a copy whose time is multiplied by `weight`, plus the time of `other`, the same
+        node at other sizes."""
         if self.predicted is None:
             return self
         before = Prediction(0.0, 0.0)
@@ -57,8 +59,9 @@ class PlannedNode:
 def planned_nodes(
     graph: gs.Graph, sharding: ShardingState, apart: Collection[str] = ()
 ) -> dict[str, PlannedNode]:
-    """The nodes of a graph, by name. Requires reshard nodes (insert-collectives). Outputs `apart`,
-    and the nodes that only they need, are not part of a run."""
+    """Returns the nodes of a run with their predicted times, by name. The graph must have its
+    reshard nodes (after insert-collectives). Leaves out nodes that only the outputs `apart`
+    need."""
     nodes = nodes_of_run(graph, apart)
     within = list(nodes_within(nodes))
     predicted = predict_nodes(within, sharding)
@@ -75,8 +78,8 @@ def planned_nodes(
 
 
 def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) -> Comparison:
-    """Compares the runs of a trace, without evaluations, with their plan. Errors: StrategyError if
-    the trace is of another plan, InputError if it has no runs."""
+    """Compares the runs of a trace, except evaluations, with the predictions in `nodes`. Errors:
+    StrategyError if the trace is of another plan, InputError if it has no runs."""
     lengths = _lengths(trace)
     if not lengths:
         raise InputError("the trace has no runs; record some with `onnxpar run --profile`")
@@ -100,7 +103,8 @@ def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) ->
 
 
 def _lengths(trace: Trace) -> dict[int, float]:
-    """Seconds of each run, from the first rank's start to the last rank's end."""
+    """Returns the seconds of each run by its number, from the start on the first rank to the end on
+    the last."""
     found = {}
     for run in trace.runs():
         spans = [span for span in trace.spans if span.run == run]
@@ -146,7 +150,8 @@ def _check_same(
 def _computed(
     events: Iterable[Event], runs: int, ranks: int, nodes: Mapping[str, PlannedNode]
 ) -> tuple[int, list[Computed]]:
-    """The rank with the longest compute time, and its times by set of nodes, in graph order."""
+    """Returns the rank with the longest compute time, and the rank's times by set of nodes, in
+    graph order."""
     own = [event for event in events if event.collective is None]
     sets = _Sets()
     for event in own:
@@ -184,8 +189,8 @@ def _row(
 
 
 def _keys(event: Event) -> tuple[str, ...]:
-    """The nodes that an event joins to one set; a node that onnxruntime added is a set of its
-    own."""
+    """Returns the names that an event joins into one set: the nodes that it computes or, for a node
+    that onnxruntime added, a name for that node alone."""
     return event.nodes or (f"{event.name}\0{event.op}",)
 
 
@@ -196,13 +201,13 @@ class _Sets:
         self._above: dict[str, str] = {}
 
     def find(self, name: str) -> str:
-        """The name that represents the set."""
+        """Returns the name that represents the set of `name`."""
         while (above := self._above.get(name, name)) != name:
             name = above
         return name
 
     def join(self, names: Sequence[str]) -> None:
-        """Joins the sets of these names."""
+        """Joins the sets of these names into one."""
         first = self.find(names[0])
         for name in names[1:]:
             self._above[self.find(name)] = first
@@ -214,8 +219,9 @@ def _communicated(
     nodes: Mapping[str, PlannedNode],
     sent: Mapping[str, int],
 ) -> list[Communicated]:
-    """Collectives in the order in which they ran, then those that did not run. `sent` has bytes by
-    collective at the sizes of the runs, which replace those of the trace."""
+    """Returns the collectives that ran, in their order, and then those that did not run. `sent` has
+    the bytes by collective at the sizes of the recorded runs, which replace the bytes in the
+    trace."""
     by_node: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: e.start):
         if event.collective is not None:

@@ -13,7 +13,8 @@ _HEADS = ("predicted", "measured")
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """The totals, then by type of op and by collective, then the worst predictions."""
+    """Yields the lines: totals, times by type of op, times by collective, and the worst
+    predictions."""
     mesh = ",".join(f"{name}={size}" for name, size in comparison.mesh)
     runs, recorded = comparison.runs, comparison.recorded
     whole = f"{runs} run{'s' if runs > 1 else ''}"
@@ -80,7 +81,7 @@ def _worst(row: Computed | Communicated) -> tuple[str, str, int]:
 
 
 def _times(predicted: float | None, measured: float) -> tuple[str, str, str]:
-    """Milliseconds predicted and measured, and their ratio."""
+    """Returns predicted and measured milliseconds, and their ratio, as text."""
     ratio = f"{measured / predicted:.2f}" if predicted else ""
     return "".rjust(9) if predicted is None else _ms(predicted), _ms(measured), ratio.rjust(7)
 

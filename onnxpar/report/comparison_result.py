@@ -15,9 +15,9 @@ NOTHING_RAN = "(nothing ran)"
 
 @dataclass(frozen=True)
 class Computed:
-    """A set of nodes. `ops` are their op types in the model, `ran` the op types that onnxruntime
-    ran for them, `calls` times per run. Times are seconds per run on the rank that computes
-    longest."""
+    """The times of a set of nodes. `ops` are the nodes' op types in the model, `ran` the op types
+    that onnxruntime ran for them, and `calls` the number of these calls per run. Times are seconds
+    per run, on the rank that computes longest."""
 
     nodes: tuple[str, ...]
     ops: tuple[str, ...]
@@ -28,8 +28,8 @@ class Computed:
 
     @property
     def label(self) -> str:
-        """One op type for the set: that in the model if there is only one, else that which ran if
-        there is only one, else all."""
+        """A label for the set: its op type in the model if there is only one, else the op type that
+        ran if there is only one, else all op types in the model."""
         if not self.ran:
             return NOTHING_RAN
         if len(self.ops) == 1:
@@ -39,8 +39,9 @@ class Computed:
 
 @dataclass(frozen=True)
 class Communicated:
-    """A collective, or all collectives inside an op. `bytes` is what a rank sends per run, None if
-    the plan does not say; `measured` excludes `wait`, and both are means over the ranks."""
+    """The times of a collective, or of all collectives inside an op. `bytes` is the number of bytes
+    that a rank sends per run, None if unknown. `measured` excludes `wait`; both are means over the
+    ranks."""
 
     node: str
     kind: str
@@ -54,7 +55,7 @@ class Communicated:
 
 @dataclass(frozen=True)
 class OpType:
-    """All sets of nodes with one label."""
+    """The times of all sets of nodes with the same label."""
 
     op: str
     nodes: int
@@ -64,10 +65,10 @@ class OpType:
 
 @dataclass(frozen=True)
 class Comparison(Shown):
-    """Predicted and measured times, in seconds per run: the mean over `runs` runs, the middle half
-    by length of those `recorded`. `rank` is the one that computes longest; `length` is the time
-    from a run's start on the first rank to its end on the last. `sizes` are the open sizes that the
-    prediction is for: those of the runs, if the trace has them."""
+    """Predicted and measured times, in seconds per run. Measured times are means over `runs` runs:
+    the middle half, by length, of the `recorded` runs. `rank` is the rank that computes longest;
+    `length` is the time from the start of a run on the first rank to its end on the last. `sizes`
+    are the open sizes for which times are predicted: those of the runs, if the trace has them."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -81,19 +82,19 @@ class Comparison(Shown):
 
     @property
     def predicted(self) -> Prediction:
-        """The total by the cost model."""
+        """The total that the cost model predicts."""
         compute, communication = (sum(r.predicted or 0.0 for r in rows) for rows in self._both)
         return Prediction(compute, communication)
 
     @property
     def measured(self) -> Prediction:
-        """The total measured, without waiting."""
+        """The measured total, without waiting."""
         compute, communication = (sum(r.measured for r in rows) for rows in self._both)
         return Prediction(compute, communication)
 
     @property
     def wait(self) -> float:
-        """Seconds that a rank waits for others, on average."""
+        """Seconds per run that a rank waits for others, on average over the ranks."""
         return sum(t.wait for t in self.talked)
 
     @property
@@ -101,7 +102,7 @@ class Comparison(Shown):
         return self.computed, self.talked
 
     def op_types(self) -> list[OpType]:
-        """The sets of nodes by label, the one that took longest first."""
+        """Returns the times by label, the label that took longest first."""
         by_label: dict[str, list[Computed]] = defaultdict(list)
         for row in self.computed:
             by_label[row.label].append(row)
@@ -117,13 +118,13 @@ class Comparison(Shown):
         return sorted(types, key=lambda t: -t.measured)
 
     def worst(self) -> list[Computed | Communicated]:
-        """All rows by the error of the prediction in seconds, the largest first."""
+        """Returns all rows, the largest error of the prediction in seconds first."""
         rows: list[Computed | Communicated] = [*self.computed, *self.talked]
         return sorted(rows, key=lambda row: -abs(row.measured - (row.predicted or 0.0)))
 
     def to_json(self) -> dict[str, Any]:
-        """The whole comparison, in seconds; `ratio` is measured / predicted, None without a
-        prediction."""
+        """Returns the comparison as JSON data, with times in seconds; `ratio` is measured /
+        predicted, None without a prediction."""
         predicted, measured = self.predicted, self.measured
         totals = {
             key: _with_ratio({"predicted": getattr(predicted, key), "measured": own})
@@ -145,7 +146,7 @@ class Comparison(Shown):
 
 
 def sum_known(values: Iterable[float | None]) -> float | None:
-    """The sum of the known values; None if there are none."""
+    """Returns the sum of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 

@@ -1,4 +1,4 @@
-"""A plan step by step: each node and reshard with its layouts, time, bytes and memory."""
+"""Explains a plan step by step: each node and reshard with its layouts, time, bytes and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 
 UPDATE = "update"
-"""The block of the optimizer's nodes, whose names start with this."""
+"""The block of the optimizer's nodes; their names start with this word."""
 NODE, COLLECTIVE, CUT = "node", "collective", "cut"
 _NUMBERED = re.compile(r"(.*?(?:^|[./])\d+)[./]")
 
@@ -44,12 +44,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Step:
-    """A node of the global graph as a rank runs it.
+    """One step of a rank: a node of the global graph, or a reshard.
 
     kind       NODE, or a reshard: COLLECTIVE, or CUT without communication
     block      common prefix of its weights' names up to a number: `encoder.layer.3`
-    depth      number of subgraphs around it
-    predicted  seconds by the cost model, 0 if unknown
+    depth      nesting depth of subgraphs, 0 in the main graph
+    predicted  time that the cost model predicts, 0 if unknown
     sent       bytes that a rank sends
     alive      bytes of activations that a rank holds while it runs
     """
@@ -68,7 +68,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that the graph repeats `times` in a row, except for names."""
+    """Steps that the graph repeats `times` times in a row, with other names; `name` and `last` are
+    the names of the first and the last repetition."""
 
     name: str
     last: str
@@ -78,19 +79,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan and its steps, in the order of the schedule."""
+    """A plan, and its steps in the order in which a rank runs them."""
 
     plan: Plan
     steps: tuple[Step, ...]
 
     @property
     def predicted(self) -> Prediction:
-        """Seconds of a run."""
+        """The predicted time of a run."""
         every = [step.predicted for step in self.steps]
         return Prediction(sum(p.compute for p in every), sum(p.communication for p in every))
 
     def blocks(self) -> Iterator[Block]:
-        """The steps by block; a block that repeats the one before it is counted there."""
+        """Yields the steps by block. A block that repeats the preceding one, except for names, is
+        counted there."""
         found: list[Block] = []
         for name, group in groupby(self.steps, key=lambda step: step.block):
             steps = tuple(group)
@@ -105,17 +107,18 @@ class Explained:
 
 
 class Explainer:
-    """Notes the steps of a plan; the pipeline calls `reckon`."""
+    """Collects the steps of a plan: pass `reckon` to the pipeline, then call `explained`."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, list[Step]]] = []
 
     def reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-        """Reads the graph with all its reshards, once for each typical size with its weight."""
+        """Collects the steps of a graph with all its reshards. The pipeline calls it once for each
+        typical combination of sizes, with its weight."""
         self._found.append((weight, list(_steps(graph, ctx))))
 
     def explained(self, plan: Plan) -> Explained:
-        """The plan with the noted steps."""
+        """Returns the plan with the collected steps."""
         sent: dict[str, int] = defaultdict(int)
         for entry in plan.collectives:
             sent[entry.name.split("::")[0]] += entry.bytes
@@ -125,8 +128,8 @@ class Explainer:
 
 
 def explain(path: str | Path, options: Options) -> Explained:
-    """Plans a model as the command `plan` does, with its predicted times. Errors: OnnxparError;
-    StrategyError for a manual program."""
+    """Plans a model like the command `plan`, and returns the plan with predicted steps. Errors:
+    OnnxparError; StrategyError for a manual program."""
     if options.preset == MANUAL:
         raise StrategyError("the time of a manual program cannot be predicted; use `run --profile`")
     explainer = Explainer()
@@ -140,7 +143,8 @@ def _weighted(each: Iterable[tuple[float, Iterable[Step]]]) -> Iterator[list[tup
 
 
 def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
-    """One step for several sizes: the weighted mean of its times, and its largest memory."""
+    """Returns one step for several sizes: with the weighted mean of the times, and the largest
+    memory."""
     predicted = Prediction(
         sum(weight * step.predicted.compute for weight, step in steps),
         sum(weight * step.predicted.communication for weight, step in steps),
@@ -149,7 +153,7 @@ def _mean(steps: Sequence[tuple[float, Step]]) -> Step:
 
 
 def _steps(graph: gs.Graph, ctx: PassContext) -> Iterator[Step]:
-    """The nodes of the graph after insert-collectives, without those of an evaluation."""
+    """Yields the steps of a graph after insert-collectives, without the nodes of an evaluation."""
     apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
     within = list(_within(graph, nodes_of_run(graph, apart), ctx))
     predicted = predict_nodes((node for node, _, _ in within), ctx.sharding)
@@ -175,7 +179,8 @@ def _within(
     depth: int = 0,
     around: int = 0,
 ) -> Iterator[tuple[gs.Node, int, int]]:
-    """Nodes and those of their subgraphs, with their depth and the bytes of live activations."""
+    """Yields nodes, and the nodes of their subgraphs, each with its depth and the bytes of live
+    activations; `around` is the bytes that are live outside the graph."""
     for node, alive in zip(nodes, activations(graph, nodes, ctx), strict=True):
         yield node, depth, around + alive
         for body in subgraphs(node):
@@ -189,15 +194,16 @@ def _kind(node: gs.Node) -> str:
 
 
 class _Blocks:
-    """Assigns blocks to nodes in order. The block comes from the names of a node's weights, or else
-    from its own name, unless that block was already left; other nodes stay in the current block."""
+    """Assigns blocks to nodes in order. The names of a node's weights, or else its own name,
+    determine the block; a node's own name does not lead back to an earlier block. Other nodes stay
+    in the current block."""
 
     def __init__(self) -> None:
         self.now = ""
         self.left: set[str] = set()
 
     def of(self, node: gs.Node) -> str:
-        """The block of the next node."""
+        """Returns the block of the next node."""
         given = [t.name for t in node.inputs if not t.inputs]
         weights = [name for name in given if "." in name and "/" not in name]
         own = [node.name] if node.name.startswith("/") else []
@@ -227,7 +233,8 @@ def _operand(tensor: gs.Tensor, ctx: PassContext) -> Operand:
 
 
 def _shape(tensor: gs.Tensor, layout: Layout | None) -> str:
-    """The global shape; with a layout, at the sizes that costs are for."""
+    """Returns the global shape as text; with a layout, at the sizes for which costs are
+    predicted."""
     shape = tensor.shape if layout is None else open_shape(layout.shape)
     if shape is None:
         return "?"
@@ -235,12 +242,13 @@ def _shape(tensor: gs.Tensor, layout: Layout | None) -> str:
 
 
 def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:
-    """True if two blocks are the same except for names."""
+    """True if the steps of two blocks are equal except for names."""
     return [_sign(step) for step in some] == [_sign(step) for step in others]
 
 
 def _repeated(steps: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], int]]:
-    """Runs of steps that have no block name, with the number of their repetitions."""
+    """Divides steps without a block name into parts; yields each part with the number of its
+    repetitions."""
     numbers: dict[Hashable, int] = {}
     signs = [numbers.setdefault(_sign(step), len(numbers)) for step in steps]
     done = 0

@@ -1,8 +1,7 @@
-"""The table of ops: the rule of each, the factors that may be split, the proofs of that, and the
-reasons for the factors that stay whole.
-
-Rules depend on the node. `tests/peer/run.py --write` runs ONNX's own test-suite and writes the
-texts of rules and the counts of runs to `rules/proof.json`.
+"""The table of ops: the rule of each, the factors that may be split, the number of tests of the
+rule, and the reasons why other factors stay whole. A rule depends on the node. `tests/peer/run.py
+--write` runs ONNX's own test suite, and writes rules as text and counts of runs to
+`rules/proof.json`.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ by the same axes; `whole` factors are not split, and the last column says why.""
 class OpRow:
     """An op: `Op` of ONNX itself, `domain.Op` of other domains.
 
-    rule      the rule of one case as text, empty if no case is known
+    rule      the rule of one test case as text, empty if there is no case
     splits    the factors of that rule that may be split
-    counts    runs and splits that proved it, by COUNTS
-    whole     why some factors, or the whole op, must stay whole
-    gradient  number of tests that proved its gradient, or why it has none
+    counts    numbers of tests that the rule passed, by the kinds of COUNTS
+    whole     why some factors, or all tensors of the op, must stay whole
+    gradient  number of tests that the gradient passed, or why there is none
     """
 
     op: str
@@ -67,8 +66,8 @@ class OpRow:
 
 
 def rows(pattern: str = "*") -> list[OpRow]:
-    """The ops whose name matches a glob: first ONNX's own, of the newest opset that the runtime
-    loads, then those of other domains that have a rule or a reason for having none."""
+    """Returns the ops whose name matches a glob: first ONNX's own, of the newest opset that
+    onnxruntime loads, then ops of other domains that have a rule or a reason for having none."""
     known = {*registered(), *whole_ops()}
     ops = sorted({("", op) for op in standard_ops()} | {key for key in known if key[0]})
     made = [_row(domain, op) for domain, op in ops]
@@ -76,7 +75,7 @@ def rows(pattern: str = "*") -> list[OpRow]:
 
 
 def standard_ops() -> list[str]:
-    """ONNX's ops in the newest opset that the runtime loads, without deprecated ones."""
+    """Returns ONNX's ops in the newest opset that onnxruntime loads, without deprecated ones."""
     newest: dict[str, Any] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain == "" and schema.since_version <= MAX_OPSET:
@@ -103,7 +102,8 @@ def _row(domain: str, op: str) -> OpRow:
 
 
 def _function(domain: str, op: str) -> str:
-    """The module of a user's rule, for which no case is known."""
+    """Returns a text that names the module of a user's rule, which has no test case; empty for
+    onnxpar's own rules."""
     function = registered()[domain, op]
     return "" if function.__module__.startswith("onnxpar.") else f"by {function.__module__}"
 
@@ -124,7 +124,7 @@ def _gradient(domain: str, op: str) -> str:
 
 
 def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
-    """True if some of these operands or results may be floating-point."""
+    """True if one of these operands or results may be floating-point."""
     types = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
     kinds = [kind for f in formals for kind in types.get(f.type_str, {f.type_str})]
     return any("float" in kind or "double" in kind for kind in kinds)
@@ -132,7 +132,8 @@ def _has_floats(schema: onnx.defs.OpSchema, formals: Sequence[Any]) -> bool:
 
 @functools.cache
 def gradient_proofs() -> Mapping[str, int]:
-    """The content of `grad/proof.json`: by op, the number of passed tests of its gradient rule."""
+    """Returns the content of `grad/proof.json`: the number of passed tests of each op's gradient
+    rule."""
     text = (files(onnxpar.grad) / "proof.json").read_text(encoding="utf-8")
     found: Mapping[str, int] = json.loads(text)
     return found
@@ -140,19 +141,19 @@ def gradient_proofs() -> Mapping[str, int]:
 
 @functools.cache
 def proofs() -> Mapping[str, Mapping[str, Any]]:
-    """The content of `rules/proof.json`, by op."""
+    """Returns the content of `rules/proof.json`, by op."""
     text = (files(onnxpar.rules) / "proof.json").read_text(encoding="utf-8")
     found: Mapping[str, Mapping[str, Any]] = json.loads(text)
     return found
 
 
 def to_json(table: Sequence[OpRow]) -> str:
-    """The rows as a JSON list, one per line."""
+    """Returns the rows as a JSON list, one per line."""
     return "[\n" + ",\n".join(json.dumps(asdict(row)) for row in table) + "\n]"
 
 
 def lines(table: Sequence[OpRow]) -> Iterator[str]:
-    """The rows as lines of text."""
+    """Yields the rows as lines of text."""
     width = max([len(row.op) for row in table], default=2)
     heads = "  ".join(f"{c:>8}" for c in (*COUNTS, "gradient"))
     yield f"{'op':{width}}  {heads}  rule"
@@ -170,7 +171,7 @@ def lines(table: Sequence[OpRow]) -> Iterator[str]:
 
 
 def markdown() -> str:
-    """All rows as docs/reference/ops.md."""
+    """Returns the content of docs/reference/ops.md, with all rows."""
     head = ("op", "rule", "splits", *COUNTS, "gradient", "whole, and why")
     written = "Written by `python tests/peer/run.py --write`."
     out = ["# Rules of all ops", "", NOTATION, "", NOTE, "", written, ""]

@@ -1,4 +1,4 @@
-"""Tables of the plan's page: tensors, nodes and collectives, each in blocks that fold."""
+"""Tables of the plan's page: tensors, nodes and collectives, in blocks that can be collapsed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from onnxpar.report.explain import COLLECTIVE, CUT, NODE, UPDATE, Block, Explain
 from onnxpar.report.report import shape_text, size_text
 
 TENSORS_ROOM, NODES_ROOM, COLLECTIVES_ROOM = 300_000, 1_300_000, 300_000
-"""Characters of rows of a section; of the rest, the page tells how many rows it leaves out."""
+"""The largest number of characters in the rows of a section. Further rows are left out, and the
+page says how many."""
 OPEN = 3
-"""Blocks of nodes that are unfolded."""
+"""The number of blocks of nodes that are expanded at first."""
 FEW = 20
-"""Rows up to which a block of tensors is unfolded."""
+"""The largest number of rows of a block of tensors that is expanded at first."""
 
 Cell = tuple[str, str]
-"""HTML of a cell, and its class."""
+"""A cell: its HTML and its CSS class."""
 _PORT_HEADS = (("tensor", ""), ("type", ""), ("shape", ""), ("layout", ""))
 _WEIGHT_HEADS = (
     ("tensor", ""),
@@ -48,13 +49,13 @@ _COLLECTIVE_HEADS = (
 
 
 class _Room:
-    """Characters that are left for rows."""
+    """The number of characters that are left for rows of a section."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def fitting(self, rows: Sequence[str]) -> list[str]:
-        """As many of the first rows as have room."""
+        """Returns the first rows, as many as fit, and uses up their room."""
         ends = accumulate(map(len, rows))
         shown = [row for row, end in zip(rows, ends, strict=True) if end <= self.left]
         self.left -= sum(map(len, shown))
@@ -62,7 +63,7 @@ class _Room:
 
 
 def tensors(plan: Plan) -> Iterator[str]:
-    """Inputs, states, outputs and weights, a block for each kind that there is."""
+    """Yields the section of tensors: a block each for inputs, states, outputs and weights."""
     yield "<h2>Tensors</h2>"
     room = _Room(TENSORS_ROOM)
     follows = dict(plan.states)
@@ -94,12 +95,12 @@ def _port(port: Port, mesh: Mesh) -> Iterator[Cell]:
 
 
 def _counted(count: int, kind: str) -> str:
-    """`1 input`, `3 inputs`."""
+    """Returns `1 input` or `3 inputs`; `kind` is the plural."""
     return f"{count} {kind if count != 1 else kind.removesuffix('s')}"
 
 
 def nodes(explained: Explained) -> Iterator[str]:
-    """All nodes by block, with the reshards between them."""
+    """Yields the section of nodes, by block, with the reshards between them."""
     yield "<h2>Nodes, in the order in which they run</h2>"
     yield (
         '<p><span class="mark collective">Collectives</span> and '
@@ -147,7 +148,7 @@ def _operands(tensors: Iterable[Operand]) -> str:
 
 
 def collectives(explained: Explained) -> Iterator[str]:
-    """All collectives in the order of the schedule."""
+    """Yields the section of collectives, in the order in which they run."""
     yield "<h2>Collectives, in the order in which they run</h2>"
     entries = explained.plan.collectives
     if not entries:
@@ -179,7 +180,8 @@ def collectives(explained: Explained) -> Iterator[str]:
 def _folded(
     title: str, name: str, heads: Iterable[Cell], rows: Sequence[str], room: _Room, is_open: bool
 ) -> Iterator[str]:
-    """A table that folds, and that the search box filters."""
+    """Yields a table that can be collapsed and that the search box filters; nothing without
+    rows."""
     if not rows:
         return
     shown = room.fitting(rows)
@@ -191,7 +193,7 @@ def _folded(
 
 
 def table(name: str, heads: Iterable[Cell], rows: Iterable[str]) -> Iterator[str]:
-    """A table in a box that scrolls sideways."""
+    """Yields a table in a box that scrolls horizontally."""
     mark = f' id="{name}"' if name else ""
     yield f'<div class="wide"><table{mark}><thead><tr>'
     yield "".join(_cell("th", text, kind) for text, kind in heads)
@@ -201,7 +203,7 @@ def table(name: str, heads: Iterable[Cell], rows: Iterable[str]) -> Iterator[str
 
 
 def row(kind: str, cells: Iterable[Cell]) -> str:
-    """A row of a table."""
+    """Returns a row of a table; `kind` is its CSS class."""
     inside = "".join(_cell("td", text, of) for text, of in cells)
     return f'<tr class="{kind}">{inside}</tr>' if kind else f"<tr>{inside}</tr>"
 
@@ -211,7 +213,7 @@ def _cell(tag: str, text: str, kind: str) -> str:
 
 
 def number(text: str) -> Cell:
-    """A cell to the right."""
+    """Returns a cell that is aligned to the right."""
     return text, "n"
 
 
@@ -220,5 +222,5 @@ def _code(text: str) -> Cell:
 
 
 def ms_text(seconds: float) -> str:
-    """Milliseconds, to the microsecond."""
+    """Returns milliseconds with three decimals."""
     return f"{seconds * 1e3:,.3f}"

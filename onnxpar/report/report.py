@@ -18,12 +18,13 @@ WIDTH = 100
 _KINDS = ("input", "state", "output")
 _PORT_HEADS = ("dtype", "shape", "layout")
 MANY, FEW = 20, 3
-"""Number of rows above which similar rows are joined: of ports and weights, and of whole nodes."""
+"""The numbers of rows above which similar rows are joined: in tables of ports and weights, and in
+the table of nodes that run whole."""
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
-    """Lines of aligned columns, with numbers to the right. The first column is cut where a line
-    would be too long."""
+    """Yields the lines of a table with aligned columns, numbers to the right. The first column is
+    cut if lines would be longer than WIDTH."""
     cells = [[_cell(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)
@@ -38,8 +39,8 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
 
 
 def grouped(rows: Sequence[tuple[Any, ...]], most: int = MANY) -> list[tuple[Any, ...]]:
-    """The rows; if there are more than `most`, rows that differ only in their first column are
-    joined, with the first name and a count."""
+    """Returns the rows. If there are more than `most`, rows that differ only in their first column
+    are joined into one, with the first name and a count."""
     if len(rows) <= most:
         return list(rows)
     names: dict[tuple[Any, ...], list[str]] = {}
@@ -53,7 +54,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _each(rows: Sequence[Any], heads: Sequence[str]) -> Iterator[str]:
-    """Heads of columns of bytes, with "each" if rows are grouped."""
+    """Returns the heads of columns of bytes, with "each" if rows are joined."""
     return (f"{head} each" if len(rows) > MANY else head for head in heads)
 
 
@@ -66,7 +67,7 @@ def _fit(text: str, width: int) -> str:
 
 
 def size_text(size: float) -> str:
-    """A number of bytes with a unit: 18.4 kB."""
+    """Returns a number of bytes as text with a unit: 18.4 kB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -75,7 +76,8 @@ def size_text(size: float) -> str:
 
 
 def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
-    """The lines of text of a plan in plan.json's structure."""
+    """Yields the text of a plan, given in the structure of plan.json; without `full`, without long
+    tables."""
     mesh = ",".join(f"{name}={size}" for name, size in plan["mesh"])
     preset = f", {plan['preset']}" if plan["preset"] else ""
     yield f"{plan['model']} over {plan['ranks']} ranks (mesh {mesh}{preset})"
@@ -110,13 +112,13 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
 
 
 def _other_sizes(typical: Mapping[str, int]) -> str:
-    """An example of --typical with other sizes, for the names of the model."""
+    """Returns an example of --typical with other sizes of the model's symbols."""
     pairs = [f"{name}={8 if size == 1 else size}" for name, size in typical.items()]
     return f"--typical {','.join(pairs[:3])}"
 
 
 def _predicted_lines(predicted: Mapping[str, float] | None, ranks: int) -> Iterator[str]:
-    """The time of a run by the cost model, and the speedup over one rank."""
+    """Yields the predicted time of a run, and the speedup over one rank."""
     if not predicted:
         return
     total, one = predicted["total"], predicted["one_rank"]
@@ -158,7 +160,7 @@ def _(plan: SavedPlan) -> str:
         ZeroDivisionError,
         IndexError,
     ) as error:
-        # Only a plan that was read from a file can lack fields.
+        # A plan that was read from a file may lack fields.
         raise ModelError(
             f"the plan is damaged: {type(error).__name__}: {error}; write the folder again with "
             "`onnxpar shard`"
@@ -166,7 +168,7 @@ def _(plan: SavedPlan) -> str:
 
 
 def _balance(flops: Mapping[str, int]) -> str:
-    """The work of the busiest rank in proportion to the mean."""
+    """Returns a text with the FLOPs of the busiest rank relative to the mean over the ranks."""
     mean = flops.get("mean", flops["per_rank"])
     if mean == flops["per_rank"]:
         return ", the same on all"
@@ -174,7 +176,7 @@ def _balance(flops: Mapping[str, int]) -> str:
 
 
 def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Inputs and outputs with their kind; a state of a training step is listed once."""
+    """Yields inputs and outputs, each with its kind. A state of a training step is listed once."""
     pairs = {pair["input"]: pair["output"] for pair in plan["states"]} if plan.get("step") else {}
     yield from (("input", p) for p in plan["inputs"] if p["name"] not in pairs)
     yield from (("state", p) for p in plan["inputs"] if p["name"] in pairs)
@@ -182,7 +184,8 @@ def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
-    """State pairs, except those of a training step, which are listed among the ports."""
+    """Yields lines about state pairs, except those of a training step, which are listed among the
+    ports, and about unpaired caches."""
     pairs, missing = plan["states"], plan.get("unpaired", [])
     if pairs and not plan.get("step"):
         count = "1 state pair" if len(pairs) == 1 else f"{len(pairs)} state pairs"
@@ -197,7 +200,7 @@ def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
 
 
 def shape_text(shape: Sequence[int | str | None] | None) -> str:
-    """The text of a shape: `8x16`, or `[batch, 16]` if a size is a symbol."""
+    """Returns a shape as text: `8x16`, or `[batch, 16]` if a size is a symbol."""
     if shape is None:
         return "?"
     if any(isinstance(s, str) for s in shape):

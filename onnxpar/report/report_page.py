@@ -1,4 +1,4 @@
-"""The plan as one HTML page that stands alone: it fetches nothing, and reads well without its
+"""The plan as one self-contained HTML page: it loads nothing from elsewhere, and works without its
 script, which only filters the tables."""
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _SEARCH = (
     '<input type="search" placeholder="MatMul [-, tp]" autocomplete="off" '
     'spellcheck="false"></label><output></output></form>'
 )
-"""The script shows it: without scripts, the tables are whole."""
+"""The search box. It is hidden until the script shows it: without scripts it would do nothing."""
 
 
 def write_page(
     path: str | os.PathLike[str], explained: Explained, candidates: Candidates | None
 ) -> None:
-    """Writes the page, whole or not at all. Errors: OnnxparError."""
+    """Writes the page of a plan, and of candidates if given; an error leaves no half-written file.
+    Errors: OnnxparError."""
     path = Path(path)
     if not path.parent.is_dir():
         raise OnnxparError(f"{path.parent}: no such folder for the page")
@@ -41,7 +42,7 @@ def write_page(
 
 
 def page(explained: Explained, candidates: Candidates | None = None) -> str:
-    """The page of a plan, and of the candidates beside it."""
+    """Returns the page of a plan, with a table of candidates if given."""
     plan = explained.plan
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -53,7 +54,7 @@ def page(explained: Explained, candidates: Candidates | None = None) -> str:
 
 
 def core(explained: Explained, candidates: Candidates | None = None) -> str:
-    """The page without the tags of a document, for a notebook to show among others."""
+    """Returns the page without the tags of a document, for a notebook."""
     parts = [
         *_header(explained),
         *(_candidates(candidates) if candidates is not None else ()),
@@ -75,14 +76,16 @@ def core(explained: Explained, candidates: Candidates | None = None) -> str:
 
 
 def _section(parts: Iterable[str]) -> Iterator[str]:
-    """Tables under one heading: the search box hides it where it finds nothing in it."""
+    """Yields tables under one heading; the search box hides the section if nothing in it
+    matches."""
     yield "<section>"
     yield from parts
     yield "</section>"
 
 
 def explained_of(plan: Plan) -> Explained:
-    """The steps of a plan. Errors: StrategyError where there are none."""
+    """Returns the predicted steps of a plan. Errors: StrategyError for a manual program, which has
+    none."""
     found = plan.explained
     if not isinstance(found, Explained):
         raise StrategyError("of a manual program nothing is predicted; use `run --profile`")
@@ -100,13 +103,13 @@ def _(candidates: Candidates) -> str:
 
 
 def _block(parts: Iterable[str]) -> str:
-    """Parts in a block with a style that leaves what is around it alone."""
+    """Returns the parts in a block whose style does not affect the surrounding page."""
     body = "\n".join(parts)
     return f'<div class="onnxpar">\n<style>{_part("block.css")}</style>\n{body}\n</div>'
 
 
 def _part(name: str) -> str:
-    """A style or script of the page."""
+    """Returns the content of a file with a style or script of the page."""
     return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
 
 
@@ -136,7 +139,8 @@ def _header(explained: Explained) -> Iterator[str]:
 
 
 def _which(plan: Plan) -> Iterator[str]:
-    """Names the candidate that the page shows, which is not always the winner."""
+    """Yields a line that names the candidate whose plan the page shows, which need not be the
+    winner."""
     strategy = escape(f"{plan.preset or 'the strategy'} {plan.mesh}")
     yield f"<p>The rest of this page shows the plan of <b>{strategy}</b>.</p>"
 

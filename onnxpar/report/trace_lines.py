@@ -12,7 +12,7 @@ _PARTS = ("compute", "communication", "waiting", "idle", "total")
 
 
 def trace_lines(trace: Trace) -> Iterator[str]:
-    """The time of each rank by kind, and the slowest nodes."""
+    """Yields the lines: the time of each rank by kind, and the slowest nodes."""
     for program in sorted({span.program for span in trace.spans}):
         count = len(trace.runs(program))
         what = f"{count} {program or 'run'}{'s' if count > 1 else ''}"
@@ -40,7 +40,8 @@ def trace_lines(trace: Trace) -> Iterator[str]:
 
 
 def _parts(trace: Trace, rank: int, program: str) -> list[str]:
-    """A rank's time by kind, from a run's start on the first rank to its end on the last."""
+    """Returns a rank's milliseconds per run by the kinds of _PARTS; the total is from the start of
+    a run on the first rank to its end on the last."""
     runs = set(trace.runs(program))
     events = [event for event in trace.of(rank) if event.run in runs]
     window = _windows(trace, program)
@@ -55,7 +56,8 @@ def _parts(trace: Trace, rank: int, program: str) -> list[str]:
 
 
 def _windows(trace: Trace, program: str) -> float:
-    """Seconds of all runs of a program, from the first rank's start to the last rank's end."""
+    """Returns the seconds of all runs of a program, each from the start on the first rank to the
+    end on the last."""
     begin: dict[int, float] = {}
     end: dict[int, float] = {}
     for span in trace.spans:
@@ -76,8 +78,8 @@ def _times(node: NodeTimes, busy: float) -> list[str]:
 
 
 def _name(node: NodeTimes) -> str:
-    """The name of the global node, and the number of others that onnxruntime fused with it; for a
-    collective its own name, as an op may have several."""
+    """Returns the name of the global node, and the number of other nodes that onnxruntime fused
+    with it. For a collective, returns its own name, because an op may contain several."""
     if node.collective or not node.nodes or node.nodes == (node.name,):
         return node.name
     others = f" and {len(node.nodes) - 1} more" if len(node.nodes) > 1 else ""
@@ -85,7 +87,7 @@ def _name(node: NodeTimes) -> str:
 
 
 def _columns(texts: Sequence[str], heads: Sequence[str]) -> list[str]:
-    """Numbers as texts, aligned to the right."""
+    """Aligns texts of numbers to the right, below their heads."""
     return [text.rjust(max(len(head), 9)) for text, head in zip(texts, heads, strict=True)]
 
 

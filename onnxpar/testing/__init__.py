@@ -1,1 +1,1 @@
-"""Oracles, proofs and simulated ranks, for people who write rules and gradients."""
+"""Tests of sharding rules and gradient rules, for people who write such rules."""

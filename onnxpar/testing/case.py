@@ -1,4 +1,4 @@
-"""The oracle's cases: a node with concrete operands, and programs that run it in onnxruntime."""
+"""Test cases, each a node with concrete operands, and programs that run a case in onnxruntime."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Operand = tuple[int, ...] | Array | None
 class Case:
     """One node with concrete operands.
 
-    An operand is a shape (random floats are fed), an array (a constant of the model; fed if its
-    index is in `fed`), or None if it is absent.
+    An operand is a shape (then random floats are fed), an array (a constant of the model, but fed
+    if its index is in `fed`), or None if it is missing.
     """
 
     op: str
@@ -35,7 +35,7 @@ class Case:
 
     @cached_property
     def values(self) -> dict[str, Array]:
-        """The operands' values by name."""
+        """The values of the operands, by name: x0, x1 ..."""
         rng = np.random.default_rng(len(self.operands))
         values = {}
         for i, operand in enumerate(self.operands):
@@ -46,7 +46,8 @@ class Case:
         return values
 
     def graph(self, results: Sequence[Array] = ()) -> gs.Graph:
-        """The one-node graph; its results get the types and shapes of `results`."""
+        """Returns the graph with the node; the node's results get the dtypes and shapes of
+        `results`."""
         feeds = [self._operand(i) for i in range(len(self.operands))]
         made = [gs.Variable(f"y{i}") for i in range(self.outputs)]
         for tensor, value in zip(made, results, strict=False):
@@ -74,7 +75,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension of a tensor that another op divides into atoms: `(2 n)` or `k + n`."""
+    """A dimension of a tensor that another op divides into atoms: into a product `(2 n)` or into
+    segments `k + n`, as `kind` says."""
 
     factor: str
     tensor: str
@@ -83,7 +85,7 @@ class Cut:
     kind: str
 
     def apply(self, graph: gs.Graph) -> None:
-        """Adds the op that divides it."""
+        """Adds the op that divides the dimension to a graph."""
         tensor = graph.tensors()[self.tensor]
         shape = list(tensor.shape)
         if self.kind == "product":
@@ -101,22 +103,21 @@ _SESSIONS: dict[bytes, ort.InferenceSession] = {}
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A graph ready to run; constants are operands, too, with their values as defaults."""
+    """A graph that is ready to run. Its constants are operands, too, with `values` as defaults."""
 
     session: ort.InferenceSession
     operands: frozenset[str]
     values: Mapping[str, Array]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The graph's results; `feeds` are operands by name."""
+        """Runs the graph, and returns its results; `feeds` are operands by name."""
         given = {**self.values, **feeds}
         return list(self.session.run(None, {k: np.asarray(given[k]) for k in self.operands}))
 
 
 def compiled(graph: gs.Graph) -> Program:
-    """Makes a session for a graph, for operands of any sizes.
-
-    Equal graphs share a session, unless they draw random numbers: a session's generator continues
+    """Returns a program that runs a graph in onnxruntime, with operands of any sizes. Equal graphs
+    share a session, unless they draw random numbers: the random generator of a session continues
     from run to run.
     """
     tensors = {t.name: t for node in graph.nodes for t in node.inputs if t.name}
@@ -155,7 +156,8 @@ def compiled(graph: gs.Graph) -> Program:
 
 
 def _open_shape(tensor: gs.Tensor) -> list[int | str]:
-    """All sizes open, except those that shape inference needs: tables, and operands of a Resize."""
+    """Returns a shape with open sizes, or the tensor's own if shape inference needs it: for tables,
+    and for operands of a Resize other than the first."""
     if isinstance(tensor, gs.Constant) and any(
         n.op == "EmbedLayerNormalization" for n in tensor.outputs
     ):
@@ -166,5 +168,5 @@ def _open_shape(tensor: gs.Tensor) -> list[int | str]:
 
 
 def run(graph: gs.Graph, feeds: Mapping[str, Array]) -> list[Array]:
-    """The graph's results; `feeds` are operands by name."""
+    """Runs the graph, and returns its results; `feeds` are operands by name."""
     return compiled(graph).run(feeds)

@@ -1,8 +1,6 @@
-"""Proves gradient rules, one node at a time.
-
-Gradients in float64 are compared with central differences, and gradients in float32 (onnxruntime)
-with those in float64. In float64, a graph runs on onnxruntime if it has the kernels, else on ONNX's
-reference implementation.
+"""Tests gradient rules, one node at a time. Compares gradients in float64 with central differences,
+and gradients in float32 under onnxruntime with those in float64. In float64, a graph runs in
+onnxruntime if that has the kernels, else in ONNX's reference implementation.
 """
 
 from __future__ import annotations
@@ -25,24 +23,26 @@ from onnxpar.testing.gradient_reference import REFERENCE_OPS
 
 Array = npt.NDArray[Any]
 STEP = 1e-5
-"""Half the distance between the two points of a central difference."""
+"""The step of a central difference: half the distance between its two points."""
 DOUBLE, SINGLE, LINEAR = 1e-7, 1e-4, 1e-5
-"""Largest error relative to the gradient's largest value: of float64 against differences, of
-float32 against float64, and of float32 against wide differences."""
+"""The largest errors, relative to the gradient's largest value: of float64 gradients against
+central differences, of float32 gradients against float64, and of float32 gradients against wide
+differences."""
 _ORT = ort.capi.onnxruntime_pybind11_state
 _EXPANDED = ("Attention",)
-"""Ops that onnxruntime expands in float64, by a function body that ONNX has corrected since."""
+"""Ops that onnxruntime expands in float64 by a function body that ONNX has corrected since; the
+reference implementation runs them."""
 
 
 class Erf(OpRun):
-    """The error function in the type of its operand; the reference's is in float32."""
+    """The error function in the dtype of its operand; ONNX's reference computes in float32."""
 
     def _run(self, x: Array) -> tuple[Array]:
         return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
 
 
 class Gelu(OpRun):
-    """The activation in the type of its operand; the reference's is in float32."""
+    """The activation in the dtype of its operand; ONNX's reference computes in float32."""
 
     op_domain = ""
 
@@ -55,8 +55,8 @@ class Gelu(OpRun):
 
 
 class Program:
-    """A graph ready to run on onnxruntime, or on ONNX's reference implementation if onnxruntime
-    lacks kernels for float64."""
+    """A graph that is ready to run: in onnxruntime or, with `reference`, in ONNX's reference
+    implementation if onnxruntime lacks kernels for float64."""
 
     def __init__(self, graph: gs.Graph, reference: bool) -> None:
         self.outputs = [t.name for t in graph.outputs]
@@ -78,17 +78,16 @@ class Program:
             self.session = ReferenceEvaluator(model, new_ops=[Erf, Gelu, *REFERENCE_OPS])
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The graph's results by name."""
+        """Runs the graph, and returns its results by name."""
         results = self.session.run(None, dict(feeds))
         return dict(zip(self.outputs, results, strict=True))
 
 
 class Gradient:
-    """A node with concrete operands of one floating-point type, and the graph of its gradients.
-
-    `wrt` are the indices of operands to differentiate by, all of floating-point type if None; other
-    operands that are arrays stay constants, unless they are fed. The first `results` results have
-    incoming gradients.
+    """A case with operands of one floating-point dtype, and the graph of its gradients. `wrt` has
+    the indices of the operands to differentiate by; None stands for all floating-point operands.
+    Other operands that are arrays stay constants, unless they are fed. The first `results` results
+    of the node have incoming gradients.
     """
 
     def __init__(self, case: Case, dtype: Any, wrt: Sequence[int] | None, results: int) -> None:
@@ -110,21 +109,23 @@ class Gradient:
         self.program = Program(self._differentiated(), reference=is_double)
 
     def seeds(self) -> dict[str, Array]:
-        """The incoming gradients of the results, the same values in any type."""
-        rng = np.random.default_rng(100)  # not that of an operand
+        """Returns the incoming gradients of the results by name: random numbers, the same in every
+        dtype."""
+        rng = np.random.default_rng(100)  # another generator than the operands'
         return {
             f"d{y}": _as(rng.standard_normal(self.whole[y].shape), self.whole[y].dtype)
             for y in self.flows
         }
 
     def run(self) -> dict[str, Array]:
-        """The gradients by name (`d0` of operand 0); zeros if an operand has none."""
+        """Returns the gradients that the rule computes, by name (`d0` for operand 0); zeros for an
+        operand without a gradient."""
         given = {k: v for k, v in {**self.feeds, **self.seeds()}.items() if k in self.read}
         found = self.program.run(given) if self.program.outputs else {}
         return {f"d{i}": found.get(f"d{i}", np.zeros_like(self.feeds[f"x{i}"])) for i in self.wrt}
 
     def differences(self, step: float = STEP) -> dict[str, Array]:
-        """The same by central differences, between points two steps apart."""
+        """Returns the gradients by central differences with this step, by name."""
         return {f"d{i}": self._difference(f"x{i}", step) for i in self.wrt}
 
     def _difference(self, name: str, step: float) -> Array:
@@ -142,7 +143,8 @@ class Gradient:
         return found
 
     def _graph(self, whole: Mapping[str, Array]) -> gs.Graph:
-        """The graph of the node; its results get the types and shapes of `whole`."""
+        """Returns the graph with the node; the node's results get the dtypes and shapes of
+        `whole`."""
         graph = self.case.graph()
         node = graph.nodes[0]
         for i, tensor in enumerate(node.inputs):
@@ -158,7 +160,7 @@ class Gradient:
         return graph
 
     def _differentiated(self) -> gs.Graph:
-        """The graph of the node and the gradient nodes that its rule appends."""
+        """Returns the graph with the node and the gradient nodes that its rule appends."""
         graph = self._graph(self.whole)
         graph.outputs = []
         builder = Builder(graph, "seed")
@@ -182,8 +184,8 @@ class Gradient:
 
 
 def prove_gradient(case: Case, wrt: Sequence[int] | None = None, results: int = 1) -> list[str]:
-    """Messages on wrong gradients of a node; empty if all are right. `Gradient` has the
-    arguments."""
+    """Returns messages about wrong gradients of a node; empty if all are right. `Gradient`
+    describes the arguments."""
     double = Gradient(case, np.float64, wrt, results)
     single = Gradient(case, np.float32, wrt, results)
     found = double.run()
@@ -195,8 +197,8 @@ def prove_gradient(case: Case, wrt: Sequence[int] | None = None, results: int = 
 def prove_linear_gradient(
     case: Case, wrt: Sequence[int] | None = None, results: int = 1
 ) -> list[str]:
-    """As `prove_gradient`, for a node that is linear in its operands and has no float64 kernel in
-    onnxruntime: wide differences are exact."""
+    """Like `prove_gradient`, for a node that is linear in its operands and has no float64 kernel in
+    onnxruntime: because of the linearity, wide differences are exact up to rounding."""
     single = Gradient(case, np.float32, wrt, results)
     wrong = _compare(single.run(), single.differences(1.0), LINEAR, "wide differences")
     return [f"{case.op}: {w}" for w in wrong]

@@ -1,5 +1,6 @@
-"""Reference convolutions, pools and the like in the type of their operands, for gradient proofs:
-ONNX's reference implementation lacks them, has bugs in them, or computes in float32."""
+"""Reference implementations of convolutions, pools and similar ops in the dtype of their operands,
+for tests of gradients. ONNX's own reference lacks these ops, has bugs in them, or computes them in
+float32."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Slices = tuple[Any, ...]
 
 
 class Taps:
-    """Windows over space: element k of window i is at `i * stride + k * dilation - before`."""
+    """Windows over the spatial dimensions: element k of window i is at `i * stride + k * dilation -
+    before`."""
 
     def __init__(self, kernel: Sequence[int], attrs: Mapping[str, Any]) -> None:
         rank = len(kernel)
@@ -30,17 +32,19 @@ class Taps:
 
     @property
     def spans(self) -> list[int]:
-        """The extent of a window along each dimension."""
+        """The size of a window along each dimension, with dilation."""
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
 
     def divide(self, totals: Sequence[int]) -> None:
-        """Sets the padding to these totals, the smaller half before for SAME_UPPER, else after."""
+        """Divides these totals of padding between start and end. If a total is odd, the larger half
+        is at the end for SAME_UPPER, else at the start."""
         self.before = [t // 2 if self.auto == "SAME_UPPER" else -(-t // 2) for t in totals]
         self.after = [t - b for t, b in zip(totals, self.before, strict=True)]
 
     def over(self, sizes: Sequence[int], reaches: Sequence[int], by_ceil: Any = 0) -> list[int]:
-        """The number of windows over these sizes; `reaches` are the extents of windows that
-        automatic padding assumes."""
+        """Returns the number of windows along each dimension of these sizes, after setting
+        automatic padding. `reaches` are the window sizes that automatic padding assumes; `by_ceil`
+        rounds the number up."""
         if self.auto.startswith("SAME"):
             every = zip(sizes, self.strides, reaches, strict=True)
             self.divide([max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in every])
@@ -54,12 +58,13 @@ class Taps:
         return found
 
     def reach(self, out: Sequence[int]) -> list[int]:
-        """The extent of `out` windows together, along each dimension."""
+        """Returns the number of elements that `out` windows cover together, along each
+        dimension."""
         return [(n - 1) * s + w for n, s, w in zip(out, self.strides, self.spans, strict=True)]
 
     def each(self, out: Sequence[int]) -> Iterator[tuple[Slices, Slices]]:
-        """Each element of the kernel, as an index, with the positions at which `out` windows have
-        it."""
+        """Yields each element of the kernel, as an index, with the slices of the image that have
+        this element of all `out` windows."""
         for tap in np.ndindex(*self.kernel):
             element: Slices = (..., *tap)
             starts = [k * d for k, d in zip(tap, self.dilations, strict=True)]
@@ -67,7 +72,8 @@ class Taps:
             yield element, (..., *(slice(a, a + (n - 1) * s + 1, s) for a, n, s in every))
 
     def padded(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
-        """`x` padded with `fill`, then with zeros at the end, as far as `out` windows reach."""
+        """Returns `x`, padded with `fill` by the padding, and then with zeros at the end, as far as
+        `out` windows reach."""
         lead = [(0, 0)] * (x.ndim - len(out))
         pads = [*lead, *zip(self.before, self.after, strict=True)]
         x = np.pad(x, pads, constant_values=fill)
@@ -75,7 +81,7 @@ class Taps:
         return np.pad(x, [*lead, *((0, a) for a in after)])
 
     def total(self, x: Array, out: Sequence[int], fill: float = 0) -> Array:
-        """The sum over each of `out` windows."""
+        """Returns the sum over each window; `out` is their number along each dimension."""
         wide = self.padded(x, out, fill)
         return sum((wide[at] for _, at in self.each(out)), np.zeros((), x.dtype))
 
@@ -130,7 +136,7 @@ class ConvTranspose(OpRun):
 
 
 class AveragePool(OpRun):
-    """The mean of each window, with padding if `count_include_pad`."""
+    """The mean over each window, including padding if `count_include_pad`."""
 
     def _run(self, x: Array, **attrs: Any) -> tuple[Array]:
         taps = Taps(attrs["kernel_shape"], attrs)
@@ -140,7 +146,7 @@ class AveragePool(OpRun):
 
 
 class LpPool(OpRun):
-    """The norm of each window."""
+    """The norm over each window."""
 
     def _run(self, x: Array, **attrs: Any) -> tuple[Array]:
         taps = Taps(attrs["kernel_shape"], attrs)
@@ -149,7 +155,7 @@ class LpPool(OpRun):
 
 
 class GlobalLpPool(OpRun):
-    """The norm over space."""
+    """The norm over the spatial dimensions."""
 
     def _run(self, x: Array, p: int) -> tuple[Array]:
         total = (np.abs(x) ** p).sum(tuple(range(2, x.ndim)), keepdims=True)
@@ -157,14 +163,14 @@ class GlobalLpPool(OpRun):
 
 
 class GlobalMaxPool(OpRun):
-    """The maximum over space."""
+    """The maximum over the spatial dimensions."""
 
     def _run(self, x: Array) -> tuple[Array]:
         return (x.max(tuple(range(2, x.ndim)), keepdims=True),)
 
 
 class LRN(OpRun):
-    """Each channel divided by a power of the sum of squares of its neighbours."""
+    """Each channel, divided by a power of the sum of squares over neighbouring channels."""
 
     def _run(self, x: Array, alpha: float, beta: float, bias: float, size: int) -> tuple[Array]:
         before = (size - 1) // 2

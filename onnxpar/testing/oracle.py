@@ -1,9 +1,9 @@
-"""Proves rules: runs one node whole and on simulated ranks, and compares.
-
-The oracle splits every factor that the rule allows, over 2 and 3 ranks, into even and uneven
+"""Tests sharding rules: runs one node unsplit and on simulated ranks, and compares the results. The
+oracle splits every factor that the rule allows to split, over 2 and 3 ranks, into even and uneven
 shards, and every pair of factors at once. It shards the operands by the layouts that the rule
 implies, rewrites the node by `localize_node`, and runs each rank's node in onnxruntime. Each shard
-of a result must equal that shard of the whole result; partial results must reduce to it.
+of a result must equal the same shard of the unsplit result; partial results must reduce to the
+unsplit result.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from onnxpar.testing.case import Case, Cut, compiled
 from onnxpar.testing.simulate import run_ranks
 
 TOLERANCE = {"float16": 4e-3, "float32": 2e-5, "float64": 1e-12}
-"""Largest error relative to the largest value, by dtype; integers must be equal."""
+"""The largest error relative to the largest value, by dtype; values of other dtypes must be
+equal."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Axes and shard sizes (None: even) for some leaves of a node."""
+    """One way to split a node: axes and shard sizes (None: even) for some of its leaves, by index
+    of the leaf."""
 
     mesh: Mesh
     leaves: Mapping[int, tuple[Axes, tuple[int, ...] | None]]
 
 
 class Oracle:
-    """A case, its unsplit results, and its rule over atoms; another op may cut a dimension."""
+    """A case, its unsplit results, and its rule over atoms. With `cut`, another op divides a
+    dimension into atoms."""
 
     def __init__(self, case: Case, cut: Cut | None = None) -> None:
         self.case = case
@@ -64,10 +67,9 @@ class Oracle:
         return graph, factors
 
     def splits(self) -> Iterator[Split]:
-        """Each leaf over 2 and 3 ranks, and each pair of leaves over 2 x 2.
-
-        If the case is cut, only leaves of the cut dimension are split; if it is cut into segments,
-        also all of these over one axis.
+        """Yields the splits to test: each leaf over 2 and 3 ranks, and each pair of leaves over 2 x
+        2 ranks. If a dimension is cut, only leaves of this dimension are split, over 2 ranks;
+        segments also all over the same axis.
         """
         tied = {i for group in self.op.co_sharded for i in group}
         leaves = [
@@ -94,8 +96,8 @@ class Oracle:
                 yield from self._pairs(mesh, i, j)
 
     def _pairs(self, mesh: Mesh, i: int, j: int) -> Iterator[Split]:
-        """Splits of two leaves: with elements on every rank, and with empty shards of either leaf
-        on half of the ranks."""
+        """Yields splits of two leaves: with elements on every rank, and with empty shards of one
+        leaf on some ranks."""
         axes = {i: (mesh.axis("x"),), j: (mesh.axis("y"),)}
         yield Split(mesh, {k: (over, None) for k, over in axes.items()})
         for empty in (i, j):
@@ -106,8 +108,8 @@ class Oracle:
             yield Split(mesh, {k: (a, none if k == empty else None) for k, a in axes.items()})
 
     def _tied_splits(self) -> Iterator[Split]:
-        """Splits of co-sharded leaves, each into shards of its own; with other leaves over
-        2 x 2."""
+        """Yields splits of co-sharded leaves, which share axes but have different shard sizes; and,
+        over 2 x 2 ranks, together with other leaves."""
         for group in self.op.co_sharded:
             for n in range(2, 5):
                 mesh = Mesh.of([("x", n)])
@@ -127,8 +129,8 @@ class Oracle:
             yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
 
     def cuts(self) -> Iterator[Cut]:
-        """Cuts of each dimension that is a factor that may be split: into a product and into
-        segments."""
+        """Yields cuts of each dimension that is a single factor which may be split: into segments
+        and into a product."""
         node, rule = self.op.node, self.op.rule
         operands = zip(node.inputs, rule.inputs, strict=False)
         for tensor, spec in chain(operands, zip(node.outputs, rule.outputs, strict=False)):
@@ -141,11 +143,11 @@ class Oracle:
                         yield Cut(expr.name, tensor.name, dim, (2, size // 2), "product")
 
     def wrong_while_open(self, split: Split) -> str | None:
-        """As `wrong`, with the node lowered as if the sizes of all its leaves were open."""
+        """Like `wrong`, with the node lowered as if the sizes of all its leaves were open."""
         return self.wrong(split, frozenset(leaf.atom for leaf in self.op.leaves))
 
     def wrong(self, split: Split, open_atoms: frozenset[int] = frozenset()) -> str | None:
-        """The first error under a split, None if every shard is right."""
+        """Tests a split; returns the first error, None if every shard is right."""
         graph, factors = self._analysed()
         op = factors.ops[0]
         layouts = self._layouts(op, split)
@@ -171,7 +173,7 @@ class Oracle:
         return None
 
     def _layouts(self, op: OpFactors, split: Split) -> dict[str, Layout]:
-        """The layouts of operands and results that a split implies."""
+        """Returns the layouts of operands and results that a split implies, by tensor."""
         own: Axes = ()
         reduce: Any = "sum"
         for leaf, (axes, _) in split.leaves.items():
@@ -193,7 +195,7 @@ class Oracle:
     def _run_ranks(
         self, graph: gs.Graph, layouts: Mapping[str, Layout], mesh: Mesh, per_rank: PerRank
     ) -> list[list[Array]]:
-        """Every rank's shards of the results."""
+        """Runs the localized node on every rank; returns each rank's shards of the results."""
         feeds = [
             {
                 name: layouts[name].take(value, mesh, rank) if name in layouts else value
@@ -218,7 +220,8 @@ class Oracle:
 
 
 def compare_parts(layout: Layout, expected: Array, parts: list[Array], mesh: Mesh) -> str | None:
-    """The first error in the ranks' shards of a result, None if there is none."""
+    """Returns the first error in `parts`, the ranks' shards of the result `expected`; None if there
+    is none."""
     for rank, part in enumerate(parts):
         if part.shape != layout.local_shape(mesh, rank):
             return f"rank {rank} computes {part.shape}, not {layout.local_shape(mesh, rank)}"
@@ -232,7 +235,8 @@ def compare_parts(layout: Layout, expected: Array, parts: list[Array], mesh: Mes
 def close(
     have: Array, want: Array, scale: Array | None = None, tolerance: float | None = None
 ) -> bool:
-    """True if two arrays agree up to rounding, relative to the largest value."""
+    """True if two arrays agree up to rounding. Errors are relative to the largest value of `scale`,
+    by default of `want`."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return False
     if tolerance is None:

@@ -1,8 +1,7 @@
-"""Proves the rule of a case: its splits, its claims about linearity, and splits that it misses.
-
-A sum must pass through a group of operands that the rule calls jointly linear, a max and a min
-through an operand that it calls monotone. A factor that it calls whole must not be splittable into
-halves.
+"""Tests the rule of a case: the splits that it allows, its claims about linearity, and splits that
+it forbids without need. If the rule calls a group of operands jointly linear, the op must commute
+with a sum; if it calls an operand monotone, with max and min. If it says that a factor must stay
+whole, splitting the factor into halves must give wrong results.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from onnxpar.testing.oracle import TOLERANCE, Oracle, close
 
 Terms = tuple[list[Array], list[Array]]
 Cut = tuple[int | None, ...]
-"""For each operand the dimension that is halved, None if it stays whole."""
+"""The dimension of each operand that is halved, None if it stays whole."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome for a rule: its text, the number of splits that ran, errors and missed splits."""
+    """The outcome of testing a rule: its text, the number of tested splits, errors, and splits that
+    the rule forbids without need."""
 
     text: str
     splits: int
@@ -36,7 +36,7 @@ class Proof:
 
 
 def prove(case: Case) -> Proof:
-    """Runs every split that the rule of the case allows, and tries splits that it forbids."""
+    """Tests every split that the rule of the case allows, and tries splits that it forbids."""
     oracle = Oracle(case)
     cuts = {(cut.factor, cut.kind): cut for cut in oracle.cuts()}.values()
     oracles = [oracle, *(Oracle(case, cut) for cut in cuts)]
@@ -46,8 +46,8 @@ def prove(case: Case) -> Proof:
 
 
 def false_claims(oracle: Oracle) -> list[str]:
-    """Messages on groups that are not jointly linear and operands that are not monotone, though the
-    rule says so."""
+    """Returns messages about groups of operands that are not jointly linear, and operands that are
+    not monotone, although the rule says so."""
     rule = oracle.op.rule
     found = []
     numbers = all(v.dtype != np.bool_ for v in oracle.whole)
@@ -72,7 +72,8 @@ def _joins(oracle: Oracle, join: Any, terms: Terms) -> bool:
 
 
 def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
-    """The results for two addends of the group's operands; one is zero unless `noisy`."""
+    """Returns the node's results for two sets of operands that add up to the case's operands in
+    `group`; one set is zero unless `noisy`."""
     rng = np.random.default_rng(0)
     one, other = dict(oracle.feeds), dict(oracle.feeds)
     for name in {f"x{i}" for i in group} & oracle.feeds.keys():
@@ -84,7 +85,7 @@ def _addends(oracle: Oracle, group: frozenset[int], noisy: bool) -> Terms:
 
 
 def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
-    """The results for two values whose max (or min) is the operand."""
+    """Yields the node's results for pairs of values whose max (or min) is the operand `name`."""
     rng = np.random.default_rng(0)
     value = oracle.feeds[name]
     step = np.abs(rng.standard_normal(value.shape) * 3 + 1).astype(value.dtype)
@@ -97,7 +98,8 @@ def _extremes(oracle: Oracle, name: str, reduce: ReduceOp) -> Iterator[Terms]:
 
 
 def missed_splits(oracle: Oracle) -> list[str]:
-    """The findings of `missed_cuts` as text: the halved dimensions -> how results are joined."""
+    """Returns the findings of `missed_cuts` as text: `halved dimensions -> how to join the
+    results`."""
     return [
         f"{' '.join(f'x{i}.{d}' for i, d in enumerate(cut) if d is not None)} -> "
         f"{' '.join(results)}"
@@ -106,9 +108,9 @@ def missed_splits(oracle: Oracle) -> list[str]:
 
 
 def missed_cuts(oracle: Oracle) -> dict[Cut, list[str]]:
-    """Cuts that the rule forbids although the halves of their results join to the whole results,
-    with how each result is joined. Of two cuts of which one contains the other, only the
-    smaller."""
+    """Returns the cuts that the rule forbids although the results of the two halves can be joined
+    to the unsplit results, each with how to join each result. If a cut contains a smaller one, only
+    the smaller one is returned."""
     found: dict[Cut, list[str]] = {}
     for cut in sorted(_cuts(oracle), key=lambda c: len(c) - c.count(None)):
         if not any(_contains(cut, smaller) for smaller in found):
@@ -123,7 +125,8 @@ def _contains(cut: Cut, smaller: Cut) -> bool:
 
 
 def _cuts(oracle: Oracle) -> Iterator[Cut]:
-    """Cuts of up to 4 operands that halve at least one dimension which the rule calls whole."""
+    """Yields cuts of up to 4 operands that halve at least one dimension which must stay whole
+    according to the rule."""
     options: list[list[int | None]] = []
     blocked = set()
     for i, (tensor, links) in enumerate(zip(oracle.op.node.inputs, oracle.op.inputs, strict=True)):
@@ -143,7 +146,8 @@ def _cuts(oracle: Oracle) -> Iterator[Cut]:
 
 
 def halved(oracle: Oracle, cut: Cut) -> list[str] | None:
-    """The operation that joins the halves of each result to the whole result; None if none does."""
+    """Runs a node on both halves of a cut. Returns the operation that joins the halves of each
+    result to the unsplit result; None if there is none."""
     parts = []
     for half in (0, 1):
         feeds = dict(oracle.feeds)

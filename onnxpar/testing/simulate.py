@@ -1,7 +1,6 @@
-"""Runs a localized graph on all ranks in lockstep, with collectives in NumPy.
-
-This is a second definition of each collective, independent of the plugin: with it, the oracle
-proves rules whose ranks communicate inside an op.
+"""Simulates all ranks of a localized graph in one process, node by node, with collectives in NumPy.
+This is a second definition of each collective, independent of the plugin. The oracle uses it to
+test rules of communicating ops.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.
 def run_ranks(
     graph: gs.Graph, feeds: Sequence[Mapping[str, Array]], per_rank: PerRank
 ) -> list[list[Array]]:
-    """Every rank's results; `feeds` has each rank's operands by name."""
+    """Returns every rank's results; `feeds` has each rank's operands, by name."""
     values: list[Values] = [
         {**feed, **{name: value(rank) for name, value in per_rank.constants.items()}}
         for rank, feed in enumerate(feeds)
@@ -35,7 +34,7 @@ def run_ranks(
 
 
 def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> None:
-    """Runs all nodes, and adds their results to the values of each rank."""
+    """Runs all nodes on all ranks, and adds their results to the values of each rank."""
     for node in graph.nodes:
         attrs = [_attributes(node, per_rank, rank) for rank in range(len(values))]
         if node.domain == DOMAIN:
@@ -57,7 +56,7 @@ def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> 
 def _scan(
     node: gs.Node, attrs: Sequence[Mapping[str, Any]], values: Sequence[Values], per_rank: PerRank
 ) -> None:
-    """Runs a Scan, each iteration on all ranks before the next; its scan axes must be 0."""
+    """Runs a Scan; each iteration runs on all ranks before the next one. Scan axes must be 0."""
     body = node.attrs["body"]
     carried = len(node.inputs) - node.attrs["num_scan_inputs"]
     states = [[held[t.name] for t in node.inputs[:carried]] for held in values]
@@ -89,8 +88,8 @@ def _attributes(node: gs.Node, per_rank: PerRank, rank: int) -> dict[str, Any]:
 
 
 def _program(node: gs.Node, attrs: dict[str, Any], graph: gs.Graph, held: Values) -> Program:
-    """The program of one node, for the values of a rank; ranks with the same attributes share it.
-    Its random generator continues from run to run."""
+    """Returns a program with one node, for the values of a rank. Ranks with the same attributes
+    share it; its random generator continues from run to run."""
     inputs = [
         gs.Variable.empty() if not t.name else _operand(t, held.get(t.name)) for t in node.inputs
     ]
