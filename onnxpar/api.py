@@ -135,8 +135,9 @@ def check(
     each     compare every tensor that both models have, and name the first one that differs
     train    for a training step: take `steps` steps at the learning rate `lr`, and compare the
              losses and the parameters
-    rtol     with atol: allow each element to differ by `atol + rtol * abs(reference)`, like
-    atol     numpy.allclose; default: a tolerance by dtype, relative to the largest element
+    rtol     allow each element to differ by `atol + rtol * abs(reference)`, like numpy.allclose;
+             without both, the tolerance depends on the dtype and is relative to the largest element
+    atol     see `rtol`
     timeout  longest wait for a rank, in seconds
     log_dir  folder for the output of each rank, under rank.N/
 

@@ -1,6 +1,7 @@
 
-// Shows the rows that have all words of the box; a layout in brackets is one word. Blocks unfold
-// until so many rows are in sight, as thousands take a browser long to lay out.
+// Filters the tables: shows the rows that have all words in the search box; a layout in brackets is
+// one word. Expands blocks only until `enough` rows are visible, because a browser takes long to lay
+// out thousands.
 (() => {
   const enough = 300;
   const form = document.querySelector(".onnxpar .search");
