@@ -17,9 +17,9 @@ class Direction:
     """One direction of a recurrent node. Its tensors have no dimension for directions; in
     sequences, the dimension of steps comes first.
 
-    acts     the activations: f, g and h in the ONNX standard
-    lengths  number of steps of each sequence, [1, batch, 1]; None if all sequences have all steps
-    dy dh dc the gradients of Y, Y_h and Y_c
+    acts      the activations: f, g and h in the ONNX standard
+    lengths   number of steps of each sequence, [1, batch, 1]; None if all sequences have all steps
+    dy dh dc  the gradients of Y, Y_h and Y_c
     """
 
     def __init__(self, v: Vjp, acts: Sequence[Activation], index: int) -> None:
@@ -130,9 +130,9 @@ class Direction:
 class Passed:
     """The gradients of one direction.
 
-    gates     gradient of the product with W
-    recurrent gradient of the product with R
-    of_r      gradient of R; likewise of_h0, of_c0 and of_peepholes
+    gates      gradient of the product with W
+    recurrent  gradient of the product with R
+    of_r       gradient of R; likewise of_h0, of_c0 and of_peepholes
     """
 
     gates: Value
