@@ -51,6 +51,7 @@ from onnxpar.api import check as check
 from onnxpar.api import compare_trace as compare_trace
 from onnxpar.api import inspect as inspect
 from onnxpar.api import make_plan as plan
+from onnxpar.api import node_costs as node_costs
 from onnxpar.api import ops as ops
 from onnxpar.api import opt as opt
 from onnxpar.api import shard as shard
@@ -94,6 +95,7 @@ __all__ = [
     "check",
     "compare_trace",
     "inspect",
+    "node_costs",
     "ops",
     "opt",
     "plan",

@@ -35,6 +35,7 @@ from onnxpar.report.compare_trace import PlannedNode, planned_nodes
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
 from onnxpar.report.report_page import explained_of, write_page
+from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.trace import read_trace
 
@@ -176,6 +177,20 @@ def compare_trace(model: Source, trace: File, **options: Unpack[PlanOptions]) ->
     asked = options_of(options, "compare_trace")
     with model_file(model) as path:
         return compare_with_trace(path, asked, trace)
+
+
+@lists(PlanOptions)
+def node_costs(model: Source, node: str, **options: Unpack[PlanOptions]) -> StrategyCosts:
+    """Lists every strategy of the nodes that `node` names over the mesh of the plan, with the
+    compute, communication and memory of a rank by the cost model.
+
+    `node` is a name or glob of nodes, or of weights and inputs that nodes read, as a key of `shard`
+    in a strategy file. `nodes[i].strategies` of the result are in order of time, and one of them is
+    `chosen` by the plan; `to_json()` has the numbers in seconds and bytes. Errors: OnnxparError.
+    """
+    asked = options_of(options, "node_costs")
+    with model_file(model) as path:
+        return strategy_costs(path, node, asked)
 
 
 @lists(LayoutOptions)

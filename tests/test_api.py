@@ -33,7 +33,10 @@ PRINTED = {"help", "json", "command"}
 CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     "shard": ([onnxpar.shard], set()),
     # plan's flags for other results are calls of their own
-    "plan": ([onnxpar.plan, onnxpar.candidates, onnxpar.compare_trace], {"compare", "candidates"}),
+    "plan": (
+        [onnxpar.plan, onnxpar.candidates, onnxpar.compare_trace, onnxpar.node_costs],
+        {"compare", "candidates", "costs"},
+    ),
     "annotate": ([onnxpar.annotate], set()),
     "run": ([onnxpar.InferenceSession], {"par", "inputs", "outputs", "repeat"}),
     "check": ([onnxpar.check], set()),
@@ -344,4 +347,4 @@ def test_every_call_that_takes_a_model_takes_one_in_memory() -> None:
         for name, given in inspect.signature(call).parameters.items()
         if name == "model"
     ]
-    assert len(models) == 9 and {annotation for _, annotation in models} == {"Source"}
+    assert len(models) == 10 and {annotation for _, annotation in models} == {"Source"}

@@ -38,6 +38,7 @@ from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import explain
 from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
+from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.feeds import read_feeds, write_arrays
 from onnxpar.runtime.launch import launched_rank
@@ -64,14 +65,10 @@ def shard(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Runs `plan`: prints the plan that shard would follow, or a comparison."""
-    if (args.save_strategy or args.dump) and (args.compare or args.candidates or args.html):
-        flag = "--save-strategy" if args.save_strategy else "--dump"
-        raise StrategyError(
-            f"{flag} does not go with --compare, --candidates or --html; leave those out"
-        )
-    if args.compare and (args.candidates or args.html):
-        raise StrategyError("--compare does not go with --candidates or --html; leave those out")
+    """Runs `plan`: prints the plan that shard would follow, a comparison, or costs of nodes."""
+    _check_one_result(args)
+    if args.costs:
+        return _print(strategy_costs(args.model, args.costs, _options(args)), args.json)
     if args.compare:
         return _print(compare_with_trace(args.model, _options(args), args.compare), args.json)
     if args.candidates or args.html:
@@ -87,6 +84,18 @@ def plan(args: argparse.Namespace) -> int:
     if saved:
         print(f"\n{saved}")
     return 0
+
+
+def _check_one_result(args: argparse.Namespace) -> None:
+    """Raises StrategyError if options of `plan` ask for several results."""
+    others = [("--costs", args.costs), ("--compare", args.compare)]
+    others += [("--candidates", args.candidates), ("--html", args.html)]
+    given = [flag for flag, value in others if value]
+    for flag, value in (("--save-strategy", args.save_strategy), ("--dump", args.dump)):
+        if value and given:
+            raise StrategyError(f"{flag} does not go with {given[0]}; leave one of them out")
+    if len(given) > 1 and given != ["--candidates", "--html"]:
+        raise StrategyError(f"{given[0]} does not go with {given[1]}; leave one of them out")
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -112,7 +121,7 @@ def _with_bar(tries: Sequence[Options]) -> Iterable[Options]:
     return bar
 
 
-def _print(result: Candidates | Comparison | SavedPlan, as_json: bool) -> int:
+def _print(result: Candidates | Comparison | SavedPlan | StrategyCosts, as_json: bool) -> int:
     print(json.dumps(result.to_json(), indent=1) if as_json else result)
     return 0
 

@@ -92,6 +92,15 @@ def _plan(to: Any) -> None:
         "(give --topology), the bytes that ranks send and hold, and why the fastest one wins",
     )
     plan.add_argument(
+        "--costs",
+        metavar="NODE",
+        help="instead of the plan, list every strategy of the nodes of this name or glob (or that "
+        "read a weight or input of this name) over the plan's mesh: compute, communication and "
+        "memory of a rank by the cost model (give --topology). Communication is that inside the "
+        "node, the all-reduce of a result that is a partial sum, and, in a training step, the "
+        "all-reduces of the gradients of its weights",
+    )
+    plan.add_argument(
         "--html",
         metavar="FILE",
         help="write a self-contained page: nodes by block with layouts, reshards and their costs, "

@@ -135,15 +135,8 @@ def strategies_of(
     """All strategies of a node that agree with its leaves that are decided already. If there are
     more than `most` combinations of options for the axes, only the options that lead to the
     smallest shards (by `size`) are combined."""
-    mesh = sharding.mesh
-    axes = [mesh.axis(name) for name, size in mesh.shape if size > 1]
-    slots = _slots(op)
-    per_axis: list[list[_Option]] = [
-        [_kept(kept.strategies[op.node.name], axis)]
-        if kept is not None and axis.name in kept.axes
-        else [*_splits(op, slots, axis, sharding), *_passes(op, kinds)]
-        for axis in axes
-    ]
+    axes = _split_axes(sharding)
+    per_axis = _per_axis(op, sharding, kinds, kept)
     if prod(map(len, per_axis)) > most:
         each = zip(axes, per_axis, strict=True)
         per_axis = [_ranked(op, axis, options, sharding, size) for axis, options in each]
@@ -155,6 +148,29 @@ def strategies_of(
         if strategy is not None and _is_legal(op, strategy, sharding):
             found[strategy] = None
     return list(found)
+
+
+def combinations_of(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> int:
+    """The number of combinations of options for the axes, of which a node's strategies are those
+    that are possible."""
+    return prod(map(len, _per_axis(op, sharding, kinds, None)))
+
+
+def _split_axes(sharding: ShardingState) -> list[Axis]:
+    return [sharding.mesh.axis(name) for name, size in sharding.mesh.shape if size > 1]
+
+
+def _per_axis(
+    op: OpFactors, sharding: ShardingState, kinds: Kinds, kept: Kept | None
+) -> list[list[_Option]]:
+    """The options of a node for each axis; for one that is kept, only that."""
+    slots = _slots(op)
+    return [
+        [_kept(kept.strategies[op.node.name], axis)]
+        if kept is not None and axis.name in kept.axes
+        else [*_splits(op, slots, axis, sharding), *_passes(op, kinds)]
+        for axis in _split_axes(sharding)
+    ]
 
 
 def _ranked(

@@ -31,17 +31,12 @@ def annotations_of(
     """
     of_nodes: dict[str, NodeAnnotation] = {}
     of_tensors: dict[str, TensorAnnotation] = {}
-    ops = {op.node.name: op for op in sharding.factors.ops}
-    readers = readers_of_sources(sharding.factors)
+    known = NamedOps.of(sharding.factors)
     for pattern, entry in strategy.shard.items():
-        nodes = (*ops, *([] if _matches(str(pattern), ops) else readers))
-        for name in matching(str(pattern), nodes, "node", strategy.source):
-            for op in [ops[name]] if name in ops else readers[name]:
-                annotation = _node_annotation(op, entry, sharding)
-                earlier = of_nodes.get(op.node.name)
-                of_nodes[op.node.name] = (
-                    annotation if earlier is None else _joined(earlier, annotation)
-                )
+        for op in known.matching(str(pattern), strategy.source):
+            annotation = _node_annotation(op, entry, sharding)
+            earlier = of_nodes.get(op.node.name)
+            of_nodes[op.node.name] = annotation if earlier is None else _joined(earlier, annotation)
     for pattern, entry in strategy.tensors.items():
         for name in matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
             of_tensors[name] = _tensor_annotation(name, entry, sharding)
@@ -56,6 +51,29 @@ def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
     op = later.op
     _check_once(f"{op.node.op} '{op.node.name}'", op, with_co_sharded(op, axes))
     return NodeAnnotation(op, axes, parts | dict(later.parts))
+
+
+@dataclass(frozen=True)
+class NamedOps:
+    """The nodes of a graph by name, and the readers of each weight and each input by its name."""
+
+    ops: Mapping[str, OpFactors]
+    readers: Mapping[str, list[OpFactors]]
+
+    @staticmethod
+    def of(factors: GraphFactors) -> NamedOps:
+        """The nodes of a graph."""
+        return NamedOps({op.node.name: op for op in factors.ops}, readers_of_sources(factors))
+
+    def matching(self, pattern: str, source: str) -> list[OpFactors]:
+        """The nodes that a pattern of names matches; if none, those that read a weight or input
+        that it matches. Errors: StrategyError if there is none, as in the function `matching`."""
+        names = (*self.ops, *([] if _matches(pattern, self.ops) else self.readers))
+        found: dict[str, OpFactors] = {}
+        for name in matching(pattern, names, "node", source):
+            some = [self.ops[name]] if name in self.ops else self.readers[name]
+            found.update((op.node.name, op) for op in some)
+        return list(found.values())
 
 
 def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:
