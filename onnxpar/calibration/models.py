@@ -26,9 +26,11 @@ _TOKEN = helper.make_tensor_value_info("token0", TensorProto.BOOL, [0])
 
 def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx.ModelProto:
     """Returns a model of `repeats` collectives in a chain; the larger one of operand and result has
-    `size` bytes. A matrix product comes before each collective. As in real models, ranks then
-    arrive at different times, and wait. All collectives read the same X. No node reads their
-    results, but onnxruntime runs them all.
+    `size` bytes.
+
+    A matrix product comes before each collective. As in real models, ranks then arrive at different
+    times, and wait. All collectives read the same X. No node reads their results, but onnxruntime
+    runs them all.
     """
     ranks = len(group)
     part = max(size // (4 * COLUMNS * ranks), 1)

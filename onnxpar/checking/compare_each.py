@@ -84,8 +84,10 @@ def compare_each(
     close: Closeness | None = None,
 ) -> EachReport:
     """Compares every output of the session, which has inner tensors as outputs, in the model's
-    order. Both models run several times, so that at most SLICE_BYTES of results are in memory at a
-    time. Errors: ModelError if the unsplit model does not load; InputError; RankError.
+    order.
+
+    Both models run several times, so that at most SLICE_BYTES of results are in memory at a time.
+    Errors: ModelError if the unsplit model does not load; InputError; RankError.
     """
     session.check_feeds(feeds)
     proto = _read(model)

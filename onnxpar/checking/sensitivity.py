@@ -1,5 +1,6 @@
-"""Measures how much rounding changes the results of a model, if errors are larger than usual. A
-model may amplify rounding errors: it quantizes activations, so that a value between two
+"""Measures how much rounding changes the results of a model, if errors are larger than usual.
+
+A model may amplify rounding errors: it quantizes activations, so that a value between two
 quantization steps changes by a full step; it divides by a standard deviation that is nearly 0; it
 ends in a sigmoid whose largest value is 1e-7. Then two correct runs of the model differ by much
 more than rounding errors. Runs of the unsplit model measure this: on one thread, with and without

@@ -1,9 +1,12 @@
-"""Gradients of the collectives of a manual program. The programs of all ranks form one function,
-from the inputs of all ranks to the outputs of all ranks. The sum of all ranks' losses is
-differentiated. A rank's gradient of a tensor is the gradient with respect to its own copy, even if
-all ranks hold equal copies; so the gradient of an AllReduce is an AllReduce. The gradient of a
-replicated parameter is the sum over the ranks, which the caller adds (`training/manual.py`). Groups
-of ranks stay the same; tags and tokens are assigned later, as for any new collective.
+"""Gradients of the collectives of a manual program.
+
+The programs of all ranks form one function, from the inputs of all ranks to the outputs of all
+ranks. The sum of all ranks' losses is differentiated. A rank's gradient of a tensor is the gradient
+with respect to its own copy, even if all ranks hold equal copies; so the gradient of an AllReduce
+is an AllReduce. The gradient of a replicated parameter is the sum over the ranks, which the caller
+adds (`training/manual.py`).
+
+Groups of ranks stay the same; tags and tokens are assigned later, as for any new collective.
 """
 
 from __future__ import annotations

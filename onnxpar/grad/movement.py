@@ -95,8 +95,9 @@ def _computed_slice(v: Vjp, gradient: Value) -> Value:
 
 
 def _spread(dy: Value, axis: int, places: range) -> Value:
-    """Returns the gradient of a slice along one dimension with the elements at the positions
-    `places` in ascending order, and zeros at the positions between them."""
+    """Returns the gradient of a slice that took the positions `places` of a dimension: with the
+    elements in ascending order of position, and with zeros inserted for skipped positions between
+    them."""
     step = abs(places.step)
     if places.step < 0:
         last, end = np.array([-1], np.int64), np.array([np.iinfo(np.int64).min], np.int64)

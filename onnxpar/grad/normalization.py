@@ -1,6 +1,7 @@
-"""Gradients of normalizations. 16-bit floats are normalized in float32. Statistics are ReduceMeans
-over the tensor, first for the mean and then for the variance, so they are correct for a split
-tensor, too.
+"""Gradients of normalizations. 16-bit floats are normalized in float32.
+
+Statistics are ReduceMeans over the tensor, first for the mean and then for the variance, so they
+are correct for a split tensor, too.
 """
 
 from __future__ import annotations

@@ -55,8 +55,10 @@ def grid_sample(v: Vjp) -> Grads:
 
 
 class Taps:
-    """The elements of one dimension from which each point is interpolated. `at`, `n p 1`, has the
-    positions of the points, in elements: a coordinate times `scale`, plus a constant.
+    """The elements of one dimension from which each point is interpolated.
+
+    `at`, `n p 1`, has the positions of the points, in elements: a coordinate times `scale`, plus a
+    constant.
 
     index   indices of the elements, `n p t`; clipped to the border of the image
     weight  weights of the elements, `n p t`
@@ -90,10 +92,11 @@ class Taps:
 
 
 class Samples:
-    """Samples of images `x`, `n c ..`, at points given by their taps in each dimension. A sample is
-    a weighted sum of the elements around its point. So its gradient is added to these elements by
-    their weights, and the gradient of the point's coordinates follows from the slope of the
-    weights.
+    """Samples of images `x`, `n c ..`, at points given by their taps in each dimension.
+
+    A sample is a weighted sum of the elements around its point. So its gradient is added to these
+    elements by their weights, and the gradient of the point's coordinates follows from the slope of
+    the weights.
     """
 
     def __init__(self, x: Value, taps: Sequence[Taps]) -> None:

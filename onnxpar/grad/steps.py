@@ -1,4 +1,5 @@
 """Gradients of Loop and Scan: another Loop or Scan, over the same iterations in the opposite order.
+
 Each iteration of the gradient computes an iteration of the forward pass again, from its initial
 values. The forward pass returns these values as stacks, tensors with a row for each iteration; the
 gradient of a Loop has as many iterations as the stacks have rows.

@@ -1,6 +1,7 @@
-"""Computes a sum over the iterations of a loop by one op after the loop, from stacked values. The
-gradient of a weight is such a sum, of products. A single product over all iterations is faster; and
-if the batch is sharded, the ranks communicate only once, after the loop.
+"""Computes a sum over the iterations of a loop by one op after the loop, from stacked values.
+
+The gradient of a weight is such a sum, of products. A single product over all iterations is faster;
+and if the batch is sharded, the ranks communicate only once, after the loop.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Finds the weights of a model that PyTorch would train. PyTorch trains each parameter on which the
-loss depends. An ONNX file does not say which of its initializers are parameters, unless it has the
-signature of torch.export. So all floating-point initializers on which the loss depends are trained,
-except certain constants. An initializer counts as a constant because of the signature, because of
-the operand that it is (running statistics, scales of a Resize), or because of its values (masks,
-tables of sines and cosines, frequencies, grids, single numbers).
+"""Finds the weights of a model that PyTorch would train.
+
+PyTorch trains each parameter on which the loss depends. An ONNX file does not say which of its
+initializers are parameters, unless it has the signature of torch.export. So all floating-point
+initializers on which the loss depends are trained, except certain constants. An initializer counts
+as a constant because of the signature, because of the operand that it is (running statistics,
+scales of a Resize), or because of its values (masks, tables of sines and cosines, frequencies,
+grids, single numbers).
 """
 
 from __future__ import annotations

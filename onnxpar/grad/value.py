@@ -1,4 +1,5 @@
 """Arithmetic that builds a graph: each operation on a Value adds a node, and returns its result.
+
 Shapes must be known. An operation without effect (a Reshape to the same shape, a sum over no axes)
 adds no node.
 """
@@ -22,8 +23,9 @@ Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequenc
 
 class Builder:
     """Appends nodes to a graph. The names of the nodes and of their results start with `prefix`,
-    which no other builder of the graph may use. Axes of reductions and similar arguments are
-    operands, as in opset 18 and later.
+    which no other builder of the graph may use.
+
+    Axes of reductions and similar arguments are operands, as in opset 18 and later.
     """
 
     def __init__(self, graph: gs.Graph, prefix: str) -> None:
@@ -69,10 +71,12 @@ class Builder:
         self, step: Step, states: Sequence[Value], sequences: Sequence[Value], backwards: bool
     ) -> tuple[list[Value], list[Value]]:
         """Adds a Scan along the first dimension of sequences, from the end if `backwards`; returns
-        the last states and the sequences of results. `step(states, elements)` returns the new
-        states, and one element for each sequence of results; a result element has the same position
-        as the elements from which it was computed. Operations on the arguments of `step` add nodes
-        to the Scan's body; tensors of outer graphs may only be right operands.
+        the last states and the sequences of results.
+
+        `step(states, elements)` returns the new states, and one element for each sequence of
+        results; a result element has the same position as the elements from which it was computed.
+        Operations on the arguments of `step` add nodes to the Scan's body; tensors of outer graphs
+        may only be right operands.
         """
         name = self.fresh("Scan")
         body = gs.Graph(name=name, opset=self.graph.opset)

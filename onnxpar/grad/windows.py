@@ -13,10 +13,11 @@ from onnxpar.rules.windows import windows
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows on a wide image; each window corresponds to an element of a narrow image. Tap k of
-    window i is the wide image's element `i * stride + k * dilation - before`, and the last window
-    reaches `after` elements past the end. A negative `before` or `after` means that no window
-    covers that end of the image; `before` is negative only in pools.
+    """Windows on a wide image; each window corresponds to an element of a narrow image.
+
+    Tap k of window i is the wide image's element `i * stride + k * dilation - before`, and the last
+    window reaches `after` elements past the end. A negative `before` or `after` means that no
+    window covers that end of the image; `before` is negative only in pools.
     """
 
     kernel: list[int]
@@ -76,8 +77,9 @@ def spread(narrow: Value, weight: Value, by: Windows, group: int = 1) -> Value:
 
 
 def correlate(wide: Value, narrow: Value, by: Windows, group: int = 1) -> Value:
-    """Returns the gradient of a weight `(g o) c k`: `n (g c) w, n (g o) y -> (g o) c k`. The
-    convolution sums over the batch, so the result is partial if the batch is sharded.
+    """Returns the gradient of a weight `(g o) c k`: `n (g c) w, n (g o) y -> (g o) c k`.
+
+    The convolution sums over the batch, so the result is partial if the batch is sharded.
     """
     channels, results = wide.shape[1] // group, narrow.shape[1]
     if 0 in (wide.size, narrow.size):  # onnxruntime's Conv without channels is not always zero

@@ -1,7 +1,8 @@
-"""Collectives on NumPy arrays. All ranks must make the same calls in the same order. Results are
-new arrays. Each call raises InputError if an argument is wrong on this rank, and RankError, on
-every rank, if names, dtypes or shapes differ between ranks, or if a rank dies or does not make the
-call in time. After a RankError, all further calls fail.
+"""Collectives on NumPy arrays. All ranks must make the same calls in the same order.
+
+Results are new arrays. Each call raises InputError if an argument is wrong on this rank, and
+RankError, on every rank, if names, dtypes or shapes differ between ranks, or if a rank dies or does
+not make the call in time. After a RankError, all further calls fail.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def allreduce_async(
     compression: Compressor = Compression.none,
 ) -> Future[Array]:
     """Starts an allreduce and returns a handle: `synchronize` waits for the result, `poll` is True
-    if the result is ready. Do not change `array` until the result is ready. Allreduces run in the
-    order in which they were started.
+    if the result is ready.
+
+    Do not change `array` until the result is ready. Allreduces run in the order in which they were
+    started.
     """
     here, what = current(), _what("allreduce_async", name)
     checked = _reducible(array, op, what)
@@ -67,7 +70,9 @@ def grouped_allreduce(
     fusion_threshold: int = FUSION_THRESHOLD,
 ) -> list[Array]:
     """Returns the reductions of many arrays, which are sent together in buffers of up to
-    `fusion_threshold` bytes. Each result has the same bits as that of `allreduce`.
+    `fusion_threshold` bytes.
+
+    Each result has the same bits as that of `allreduce`.
     """
     here, what = current(), _what("grouped_allreduce", name)
     checked = [_reducible(array, op, f"{what}[{i}]") for i, array in enumerate(arrays)]
@@ -103,9 +108,10 @@ def alltoall(
     array: Any, splits: Sequence[int] | Array | None = None, name: str | None = None
 ) -> Array | tuple[Array, Array]:
     """Sends slices of `array` along its first dimension to all ranks, and returns the slices that
-    this rank receives, concatenated in the order of ranks. Without `splits`, the slices are equal.
-    With `splits`, rank i gets the next `splits[i]` rows, and a second result has the number of rows
-    that came from each rank (int64).
+    this rank receives, concatenated in the order of ranks.
+
+    Without `splits`, the slices are equal. With `splits`, rank i gets the next `splits[i]` rows,
+    and a second result has the number of rows that came from each rank (int64).
     """
     here, what = current(), _what("alltoall", name)
     checked = _with_rows(array, what)

@@ -35,8 +35,9 @@ class Compressor:
 
 class Compression:
     """Choices for sending float32 and float64 arrays in 16 bits: float16 is more precise, bfloat16
-    has the range of float32. Values are added in float32, and the result is rounded to 16 bits
-    again.
+    has the range of float32.
+
+    Values are added in float32, and the result is rounded to 16 bits again.
     """
 
     none: ClassVar[Compressor] = Compressor(None)

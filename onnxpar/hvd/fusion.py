@@ -60,8 +60,10 @@ class Fusion:
     def reduce(
         self, communicator: Communicator, arrays: Sequence[Array], op: ReduceOp, name: str
     ) -> list[Array]:
-        """Returns the arrays, reduced over the ranks: views of the buffers, or new arrays. Errors:
-        InputError, on every rank, if names, dtypes or shapes of the arrays differ between ranks.
+        """Returns the arrays, reduced over the ranks: views of the buffers, or new arrays.
+
+        Errors: InputError, on every rank, if names, dtypes or shapes of the arrays differ between
+        ranks.
         """
         digest = _agree(communicator, self._text, name)
         results: dict[int, Array] = {}

@@ -24,6 +24,7 @@ class Stateful(Protocol):
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """Returns the object of the rank `root_rank`; the objects of the other ranks are ignored.
+
     `typed_bytes.ALLOWED` lists the types that can be sent. Errors: TypeError for other types;
     RankError if the bytes from the root do not encode an object.
     """
@@ -58,8 +59,9 @@ def _object(data: bytes, rank: int) -> Any:
 
 
 def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> None:
-    """Overwrites the arrays of every rank with those of the rank `root_rank`. Errors: InputError if
-    a value is not a writable array.
+    """Overwrites the arrays of every rank with those of the rank `root_rank`.
+
+    Errors: InputError if a value is not a writable array.
     """
     for name, array in params.items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:

@@ -1,6 +1,7 @@
-"""Optimizers for NumPy arrays, with the arithmetic of torch.optim. `step` changes the parameters in
-place. You may change all fields between steps, such as `lr` for a schedule. State is kept by
-parameter name, in the parameter's dtype.
+"""Optimizers for NumPy arrays, with the arithmetic of torch.optim.
+
+`step` changes the parameters in place. You may change all fields between steps, such as `lr` for a
+schedule. State is kept by parameter name, in the parameter's dtype.
 """
 
 from __future__ import annotations

@@ -14,10 +14,12 @@ from onnxpar.hvd.communicator import size
 
 class DistributedSampler:
     """The indices of this rank's samples: every `num_replicas`-th sample, starting with number
-    `rank`. All ranks get the same number of samples, as in torch.utils.data.DistributedSampler:
-    some of the first samples are used again at the end or, with `drop_last`, some of the last are
-    dropped. With `shuffle`, the order depends only on `seed` and the epoch, so it is the same on
-    all ranks, and for any number of ranks.
+    `rank`.
+
+    All ranks get the same number of samples, as in torch.utils.data.DistributedSampler: some of the
+    first samples are used again at the end or, with `drop_last`, some of the last are dropped. With
+    `shuffle`, the order depends only on `seed` and the epoch, so it is the same on all ranks, and
+    for any number of ranks.
     """
 
     def __init__(

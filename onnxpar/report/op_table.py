@@ -1,7 +1,8 @@
 """The table of ops: the rule of each, the factors that may be split, the number of tests of the
-rule, and the reasons why other factors stay whole. A rule depends on the node. `tests/peer/run.py
---write` runs ONNX's own test suite, and writes rules as text and counts of runs to
-`rules/proof.json`.
+rule, and the reasons why other factors stay whole.
+
+A rule depends on the node. `tests/peer/run.py --write` runs ONNX's own test suite, and writes rules
+as text and counts of runs to `rules/proof.json`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Maps each node of onnxruntime's optimized graph to the nodes of the rank's graph that it
-computes. onnxruntime keeps the names of results when it fuses nodes. So a fused node computes all
-nodes between its results and the nearest tensors that the optimized graph still has.
+computes.
+
+onnxruntime keeps the names of results when it fuses nodes. So a fused node computes all nodes
+between its results and the nearest tensors that the optimized graph still has.
 """
 
 from __future__ import annotations

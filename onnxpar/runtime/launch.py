@@ -1,5 +1,6 @@
-"""Finds the rank of this process from the environment variables of mpirun, srun or torchrun. The
-native library reads the same variables; `HELP` lists them by precedence.
+"""Finds the rank of this process from the environment variables of mpirun, srun or torchrun.
+
+The native library reads the same variables; `HELP` lists them by precedence.
 """
 
 from __future__ import annotations

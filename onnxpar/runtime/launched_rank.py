@@ -34,7 +34,8 @@ from onnxpar.runtime.shards import PortParts, Shards
 
 _worlds = itertools.count()
 _LONGEST_RECORD = 1 << 30
-"""The largest record of a rank, in bytes: more than a million events need, onnxruntime's limit."""
+"""The largest record of a rank that is accepted, in bytes. onnxruntime records at most a million
+events, which need less."""
 
 
 def _unpacked(data: bytes) -> bytes:

@@ -59,6 +59,7 @@ class Log:
 
 def describe(error: Exception) -> str:
     """Returns the text of an error for users, with its type unless it is an OnnxparError.
+
     onnxruntime's text about a failed node is reduced to the node's op and name, and the message.
     """
     if isinstance(error, OnnxparError):

@@ -43,8 +43,9 @@ def merge(
     bundle: Bundle, records: Sequence[Record], left_out: int = 0, sizes: Sequence[Sizes] = ()
 ) -> Trace:
     """Returns the trace of all ranks without the first `left_out` runs, but always with the last
-    run. `sizes` are the open sizes of each run, in order. A run that onnxruntime dropped on any
-    rank is left out on all ranks.
+    run. `sizes` are the open sizes of each run, in order.
+
+    A run that onnxruntime dropped on any rank is left out on all ranks.
     """
     plan = json.loads((bundle.path / "plan.json").read_text(encoding="utf-8"))
     runs = _common_runs(records)

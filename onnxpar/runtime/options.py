@@ -147,8 +147,9 @@ class SessionSpec:
         return SessionSpec(**{**data, "providers": providers})
 
     def apply(self, options: ort.SessionOptions, rank: int, threads: int, spin: bool) -> None:
-        """Sets these options on `options`, and the number of threads unless the user set it. The
-        rank is added to the names of files that onnxruntime writes.
+        """Sets these options on `options`, and the number of threads unless the user set it.
+
+        The rank is added to the names of files that onnxruntime writes.
         """
         for name, value in self.fields.items():
             if name in _FILE_FIELDS and value:

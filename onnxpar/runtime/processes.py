@@ -23,10 +23,12 @@ CLOSING = 5.0
 
 
 class Processes:
-    """The processes of all ranks, one for each. If a call fails on one rank, all ranks abandon it
-    and return to their state before the call. If a rank dies, does not respond or disagrees with
-    others, all processes are ended, and every later call fails with the same reason. A rank must
-    respond within `timeout` seconds; a thread of each rank responds even while the rank computes.
+    """The processes of all ranks, one for each.
+
+    If a call fails on one rank, all ranks abandon it and return to their state before the call. If
+    a rank dies, does not respond or disagrees with others, all processes are ended, and every later
+    call fails with the same reason. A rank must respond within `timeout` seconds; a thread of each
+    rank responds even while the rank computes.
     """
 
     def __init__(
@@ -157,8 +159,9 @@ class Processes:
 
     def _fail(self, first: RankProcess, what: str) -> NoReturn:
         """Aborts the other ranks, collects their reports, ends all processes, and raises an error
-        with the reports. The error blames a rank that died or was stopped, else `first`. Errors:
-        RankError.
+        with the reports.
+
+        The error blames a rank that died or was stopped, else `first`. Errors: RankError.
         """
         culprit = next((rank for rank in self.ranks if rank.fate() is not None), first)
         headline = f"{what} of {self._path}: rank {self._story(culprit)}"

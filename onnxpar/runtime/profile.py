@@ -1,5 +1,7 @@
 """Records a rank's sessions by onnxruntime's profiler, and converts its files to plain data that
-ranks can send. Sessions without profiling do not use this module.
+ranks can send.
+
+Sessions without profiling do not use this module.
 """
 
 from __future__ import annotations

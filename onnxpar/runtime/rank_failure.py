@@ -17,8 +17,8 @@ _NODE_REFUSED = re.compile(r".*Node ?\((.*?)\) Op \((\w+)\) (.*)", re.DOTALL)
 
 
 def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
-    """Returns op, node of the unsplit model, and onnxruntime's message; `file` is the graph of the
-    rank."""
+    """Returns the text of an error: for a failed node, the op, the node's name in the unsplit
+    model, and onnxruntime's message. `file` is the graph of the rank."""
     text = describe(error)
     found = NODE_FAILED.search(str(error))
     if found is None or ranks == 1:

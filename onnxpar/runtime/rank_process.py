@@ -108,9 +108,10 @@ class RankProcess:
 
 
 def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T:
-    """Calls the function in a new thread, which lives until `end` is set; returns its result. Linux
-    sends children their parent-death signal when the thread that started them ends, even if the
-    process continues. So a thread of the user must not start them. Errors: RankError for an
+    """Calls the function in a new thread, which lives until `end` is set; returns its result.
+
+    Linux sends children their parent-death signal when the thread that started them ends, even if
+    the process continues. So a thread of the user must not start them. Errors: RankError for an
     OSError.
     """
     results: list[T] = []

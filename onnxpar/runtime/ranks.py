@@ -155,8 +155,10 @@ class ProcessRanks:
 
     def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> dict[str, Any]:
         """Splits each array into shards and copies each distinct shard once into shared memory,
-        where ranks use it in place. Returns the places by name: one (offset, shape) if all ranks
-        use the same shard, or else a list with one for each rank.
+        where ranks use it in place.
+
+        Returns the places by name: one (offset, shape) if all ranks use the same shard, or else a
+        list with one for each rank.
         """
         self.check_usable()
         ports, parts = self._bundle.inputs, self._parts.at(sizes)

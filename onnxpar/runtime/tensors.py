@@ -70,7 +70,9 @@ def bind_input(
     binding: ort.IOBinding, name: str, array: Array, memory: Array | None = None
 ) -> None:
     """Binds an input to the memory of a contiguous array without a copy; the caller must keep the
-    array alive during the run. `memory` is `memory_of(array)`, required for a packed dtype.
+    array alive during the run.
+
+    `memory` is `memory_of(array)`, required for a packed dtype.
     """
     element, at = _element(array.dtype), (array if memory is None else memory).ctypes.data
     binding.bind_input(name, "cpu", 0, element, list(array.shape), at)

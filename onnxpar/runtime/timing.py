@@ -24,10 +24,11 @@ OTHER = 32 << 20
 
 
 def serve_timing(wire: Wire, watch: Watch, start: Mapping[str, Any]) -> None:
-    """Times the models that messages name, until a message "close". A message has the file of a
-    model, or None for a rank that does not take part, the number of runs, and flags: whether
-    onnxruntime optimizes the model, caches are cold, and ranks communicate. The answer has the
-    seconds of each run after WARM_UP runs. All inputs are ones.
+    """Times the models that messages name, until a message "close".
+
+    A message has the file of a model, or None for a rank that does not take part, the number of
+    runs, and flags: whether onnxruntime optimizes the model, caches are cold, and ranks
+    communicate. The answer has the seconds of each run after WARM_UP runs. All inputs are ones.
     """
     world = World.create(f"rank-{watch.rank}", **start["world"])
     watch.join(world)

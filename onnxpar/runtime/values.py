@@ -48,8 +48,9 @@ def of_bytes(data: Array) -> Any:
 
 def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
     """Returns the arrays that a value consists of, by name: `s.0`, `s.1` ... for a list, `m.keys`
-    and `m.values` for a map. `type_`, onnxruntime's type of the value, gives the values of a map
-    their dtype.
+    and `m.values` for a map.
+
+    `type_`, onnxruntime's type of the value, gives the values of a map their dtype.
     """
     if value is None:
         return {}

@@ -52,9 +52,10 @@ class Wire:
             raise Closed(str(error)) from error
 
     def receive(self) -> Message:
-        """Waits for the next message and returns it. Errors: Closed. Further messages may end up in
-        a buffer that `poll` does not see. So each end must wait for an answer before it sends
-        another message.
+        """Waits for the next message and returns it. Errors: Closed.
+
+        Further messages may end up in a buffer that `poll` does not see. So each end must wait for
+        an answer before it sends another message.
         """
         self._fill(_LENGTH.size)
         end = _LENGTH.size + _LENGTH.unpack_from(self._read)[0]

@@ -116,9 +116,10 @@ class Program:
 
 
 def compiled(graph: gs.Graph) -> Program:
-    """Returns a program that runs a graph in onnxruntime, with operands of any sizes. Equal graphs
-    share a session, unless they draw random numbers: the random generator of a session continues
-    from run to run.
+    """Returns a program that runs a graph in onnxruntime, with operands of any sizes.
+
+    Equal graphs share a session, unless they draw random numbers: the random generator of a session
+    continues from run to run.
     """
     tensors = {t.name: t for node in graph.nodes for t in node.inputs if t.name}
     values = {name: t.values for name, t in tensors.items() if isinstance(t, gs.Constant)}

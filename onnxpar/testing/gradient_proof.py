@@ -1,6 +1,8 @@
-"""Tests gradient rules, one node at a time. Compares gradients in float64 with central differences,
-and gradients in float32 under onnxruntime with those in float64. In float64, a graph runs in
-onnxruntime if that has the kernels, else in ONNX's reference implementation.
+"""Tests gradient rules, one node at a time.
+
+Compares gradients in float64 with central differences, and gradients in float32 under onnxruntime
+with those in float64. In float64, a graph runs in onnxruntime if that has the kernels, else in
+ONNX's reference implementation.
 """
 
 from __future__ import annotations
@@ -84,10 +86,11 @@ class Program:
 
 
 class Gradient:
-    """A case with operands of one floating-point dtype, and the graph of its gradients. `wrt` has
-    the indices of the operands to differentiate by; None stands for all floating-point operands.
-    Other operands that are arrays stay constants, unless they are fed. The first `results` results
-    of the node have incoming gradients.
+    """A case with operands of one floating-point dtype, and the graph of its gradients.
+
+    `wrt` has the indices of the operands to differentiate by; None stands for all floating-point
+    operands. Other operands that are arrays stay constants, unless they are fed. The first
+    `results` results of the node have incoming gradients.
     """
 
     def __init__(self, case: Case, dtype: Any, wrt: Sequence[int] | None, results: int) -> None:

@@ -1,9 +1,10 @@
-"""Tests sharding rules: runs one node unsplit and on simulated ranks, and compares the results. The
-oracle splits every factor that the rule allows to split, over 2 and 3 ranks, into even and uneven
-shards, and every pair of factors at once. It shards the operands by the layouts that the rule
-implies, rewrites the node by `localize_node`, and runs each rank's node in onnxruntime. Each shard
-of a result must equal the same shard of the unsplit result; partial results must reduce to the
-unsplit result.
+"""Tests sharding rules: runs one node unsplit and on simulated ranks, and compares the results.
+
+The oracle splits every factor that the rule allows to split, over 2 and 3 ranks, into even and
+uneven shards, and every pair of factors at once. It shards the operands by the layouts that the
+rule implies, rewrites the node by `localize_node`, and runs each rank's node in onnxruntime. Each
+shard of a result must equal the same shard of the unsplit result; partial results must reduce to
+the unsplit result.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ class Oracle:
 
     def splits(self) -> Iterator[Split]:
         """Yields the splits to test: each leaf over 2 and 3 ranks, and each pair of leaves over 2 x
-        2 ranks. If a dimension is cut, only leaves of this dimension are split, over 2 ranks;
-        segments also all over the same axis.
+        2 ranks.
+
+        If a dimension is cut, only leaves of this dimension are split, over 2 ranks; segments also
+        all over the same axis.
         """
         tied = {i for group in self.op.co_sharded for i in group}
         leaves = [

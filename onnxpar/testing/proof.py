@@ -1,7 +1,9 @@
 """Tests the rule of a case: the splits that it allows, its claims about linearity, and splits that
-it forbids without need. If the rule calls a group of operands jointly linear, the op must commute
-with a sum; if it calls an operand monotone, with max and min. If it says that a factor must stay
-whole, splitting the factor into halves must give wrong results.
+it forbids without need.
+
+If the rule calls a group of operands jointly linear, the op must commute with a sum; if it calls an
+operand monotone, with max and min. If it says that a factor must stay whole, splitting the factor
+into halves must give wrong results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Simulates all ranks of a localized graph in one process, node by node, with collectives in NumPy.
+
 This is a second definition of each collective, independent of the plugin. The oracle uses it to
 test rules of communicating ops.
 """

@@ -15,10 +15,12 @@ _LARGEST = 1024
 
 
 def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
-    """Merges nodes that apply the same op to the same operands into the first of them, in place. If
-    several nodes read a tensor, their gradient rules each add the same node, such as its transpose,
-    and without merging each copy would be communicated separately. Identities are not merged: they
-    mark tensors to gather or compute again. Graph outputs and `kept_tensors` keep their own nodes.
+    """Merges nodes that apply the same op to the same operands into the first of them, in place.
+
+    If several nodes read a tensor, their gradient rules each add the same node, such as its
+    transpose, and without merging each copy would be communicated separately. Identities are not
+    merged: they mark tensors to gather or compute again. Graph outputs and `kept_tensors` keep
+    their own nodes.
     """
     first: dict[Hashable, gs.Node] = {}
     outputs = {id(t) for t in (*graph.outputs, *kept_tensors)}

@@ -1,7 +1,8 @@
-"""Training of a manual program: a model that is one rank's program, with collectives. Each rank
-computes a loss; the loss of the step is the mean over the ranks, as JAX's shard_map defines a
-replicated result. Replicated tensors stay equal on all ranks: gradients of a replicated parameter
-are summed over the ranks, and a replicated statistic becomes the mean over the ranks.
+"""Training of a manual program: a model that is one rank's program, with collectives.
+
+Each rank computes a loss; the loss of the step is the mean over the ranks, as JAX's shard_map
+defines a replicated result. Replicated tensors stay equal on all ranks: gradients of a replicated
+parameter are summed over the ranks, and a replicated statistic becomes the mean over the ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """The training step as one graph: forward pass, backward pass, and the update of every parameter.
+
 Inputs: the model's own, labels or targets, the learning rate, the parameters (with their current
 values as defaults) and the optimizer's state. Outputs: the loss, the next parameters and the next
 state. The metadata `onnxpar.training` of the model lists the role of each input and output.
