@@ -123,7 +123,8 @@ def compare_each(
 def _slices(
     outputs: Sequence[str], shapes: Mapping[str, Sequence[int | None]]
 ) -> Iterator[list[str]]:
-    """Yields groups of outputs to compare at a time."""
+    """Divides outputs into groups to compare at a time, each of at most SLICE_BYTES or a single
+    output."""
     names: list[str] = []
     held = 0
     for name in outputs:

@@ -187,8 +187,9 @@ def _open_weights(
 
 
 def _changed(value: Array, change: float, random: np.random.Generator) -> Array:
-    """Returns float32 and float16 values changed at random by up to `change`, relative, or by up to
-    their last bit if that is more; other values unchanged."""
+    """Returns an array of float32 or float16 with each element changed at random, by up to the
+    relative amount `change` or, if that is more, by up to its last bit. Returns other arrays
+    unchanged."""
     if value.dtype not in (np.float32, np.float16):
         return value
     share = max(change, float(np.finfo(value.dtype).eps))

@@ -97,7 +97,8 @@ def hardmax(v: Vjp) -> Grads:
 
 @vjp("Softmax")
 def softmax(v: Vjp) -> Grads:
-    """If the model replaces NaN results, those of fully masked rows, these rows get zero."""
+    """The results of fully masked rows are NaN. If the model replaces these, the gradient of such
+    rows is zero."""
     y = v.y
     if any(reader.op == "IsNaN" for reader in y.tensor.outputs):
         y = y.op("IsNaN").where(0.0, y)

@@ -136,8 +136,7 @@ def _grouped(
 def _agree(communicator: Communicator, text: str, name: str) -> str:
     """Returns a digest of `text`, which lists names, dtypes and shapes, after checking that all
     ranks have the same text. Otherwise different lists could go unnoticed, because the buffers may
-    have the same size. Errors: InputError, on every rank.
-    """
+    have the same size. Errors: InputError, on every rank."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     if digest not in communicator.agreed:
         texts = collectives.gather_bytes(communicator.world, text.encode(), f"{name}, layout")

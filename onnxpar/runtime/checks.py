@@ -19,8 +19,7 @@ def check_feeds(
 ) -> dict[str, Array]:
     """Returns the feeds as arrays, in the order of the inputs. `kept` names inputs that need no
     feed because their states are kept. Errors: InputError, which names the input, and the given and
-    the expected value.
-    """
+    the expected value."""
     unknown = [name for name in feeds if name not in bundle.inputs]
     if unknown and unknown[0] in bundle.fixed:
         raise InputError(

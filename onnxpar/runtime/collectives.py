@@ -111,8 +111,7 @@ def all_to_all(
 ) -> tuple[Array, list[int]]:
     """Sends consecutive slices of `x` along dimension 0 to the ranks, `splits[i]` rows to rank i.
     Returns the slices that this rank received, joined in the order of ranks, and the number of rows
-    from each rank.
-    """
+    from each rank."""
     call = _call(world, x, name)
     counts = (ctypes.c_int64 * world.size)(*splits)
     return _joined(world, x, lambda allocate: _library().onnxpar_all_to_all(call, counts, allocate))

@@ -40,8 +40,7 @@ class _NoSession:
 class Interface(ort.InferenceSession):  # type: ignore[misc]
     """A subclass of onnxruntime's session, because libraries check for that class or read `_sess`.
     The base class is not initialized, so a method that only a later onnxruntime has raises the
-    error of `_NoSession`.
-    """
+    error of `_NoSession`."""
 
     _bundle: Bundle
     _ranks: Ranks

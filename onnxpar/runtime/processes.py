@@ -120,7 +120,7 @@ class Processes:
         return [rank.reply or {} for rank in self.ranks]
 
     def _read(self, what: str) -> None:
-        """Reads the messages that have arrived; waits for one for at most a tick."""
+        """Reads the messages that have arrived; if there are none, waits for at most a tick."""
         for fd, _ in self._poll.poll(self._tick * 1000):
             rank, wire = self._wires[fd]
             try:

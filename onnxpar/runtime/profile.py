@@ -115,8 +115,8 @@ def _program(
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events in a file, one per line. Parsing line by line lets the rank's watch thread
-    run in between."""
+    """Yields the events of a profile, which has one event per line. Parsing line by line lets the
+    rank's watch thread run in between."""
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             text = line.strip().rstrip(",")
