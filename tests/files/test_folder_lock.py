@@ -91,7 +91,7 @@ def test_what_the_file_says_is_not_believed(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"\xff\x1b[2J" * 100)
     with (tmp_path / NAME).open("r+b") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="in use: another process holds"):
+        with pytest.raises(InputError, match="in use: another process has locked"):
             FolderLock(tmp_path)
     (tmp_path / NAME).unlink()
     (tmp_path / "precious").write_text("precious")

@@ -114,8 +114,8 @@ def test_where_the_old_one_went_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("notes.txt", "precious", "holds 'notes.txt'"),
-        ("rank_0007.onnx/x", "precious", "holds 'rank_0007.onnx'"),
+        ("notes.txt", "precious", "contains 'notes.txt'"),
+        ("rank_0007.onnx/x", "precious", "contains 'rank_0007.onnx'"),
         ("plan.json", "{}", "its plan.json was not written by onnxpar"),
         ("plan.json", '{"format": 1}', "its plan.json was not written by onnxpar"),
         ("plan.json", "precious", "is not a sharded model"),
@@ -147,7 +147,7 @@ def test_what_came_while_ranks_were_written_stays(
         return made(*given)
 
     monkeypatch.setattr(pipeline, "plan", late)
-    with pytest.raises(Exception, match=r"holds 'notes\.txt'"):
+    with pytest.raises(Exception, match=r"contains 'notes\.txt'"):
         pipeline.shard(MODEL, target, NEW)
     assert (target / "notes.txt").read_text() == "precious"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.par"]
