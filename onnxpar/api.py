@@ -241,8 +241,8 @@ def ops(pattern: str = "*", *, plugin: Sequence[str] = ()) -> list[op_table.OpRo
 
 
 def output_of(model: Source) -> Path:
-    """The default folder of a sharded model: the model's name with .par, in the current folder.
-    Errors: InputError for a model in memory, which has no name."""
+    """Returns the default folder for a sharded model: the model's name with .par, in the current
+    folder. Errors: InputError for a model in memory, which has no name."""
     if not isinstance(model, (str, os.PathLike)):
         raise InputError("a model in memory has no name; give the folder to write to as output")
     return Path(f"{Path(model).stem or 'model'}.par")

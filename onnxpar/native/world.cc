@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// A rank reports a collective that takes longer to the hub, which compares the members'
+/// A rank reports to the hub each collective that takes longer; the hub compares the members'
 /// collectives.
 constexpr milliseconds kSlow{20};
 /// How long to wait until the hub sends the reason of a failure; the hub may ask other ranks first.

@@ -1,4 +1,4 @@
-"""The strategies of nodes with their costs, as `plan --costs` shows them."""
+"""Lists the strategies of nodes with their costs, for `plan --costs`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from onnxpar.strategy.entries import NamedOps
 _PARTS = ("inside", "result", "gradients")
 _ZERO = "0.000"
 LAYOUTS_WIDTH = 40
-"""At least so many columns are for the layouts, also where the line is longer then."""
+"""The smallest number of columns for the layouts, even if lines become longer than WIDTH."""
 _HEADS = ("compute", *_PARTS, "total", "weights", "activations")
 
 
@@ -38,11 +38,11 @@ _HEADS = ("compute", *_PARTS, "total", "weights", "activations")
 class StrategyRow:
     """A strategy of a node.
 
-    cost     what it costs
-    inputs   the layout in which the node reads each input; empty for one without a layout
-    outputs  the layout in which it produces each result
+    cost     the predicted times and memory
+    inputs   the layout in which the node reads each input; empty for an input without a layout
+    outputs  the layout in which the node produces each result
     shards   the number of shards of each dimension, by input: a strategy as MindSpore writes it
-    chosen   True for the plan's
+    chosen   True for the strategy that the plan uses
     """
 
     cost: StrategyCost
@@ -61,7 +61,7 @@ class StrategyRow:
         return self.inputs, self.outputs
 
     def to_json(self) -> dict[str, Any]:
-        """An entry of `plan --costs --json`: times in seconds, sizes in bytes."""
+        """Returns an entry of `plan --costs --json`, with times in seconds and sizes in bytes."""
         cost = self.cost
         return {
             "inputs": list(self.inputs),
@@ -85,8 +85,8 @@ class NodeStrategies:
 
     rule      its sharding rule
     whole     the reason for each factor that cannot be split
-    complete  False if there are too many to list all: then these are the ones that the search
-              compares
+    complete  False if there are too many strategies to list: then only those that the search
+              compares are listed
     """
 
     node: str
@@ -97,7 +97,7 @@ class NodeStrategies:
     complete: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """The node with its strategies."""
+        """Returns the node with its strategies as JSON data."""
         rows = [row.to_json() for row in self.strategies]
         return {
             **{"node": self.node, "op": self.op, "rule": self.rule, "whole": self.whole},
@@ -109,7 +109,8 @@ class NodeStrategies:
 @dataclass(frozen=True)
 class StrategyCosts(Shown):
     """Nodes of a plan with all their strategies over the plan's mesh, as `onnxpar plan --costs`
-    prints them. `sizes` are the open sizes that costs are for; empty if all sizes are known."""
+    prints them. `sizes` are the open sizes for which costs are predicted; empty if all sizes are
+    known."""
 
     model: str
     mesh: Mesh
@@ -117,7 +118,7 @@ class StrategyCosts(Shown):
     sizes: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The output of `plan --costs --json`."""
+        """Returns the output of `plan --costs --json`."""
         return {
             "model": self.model,
             "mesh": [list(axis) for axis in self.mesh.shape],
@@ -126,9 +127,9 @@ class StrategyCosts(Shown):
 
 
 def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
-    """Plans a model, and lists every strategy of the nodes that a pattern matches, as a key of
-    `shard` in a strategy file does. Errors: OnnxparError; StrategyError if no node matches, and for
-    a manual program."""
+    """Plans a model, and returns every strategy of the nodes that match a pattern, which is written
+    like a key of `shard` in a strategy file. Errors: OnnxparError; StrategyError if no node
+    matches, and for a manual program."""
     if options.preset == MANUAL:
         raise StrategyError(
             "--costs: the nodes of a manual program are split by hand and have no strategies; "
@@ -141,7 +142,7 @@ def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
 
 
 class _Collector:
-    """Computes the costs while a plan is made: before its first pass changes the graph."""
+    """Collects the strategies of nodes while the pipeline plans a model: pass `watch` to it."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -149,8 +150,9 @@ class _Collector:
         self._ops: list[OpFactors] = []
 
     def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """Is called after each pass: lists the strategies after the first, and marks the plan's as
-        soon as it is decided."""
+        """The pipeline calls this after each pass. Lists the strategies after the pass that sets
+        annotations, and marks the strategies that the plan uses after the pass that decides
+        layouts."""
         if ANNOTATIONS in step.ensures:
             costs = NodeCosts(model.graph, ctx.sharding, model.step, MOST_STRATEGIES)
             self._ops = NamedOps.of(ctx.sharding.factors).matching(self.pattern, "--costs")
@@ -161,7 +163,7 @@ class _Collector:
 
 
 def _listed(op: OpFactors, costs: NodeCosts) -> NodeStrategies:
-    """A node with all its strategies."""
+    """Returns a node with all its strategies."""
     rows = tuple(_row(op, cost, costs.sharding) for cost in costs.of(op))
     rule, whole = op.rule.text(), dict(op.whole)
     return NodeStrategies(op.node.name, op.node.op, rule, whole, rows, costs.is_complete(op))
@@ -194,7 +196,7 @@ def _layout(
 
 
 def _marked(op: OpFactors, node: NodeStrategies, ctx: PassContext) -> NodeStrategies:
-    """The node with a mark at the strategy that the plan has decided."""
+    """Returns the node with a mark on the strategy that the plan uses."""
     axes = tuple(ctx.sharding.op_axes(op))
     partial = ctx.choices.operands or {}
     passed = {a for (name, _), (over, _) in partial.items() if name == node.node for a in over}
@@ -210,7 +212,7 @@ def _marked(op: OpFactors, node: NodeStrategies, ctx: PassContext) -> NodeStrate
 
 
 def strategy_lines(found: StrategyCosts) -> Iterator[str]:
-    """A table for each node."""
+    """Yields the lines of text: a table for each node."""
     mesh = ",".join(f"{name}={size}" for name, size in found.mesh.shape)
     yield f"{found.model} over {found.mesh.size} ranks (mesh {mesh})"
     yield "milliseconds of a run and bytes, on the rank with the largest shards; * is the plan's"
@@ -241,8 +243,8 @@ def _cells(row: StrategyRow) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Columns of numbers, to the right, without those that are zero in every row; and then the
-    layouts, in several lines if they are long."""
+    """Yields the lines of a table: columns of numbers, except parts of communication that are zero
+    in every row, and then the layouts, wrapped if they are long."""
     columns = list(zip(("", *_HEADS, "layouts"), *rows, strict=True))
     shown = [column for column in columns if column[0] not in _PARTS or {*column[1:]} != {_ZERO}]
     *numbers, layouts = shown

@@ -93,7 +93,7 @@ class Arena:
             self._memory = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
 
     def view(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """The array of that dtype and shape at the offset."""
+        """Returns the array of this dtype and shape at an offset in bytes."""
         array: Array = np.ndarray(shape, dtype, self._memory, offset)
         return array
 

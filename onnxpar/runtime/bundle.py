@@ -90,13 +90,13 @@ class Port:
         )
 
     def layout_at(self, sizes: Mapping[str, int]) -> Layout | None:
-        """The layout for these values of the symbols."""
+        """Returns the layout for these values of the symbols."""
         if self.open_layout is None:
             return self.layout
         return Layout.from_json(_resolved(self.open_layout, sizes))
 
     def shape_at(self, sizes: Mapping[str, int]) -> tuple[int | None, ...]:
-        """The shape for these values of the symbols."""
+        """Returns the shape for these values of the symbols."""
         shape = self.shape or ()
         return tuple(s.at(sizes) if isinstance(s, Polynomial) else s for s in shape)
 
@@ -254,12 +254,12 @@ class Bundle:
         return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())
 
     def rank_file(self, rank: int, program: str = "") -> Path:
-        """The file with the graph of a rank; `program` names another program of the rank, such as
-        the evaluation. Errors: ModelError if the file is missing."""
+        """Returns the file with the graph of a rank; `program` names another program of the rank,
+        such as the evaluation. Errors: ModelError if the file is missing."""
         return self._file(f"rank_{rank:04d}.{program}{'.' if program else ''}onnx")
 
     def states_file(self, rank: int) -> Path:
-        """The file with the initial values of a rank's states. Errors: ModelError if it is
+        """Returns the file with the initial values of a rank's states. Errors: ModelError if it is
         missing."""
         return self._file(f"rank_{rank:04d}.states.onnx")
 

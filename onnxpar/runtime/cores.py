@@ -39,7 +39,7 @@ def shares(ranks: int, cores: Sequence[int] | None = None) -> list[Share]:
 
 
 def own_cores() -> list[int]:
-    """The cores that this process may use."""
+    """Returns the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

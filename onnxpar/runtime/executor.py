@@ -246,7 +246,7 @@ class Executor:
         return self._sessions.end_profile()
 
     def facts(self) -> Facts:
-        """Facts about this rank's session."""
+        """Returns facts about this rank's session."""
         session = self.session
         return {
             "providers": session.get_providers(),
@@ -259,7 +259,7 @@ class Executor:
         self._keep({})
 
     def _copied(self, name: str, part: Array) -> Any:
-        """A copy of a shard to keep."""
+        """Returns a copy of a shard that can be kept."""
         return part if self._ports[name].is_value else copy_of(part)
 
     def _evaluate(
@@ -280,7 +280,7 @@ class Executor:
         return {n: self._ship(n, found[n], room) for n in request.fetch if self._gives(n)}
 
     def _state(self, name: str) -> Any:
-        """The kept value of a state, or its initial one."""
+        """Returns the kept value of a state or, if none is kept, the initial one."""
         if name not in self._kept:
             shape = self._parts[name].local_shape(self._rank)
             self._kept = {**self._kept, name: copy_of(self._first.value(name, shape))}

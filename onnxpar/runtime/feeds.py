@@ -135,7 +135,7 @@ def _random(
 
 
 def read_npz(file: Path) -> dict[str, Array]:
-    """The arrays of an .npz file, by name. Errors: InputError."""
+    """Returns the arrays of an .npz file, by name. Errors: InputError."""
     name = ""
     try:
         loaded = np.load(file, allow_pickle=False)

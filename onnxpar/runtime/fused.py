@@ -18,7 +18,7 @@ comes the name of the result."""
 
 
 def nodes_in(graph: GraphProto) -> Iterator[NodeProto]:
-    """The nodes of a graph and of its subgraphs."""
+    """Yields the nodes of a graph and of its subgraphs."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:

@@ -27,8 +27,8 @@ _names = itertools.count()
 
 
 def library_path() -> Path:
-    """The path of the custom-op library, for `SessionOptions.register_custom_ops_library`. Errors:
-    RankError if it is not built."""
+    """Returns the path of the custom-op library, for `SessionOptions.register_custom_ops_library`.
+    Errors: RankError if it is not built."""
     path = Path(str(files("onnxpar") / "native" / _LIBRARY))
     if not path.exists():
         raise RankError(f"{_LIBRARY} is not built; install onnxpar (pip install .), or run cmake")

@@ -39,8 +39,8 @@ class _NoSession:
 
 class Interface(ort.InferenceSession):  # type: ignore[misc]
     """A subclass of onnxruntime's session, because libraries check for that class or read `_sess`.
-    The base class is not initialized, so a method that only a later onnxruntime has raises the
-    error of `_NoSession`."""
+    The base class is not initialized: a method that a later onnxruntime adds raises the error of
+    `_NoSession`."""
 
     _bundle: Bundle
     _ranks: Ranks
@@ -159,24 +159,24 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
             iobinding.take(self.run(names, feeds, run_options, keep_states=keep_states))
 
     def get_session_options(self) -> ort.SessionOptions:
-        """The options of the session."""
+        """Returns the options of the session."""
         return self._sess_options
 
     def get_modelmeta(self) -> ModelMetadata:
-        """The metadata of the unsplit model."""
+        """Returns the metadata of the unsplit model."""
         return ModelMetadata.of(self._bundle.data)
 
     def get_providers(self) -> list[str]:
-        """The execution providers of rank 0, by priority."""
+        """Returns the execution providers of rank 0, by priority."""
         return list(self._ranks.facts["providers"])
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
-        """The options of each execution provider of rank 0."""
+        """Returns the options of each execution provider of rank 0."""
         return {name: dict(o) for name, o in self._ranks.facts["provider_options"].items()}
 
     def get_profiling_start_time_ns(self) -> int:
-        """The time when rank 0 began to record, in nanoseconds of onnxruntime's clock; 0 if it does
-        not record."""
+        """Returns the time when rank 0 began to record, in nanoseconds of onnxruntime's clock; 0 if
+        it does not record."""
         return int(self._ranks.facts["profiling_start_ns"])
 
     def set_providers(

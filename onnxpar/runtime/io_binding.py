@@ -89,18 +89,18 @@ class IOBinding(ort.IOBinding):  # type: ignore[misc]
         """Does nothing: a run returns after all outputs are written."""
 
     def get_outputs(self) -> list[ort.OrtValue]:
-        """The outputs of the last run, in the order of their bindings."""
+        """Returns the outputs of the last run, in the order in which they were bound."""
         return [self._value(name, result) for name, result in self._last().items()]
 
     def get_outputs_as_ortvaluevector(self) -> Any:
-        """Copies of the outputs of the last run, in onnxruntime's vector."""
+        """Returns copies of the outputs of the last run, in onnxruntime's vector."""
         vector = ort.capi._pybind_state.OrtValueVector()
         for name, result in self._last().items():
             vector.push_back(ort_value_of(name, result, own=True)._ortvalue)
         return vector
 
     def copy_outputs_to_cpu(self) -> list[Any]:
-        """Copies of the outputs of the last run."""
+        """Returns copies of the outputs of the last run."""
         return [r.copy() if isinstance(r, np.ndarray) else r for r in self._last().values()]
 
     def clear_binding_inputs(self) -> None:

@@ -39,7 +39,8 @@ events, which need less."""
 
 
 def _unpacked(data: bytes) -> bytes:
-    """The decompressed record of another rank. Errors: RankError if it is too long or damaged."""
+    """Returns the decompressed record of another rank. Errors: RankError if it is too long or
+    damaged."""
     reader = zlib.decompressobj()
     try:
         text = reader.decompress(data, _LONGEST_RECORD)

@@ -40,7 +40,7 @@ class Wire:
         self._read = bytearray()
 
     def fileno(self) -> int:
-        """The descriptor for `poll`."""
+        """Returns the descriptor for `poll`."""
         return self._socket.fileno()
 
     def send(self, message: Message | Packed) -> None:
