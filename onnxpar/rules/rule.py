@@ -386,7 +386,8 @@ def rule_of(node: gs.Node) -> Rule:
 
 
 def _called(function: RuleFunction, node: gs.Node) -> Rule:
-    """The function's rule for a node. Errors: StrategyError if a plugin's function fails."""
+    """Calls a rule function for a node; returns the node's rule. Errors: StrategyError if a
+    plugin's function fails."""
     if function.__module__.startswith(f"{__name__.partition('.')[0]}."):
         return function(node)
     try:

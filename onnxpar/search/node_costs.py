@@ -1,4 +1,4 @@
-"""Every strategy of a node with its costs: compute, communication and memory of a rank."""
+"""Lists all strategies of a node with their costs: compute, communication and memory of a rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from onnxpar.sharding.state import FactorSharding, ShardingState
 
 @dataclass(frozen=True)
 class Communication:
-    """Seconds of a run, and the bytes that a rank sends in it; None where the cost model has
-    seconds alone."""
+    """Seconds of communication in a run, and the bytes that a rank sends; None where the cost model
+    gives only seconds."""
 
     seconds: float = 0.0
     bytes: int | None = 0
@@ -38,14 +38,14 @@ class Communication:
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """A strategy of a node, and what it costs on the rank with the largest shards.
+    """A strategy of a node, and its costs on the rank with the largest shards.
 
-    compute      seconds of a run
+    compute      seconds of compute in a run
     inside       communication inside the node: across a softmax, between neighbours of a window
-    result       the all-reduce of its result, if that is partial and is reduced right away
-    gradients    the all-reduces of the gradients of its weights, in a training step
-    weights      bytes of its weights
-    activations  bytes of its other operands and of its results
+    result       the all-reduce of the node's result, if that is partial and is reduced right away
+    gradients    the all-reduces of the gradients of the node's weights, in a training step
+    weights      bytes of the node's weights
+    activations  bytes of the node's other operands and of its results
     """
 
     strategy: OpStrategy
@@ -68,8 +68,8 @@ class StrategyCost:
 
 
 class NodeCosts:
-    """Computes the costs of nodes of a graph in which nothing is decided; `most` is the largest
-    number of combinations of splits that it tries."""
+    """Computes the costs of a graph's nodes, where no layout is decided yet. `most` is the largest
+    number of combinations of splits that are tried for a node."""
 
     def __init__(self, graph: gs.Graph, sharding: ShardingState, step: Step | None, most: int):
         nodes = list(all_nodes(graph))
@@ -87,8 +87,8 @@ class NodeCosts:
         )
 
     def of(self, op: OpFactors) -> list[StrategyCost]:
-        """The costs of every strategy of a node, the fastest first; of equally fast ones, the one
-        that holds least."""
+        """The strategies of a node with their costs, the fastest first; of equally fast ones, first
+        the one that needs the fewest bytes."""
         found = strategies_of(op, self.sharding, self.kinds, most=self.most, size=self._bytes)
         costs = (self._cost(op, strategy) for strategy in found)
         return sorted(costs, key=lambda cost: (cost.seconds, cost.weights + cost.activations))
@@ -113,8 +113,8 @@ class NodeCosts:
         )
 
     def _result(self, op: OpFactors, strategy: OpStrategy, times: int) -> Communication:
-        """The all-reduces of the results that are partial by the node's own reduction; a sum that
-        the node passes on is that of an earlier node."""
+        """The all-reduces of results that are partial because the node itself reduces. A partial
+        sum that the node passes on counts for the node that has made it."""
         axes, _ = strategy.own_partial(op)
         results = enumerate(op.node.outputs)
         sizes = [self._mean(t, strategy.result(op, i)) for i, t in results] if axes else []
@@ -159,7 +159,8 @@ def _placed(op: OpFactors, strategy: OpStrategy) -> Iterator[tuple[gs.Tensor, Fa
 
 
 def _all_reduces(axes: Axes, sizes: Iterable[float], times: int, costs: Costs) -> Communication:
-    """All-reduces of tensors of these bytes over the same axes."""
+    """The communication of all-reduces of tensors with these sizes in bytes, over the same axes,
+    `times` times."""
     sizes = [size for size in sizes if axes and size]
     ranks = parts_over(axes)
     return Communication(
@@ -169,7 +170,7 @@ def _all_reduces(axes: Axes, sizes: Iterable[float], times: int, costs: Costs) -
 
 
 def _derived(nodes: Sequence[gs.Node], sources: Collection[str]) -> set[str]:
-    """These tensors, and those that nodes compute from nothing else."""
+    """Names of the given tensors, and of those that nodes compute only from them."""
     found = set(sources)
     for node in nodes:
         read = [t.name for t in node.inputs if t.name]
@@ -179,7 +180,7 @@ def _derived(nodes: Sequence[gs.Node], sources: Collection[str]) -> set[str]:
 
 
 def _reached(nodes: Sequence[gs.Node], sources: Mapping[str, str]) -> set[str]:
-    """These tensors, and those that nodes compute from them."""
+    """Names of the given tensors, and of all that nodes compute from any of them."""
     found = set(sources)
     for node in nodes:
         if any(t.name in found for t in node.inputs):

@@ -133,8 +133,8 @@ def strategies_of(
     size: Size | None = None,
 ) -> list[OpStrategy]:
     """All strategies of a node that agree with its leaves that are decided already. If there are
-    more than `most` combinations of options for the axes, only the options that lead to the
-    smallest shards (by `size`) are combined."""
+    more than `most` combinations of options for the axes, only the best options of each axis (by
+    `_ranked`, which needs `size`) are combined."""
     axes = _split_axes(sharding)
     per_axis = _per_axis(op, sharding, kinds, kept)
     if prod(map(len, per_axis)) > most:
@@ -331,7 +331,8 @@ def _is_legal(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> b
 
 
 def _is_possible(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> bool:
-    """True if ranks can compute with such shards, whatever is decided for the leaves."""
+    """True if ranks can compute with the shards of this strategy. Ignores what is decided for the
+    leaves."""
     if _cuts_open_weight(op, strategy, sharding):
         return False
     name = op.node.name

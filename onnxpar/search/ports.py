@@ -24,13 +24,13 @@ class Port:
     is_whole: bool = False
 
     def produced(self, strategy: OpStrategy) -> FactorSharding:
-        """The sharding of the tensor that the node produces under a strategy."""
+        """The sharding in which the node produces the tensor, under a strategy."""
         if self.index is None:
             return FactorSharding(strategy.leaves(self.links))
         return strategy.result(self.op, self.index)
 
     def required(self, strategy: OpStrategy) -> FactorSharding:
-        """The sharding of the tensor that the node requires under a strategy."""
+        """The sharding in which the node reads the tensor, under a strategy."""
         if self.index is None:
             return FactorSharding(strategy.leaves(self.links))
         return strategy.operand(self.op, self.index)

@@ -94,8 +94,8 @@ class ReshardCosts:
         return self.known[key]
 
     def _one_by_one(self, about: ReshardedTensor) -> Array:
-        """The seconds from each sharding to each other, if the shardings have no common
-        sub-axes."""
+        """The seconds from each sharding to each other, planned pair by pair; for shardings without
+        common sub-axes."""
         seconds = np.zeros((2, len(self.index), len(self.index)))
         for start, goal in permutations(self.index, 2):
             for step in plan_steps(start, goal, about):

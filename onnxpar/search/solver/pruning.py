@@ -25,7 +25,7 @@ grows where the bound rises slowly."""
 SMALL = 1 << 18
 """Most entries of a table in the search for a low sum."""
 LARGE = 1 << 22
-"""Most entries of a table in the proof that a sum is the least."""
+"""Most entries of a table at the start of a level, and in the proof that a sum is the least."""
 SWEEPS = 5
 """Sweeps of message passing, forwards and backwards, before each attempt."""
 ATTEMPTS = 12
