@@ -312,7 +312,8 @@ def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options,
 
 
 def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:
-    """Adds the predicted time of each step to the plan; a manual program has no prediction."""
+    """Returns the plan after setting its `explained`: the steps of a rank with their predicted
+    times. A manual program has no predictions."""
     if options.preset != MANUAL:
         plan.explained = explainer.explained(plan)
     return plan

@@ -19,9 +19,10 @@ _MOVED = re.compile(
     r"val_\d+$|(t|transpose|permute|view|reshape|(un)?squeeze|expand|slice|select|embedding|clone)"
     r"(_\d+)?$"
 )
-"""Names that the exporter gives to parameters that it reshaped, transposed or sliced."""
+"""Matches names that the exporter gives to parameters that it reshaped, transposed or sliced."""
 _FOLDED = re.compile(r"onnx::Conv_\d+$")
-"""Names that the exporter gives to weights of a Conv into which it folded a batch-norm."""
+"""Matches names that the exporter gives to weights of a Conv into which it folded a
+BatchNormalization."""
 _STATISTICS = ".running_mean"
 
 
