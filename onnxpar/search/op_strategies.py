@@ -151,8 +151,8 @@ def strategies_of(
 
 
 def combinations_of(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> int:
-    """The number of combinations of options for the axes, of which a node's strategies are those
-    that are possible."""
+    """The number of combinations of options for the axes; the strategies of a node are the possible
+    ones among these."""
     return prod(map(len, _per_axis(op, sharding, kinds, None)))
 
 
@@ -163,7 +163,8 @@ def _split_axes(sharding: ShardingState) -> list[Axis]:
 def _per_axis(
     op: OpFactors, sharding: ShardingState, kinds: Kinds, kept: Kept | None
 ) -> list[list[_Option]]:
-    """The options of a node for each axis; for one that is kept, only that."""
+    """The options of a node for each axis; only the option of the other search for an axis that is
+    `kept`."""
     slots = _slots(op)
     return [
         [_kept(kept.strategies[op.node.name], axis)]
