@@ -27,7 +27,7 @@ WRONG = {
     "choices": ("shard m.onnx --search 3", "auto, data-parallel, tensor-parallel"),
     "nothing": ("plan m.onnx --compare ", "an argument is empty"),
     "mesh": ("plan m.onnx --mesh dp", "'dp' is not NAME=SIZE"),
-    "large mesh": ("plan m.onnx --mesh dp=65536,tp=65536", "from 1 to 1,048,576"),
+    "large mesh": ("plan m.onnx --mesh dp=65536,tp=65536", "give at most 1,048,576"),
     "flag": ("shard m.onnx --devcies 2", "there is no --devcies (did you mean --devices?)"),
     "flag before what is missing": ("run m.par --imputs i.npz", "did you mean --inputs?"),
     "flag of another": ("shard m.onnx --devices 2 --html p.html", "no --html; plan has it; see"),

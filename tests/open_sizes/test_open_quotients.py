@@ -356,7 +356,7 @@ def test_a_size_that_became_one_number_is_told(tmp_path: Path) -> None:
         """,
         weight("table", 15),
     )
-    with pytest.warns(UserWarning, match=r"seq is 15 in every run.*give --dim seq=N"):
+    with pytest.warns(UserWarning, match=r"seq is fixed at 15: .*give --dim seq=N"):
         pipeline.plan(model, options("tp=2"))
     check(model, tmp_path / "m.par", "tp=2", [{"x": (3, 1, 9)}], dims={"seq": 9})
 

@@ -72,8 +72,8 @@ def test_what_is_of_the_search_needs_one(
     arguments = ["plan", str(model), "--mesh", "dp=2", *option]
     assert main(arguments) == 0
     capsys.readouterr()
-    assert f"{option[0]} is of the search" in refused([*arguments, *how], capsys)
-    with pytest.raises(StrategyError, match="--untied is of the search"):
+    assert f"{option[0]} applies to the search" in refused([*arguments, *how], capsys)
+    with pytest.raises(StrategyError, match="--untied applies to the search"):
         make_plan(model, devices=2, preset="data-parallel", untied=True)
 
 

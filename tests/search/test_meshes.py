@@ -175,7 +175,7 @@ def test_strategies_that_no_mesh_meets(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="no mesh of 2 ranks has the axes a, b, c"):
         onnxpar.plan(path, devices=2, search="auto", strategy=three)
     five = {"shard": {"up": [[5, 1], None]}}
-    with pytest.raises(StrategyError, match=r"no mesh of 2 ranks meets .* on tp=2: .*5 parts"):
+    with pytest.raises(StrategyError, match=r"no mesh of 2 ranks satisfies .* on tp=2: .*5 parts"):
         onnxpar.plan(path, devices=2, search="auto", strategy=five)
 
 

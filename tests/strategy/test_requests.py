@@ -141,7 +141,7 @@ def test_fusion_says_what_it_leaves_out_while_sizes_are_open(tmp_path: Path) -> 
     model = write(POOL.format(height="height"), tmp_path)
     how = replace(options("tp=2"), fusion="size")
     (note,) = (n for n in pipeline.plan(model, how)[0].notes if "--fusion" in n)
-    assert "all-reduces only" in note and "--dim height=N" in note
+    assert "fuses only all-reduces" in note and "--dim height=N" in note
     bound, _ = pipeline.plan(model, replace(how, dims={"height": 8}))
     assert not any("--fusion" in n for n in bound.notes)
 

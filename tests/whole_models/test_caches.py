@@ -248,7 +248,7 @@ def test_a_state_that_lacks_its_pair_is_named(tmp_path: Path) -> None:
     model = onnx.load(file)
     model.graph.output[4].name = model.graph.node[4].output[0] = "other"
     onnx.save(model, file)
-    with pytest.warns(UserWarning, match=r"fed back as 'past_key_values\.4\.key', though"):
+    with pytest.warns(UserWarning, match=r"'past_key_values\.4\.key': named like a state"):
         plan, _ = pipeline.plan(file, options("tensor-parallel 2"))
     assert plan.unpaired == ["past_key_values.4.key"]
     text = "\n".join(plan_lines(plan.to_json()))
