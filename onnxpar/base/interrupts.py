@@ -56,7 +56,9 @@ def uninterrupted() -> Iterator[None]:
     finally:
         _shields[0] -= 1
         if _waiting and not _shields[0]:
-            raise_for(_waiting.pop())
+            last = _waiting[-1]
+            _waiting.clear()
+            raise_for(last)
 
 
 def end_now(number: int, frame: FrameType | None) -> None:

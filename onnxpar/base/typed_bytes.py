@@ -142,8 +142,9 @@ def _write_array(parts: list[bytes], value: Any, where: str) -> None:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """The dtype with this name: one of _DTYPES, or str or bytes of a fixed width, such as "<U7"."""
-    if re.fullmatch(r"<U\d{1,9}|\|S\d{1,9}", name):
+    """The dtype with this name: one of _DTYPES, or str or bytes of a fixed width, such as "<U7". A
+    width of 0 is an error: such elements have no bytes in a message, but some in memory."""
+    if re.fullmatch(r"(<U|\|S)[1-9]\d{0,8}", name):
         return np.dtype(name)
     if name not in _DTYPES:
         raise ValueError(f"{name!r} is not a dtype of arrays")

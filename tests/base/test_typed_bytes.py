@@ -171,6 +171,16 @@ def damaged(dice: random.Random) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.parametrize("name", ["<U0", "|S0", "<U00", "|S01"])
+def test_arrays_of_text_have_a_width(name: str) -> None:
+    """Elements of no bytes would be of any number, and NumPy gives each a byte or more."""
+    count = (1 << 50).to_bytes(8, "little")
+    one, none = (n.to_bytes(8, "little") for n in (1, 0))
+    data = b"a" + len(name).to_bytes(8, "little") + name.encode() + one + count + none
+    with pytest.raises(ValueError, match="not a dtype of arrays"):
+        of_bytes(data)
+
+
 def test_damaged_bytes() -> None:
     """They are an error, or a value of these types; never much memory, never anything else."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,6 +22,7 @@ from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_order import Placed, insert
 from onnxpar.pipeline.pass_registry import parse_passes, parse_placed
 from onnxpar.pipeline.pipeline import plan
+from onnxpar.rules import rule as rule_module
 from onnxpar.rules.rule import registered, rule
 
 MODEL = """<ir_version: 8, opset_import: ["" : 18]>
@@ -258,6 +259,8 @@ def test_installed_packages_add_passes_and_rules(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rule_module, "_RULES", dict(registered()))
+    monkeypatch.setattr(plugins, "_registered", dict(plugins._registered))
     plugins.load_entry_points.cache_clear()
     assert "outside" in plugins.registered_passes()
     assert ("outside", "Outside") in registered()
