@@ -113,11 +113,12 @@ class CompressCollectives(Pass):
         step = ctx.model.step
         if step is None or ctx.model.sizes is not None:
             raise StrategyError(
-                f"compression {self.to!r} is for training steps, which `onnxpar grad` writes"
+                f"compression {self.to!r} applies only to a training step; write one with `onnxpar "
+                "grad`"
             )
         if not step.gradients:
             raise StrategyError(
-                "the training step does not say what its gradients are; write it "
+                "the training step does not name its gradients, which compression needs; write it "
                 "again with `onnxpar grad`"
             )
         if how.kind == TWO_BIT:
@@ -127,8 +128,9 @@ class CompressCollectives(Pass):
         found = {n.name for n in large if numpy_dtype(n.inputs[0]) in (np.float32, np.float64)}
         if len(found) < len(large) and how.kind == TWO_BIT:
             raise StrategyError(
-                f"compression {TWO_BIT}: the step's gradients have 16 bits already, as its "
-                "--precision is; write it without, or omit --compression"
+                f"compression {TWO_BIT}: the step's gradients have 16 bits already, because it was "
+                "written with --precision; write it without --precision, or leave --compression "
+                "out"
             )
         if not found:
             return False
@@ -150,8 +152,8 @@ def _check_steps(step: Step) -> None:
     step could not be added to the next."""
     if any(slot.kind == SCALE for slot in step.slots):
         raise StrategyError(
-            f"compression {TWO_BIT}: the step changes the scale of its gradients; write it with a "
-            "fixed --loss-scale or none, or take float16"
+            f"compression {TWO_BIT}: the step changes the scale of its gradients from step to "
+            "step; write it with a fixed --loss-scale or none, or give --compression float16"
         )
 
 
@@ -162,8 +164,9 @@ def _check_outside(graph: gs.Graph, chosen: set[str], of: Mapping[str, str]) -> 
     if inside:
         first = of[min(inside)]
         raise StrategyError(
-            f"compression {TWO_BIT}: the gradient of {first!r} is split in each iteration of a "
-            "loop, as zero presets do it; take another preset, float16, or no --accumulate"
+            f"compression {TWO_BIT}: ranks add up the gradient of {first!r} in each iteration of "
+            "the loop over micro-batches; give another preset (zero presets cause this) or "
+            "--compression float16, or write the step without --accumulate"
         )
 
 

@@ -70,7 +70,7 @@ class Differentiate(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         if ctx.request.manual is not None:
-            raise StrategyError("a program per rank becomes a step by `onnxpar grad` alone")
+            raise StrategyError("only `onnxpar grad` writes the training step of a manual program")
         options = LossOptions(
             self.loss,
             self.output or None,

@@ -135,8 +135,9 @@ class _Insertion:
         unknown = [t.name for t in node.outputs if t.name and t.name not in self.sharding.tensors]
         if unknown and self.sharding.mesh.size > 1 and is_random(node):
             raise StrategyError(
-                f"{node.op} '{node.name}' draws {unknown[0]!r}, which is no tensor of a known "
-                "rank: each rank would draw its own; declare the shapes of the model's inputs"
+                f"{node.op} '{node.name}' draws {unknown[0]!r}, but the number of its dimensions "
+                "is unknown, so each rank would draw other numbers; declare the shapes of the "
+                "model's inputs"
             )
 
     def _note_body(self, op: OpFactors, body: BodyFactors, pending: PartialSums) -> None:
@@ -239,7 +240,7 @@ class _Insertion:
                 self.sharding.layout(weight, p).text(mesh) for p in (factor_sharding, read.need)
             )
             raise StrategyError(
-                f"tensor '{weight.name}': {asked} is asked for, but {read.node.op} "
+                f"tensor '{weight.name}': the strategy requests {asked}, but {read.node.op} "
                 f"'{read.node.name}' needs it stored as {need}; split the node by an entry under "
                 "shard instead"
             )

@@ -101,7 +101,8 @@ def _set_layouts(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
     for source, result in ctx.model.states:
         if ctx.layouts.get(source, whole).axes != ctx.layouts.get(result, whole).axes:
             raise StrategyError(
-                f"state {source}={result}: the two have different layouts; give them equal entries"
+                f"state {source}={result}: the two have different layouts; give both the same "
+                "entry in the strategy"
             )
 
 

@@ -62,7 +62,9 @@ def _calibrate(
 ) -> tuple[Measurements, Topology]:
     ranks = default_ranks() if ranks is None else ranks
     if ranks < 2:
-        raise InputError(f"--ranks {ranks}: a link connects ranks; give at least 2")
+        raise InputError(
+            f"--ranks {ranks}: calibrate measures links between ranks; give at least 2"
+        )
     if not 0 < seconds < float("inf"):
         raise InputError(f"--seconds {seconds}: must be above 0")
     check_timeout(timeout)

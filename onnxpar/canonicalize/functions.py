@@ -42,12 +42,14 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         onnx.version_converter.ConvertError,
     ) as error:
         reason = str(error).splitlines()[0]
-        raise ModelError(f"{path}: its functions cannot be inlined: {reason}") from None
+        raise ModelError(
+            f"{path}: its functions cannot be inlined: {reason}; export the model without functions"
+        ) from None
     if proto.functions:
         function = proto.functions[0]
         raise ModelError(
-            f"{path}: function {function.domain}.{function.name} cannot be inlined, as its opset "
-            "differs from the model's; export both with the same opset"
+            f"{path}: function {function.domain}.{function.name} cannot be inlined, because its "
+            "opset differs from the model's; export both with the same opset"
         )
     return proto
 
@@ -61,7 +63,7 @@ def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
         if lost:
             raise ModelError(
                 f"{path}: function {f'{function.domain}.{function.name}'!r} reads {lost[0]!r}, "
-                "which is neither an input nor a result in it; export the model again"
+                "but the function has no input and no result of that name; export the model again"
             )
     bodies = {_key(f): list(_nodes(f.node)) for f in proto.functions}
     sizes: dict[_Key, int] = {}

@@ -136,7 +136,7 @@ def _obstacle(node: NodeProto, opset: int, read: set[str]) -> str:
         spatial = attributes.get("spatial")
         return "spatial=0" if spatial is not None and spatial.i == 0 else ""
     if node.op_type == "Dropout" and len(node.output) > 1 and node.output[1] in read:
-        return f"its mask is read, which is not a bool before opset {NEWEST}"
+        return f"a node reads its mask, which is not a bool before opset {NEWEST}"
     return ""
 
 

@@ -172,8 +172,8 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
         raise InputError(f"--seed {way.seed}: must be at least 0")
     if way.each and (way.train or is_manual):
         raise InputError(
-            "--each compares one run with the unsplit model, which neither --train nor a manual "
-            "program does; leave it out"
+            "--each compares one run with the unsplit model, but --train and a manual program "
+            "need another comparison; leave --each out"
         )
     if way.rtol is None and way.atol is None:
         return None

@@ -107,7 +107,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text in choices:
             return text
-        near = _nearest(text, choices) or f"; give {', '.join(choices)}"
+        near = _nearest(text, choices) or f"; give one of {', '.join(choices)}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a choice{near}")
 
     return parse

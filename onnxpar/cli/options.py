@@ -19,15 +19,15 @@ def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Adds the model, and the options that decide its layouts."""
     to.add_argument("model", metavar="model.onnx", type=Path, nargs=nargs)
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
-    to.add_argument("--mesh", type=mesh, metavar="dp=2,tp=4", help="named axes and their sizes")
+    to.add_argument(
+        "--mesh", type=mesh, metavar="dp=2,tp=4", help="names and sizes of the mesh axes"
+    )
     _add_choice_of_strategy(to)
     _add_search(to)
     _add_strategy_files(to)
     _add_sizes(to)
     _add_states(to)
-    to.add_argument(
-        "--strict", action="store_true", help="report an op without a sharding rule as an error"
-    )
+    to.add_argument("--strict", action="store_true", help="fail if an op has no sharding rule")
     add_plugin(to)
 
 
@@ -35,20 +35,20 @@ def _add_choice_of_strategy(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--preset",
         choices=PRESETS,
-        help="a fixed strategy instead of the search: data-parallel, tensor-parallel; hybrid for a "
-        "mesh of dp and another axis, and so on. manual: the model is the program of one rank and "
-        "already contains onnxpar's collectives, like the body of JAX's shard_map; the tensors of "
-        "--strategy say how to shard inputs and weights and how to put outputs together, and all "
-        "others stay whole",
+        help="a fixed strategy instead of the search; hybrid is for a mesh of dp and another "
+        "axis, the zero presets are for training steps. manual: the model is the program of one "
+        "rank and already contains onnxpar's collectives, like the body of JAX's shard_map; the "
+        "tensors of --strategy say how to shard inputs and weights and how to put outputs "
+        "together, and all others stay whole",
     )
     to.add_argument(
         "--search",
         choices=SEARCHES,
         help="auto, the default without --preset, --strategy and annotations: find the fastest "
-        "strategy by the cost model of --topology, and the mesh if none is given; the search keeps "
-        "to what a strategy file asks for. The other choices are for comparison: a preset; "
-        "exhaustive, which tries all strategies of a small model; propagation, which shards only "
-        "what was asked for and what follows from it",
+        "strategy by the cost model of --topology, and the mesh if none is given; requests of a "
+        "strategy file are met. The other choices are for comparison: a preset; exhaustive, which "
+        "tries all strategies of a small model; propagation, which shards only what a strategy or "
+        "annotations request, and what follows from that",
     )
 
 
@@ -57,8 +57,8 @@ def _add_search(to: argparse.ArgumentParser) -> None:
         "--memory-limit",
         metavar="SIZE",
         help="most bytes that a rank may hold at any time, such as 16GB: weights, states and the "
-        "results of nodes. The search keeps to it; it is an error if no strategy does, or if "
-        "the given one does not",
+        "results of nodes. The search uses only strategies within the limit; the command fails if "
+        "there is none, or if the given strategy needs more",
     )
     to.add_argument(
         "--objective",
@@ -71,8 +71,9 @@ def _add_search(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--untied",
         action="store_true",
-        help="let the search decide each of several repeated blocks by itself. It takes longer; "
-        "worth it if a memory limit binds and only some layers need to pay for it",
+        help="let the search choose a strategy for each of several equal blocks, instead of one "
+        "for all of them. This takes longer; it helps if a memory limit forces only some of the "
+        "blocks into a slower strategy",
     )
 
 
@@ -80,21 +81,22 @@ def _add_strategy_files(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--strategy",
         metavar="FILE",
-        help="YAML with mesh, shard (by node) and tensors; a preset decides what it leaves open",
+        help="YAML file with the keys mesh, shard (how to split nodes) and tensors (how to split "
+        "tensors); a preset or --search, if given, decides the rest",
     )
     to.add_argument(
         "--configuration",
         metavar="NAME",
         help="which multi-device annotations of the model to follow, or 'none'; default: those for "
-        "N devices. A strategy adds to them and must not contradict them; a preset decides what "
-        "they leave open. Pipeline stages in them are ignored",
+        "N devices. A strategy adds to them and must not contradict them; a preset or "
+        "--search, if given, decides the rest. Pipeline stages in them are ignored",
     )
     to.add_argument(
         "--topology",
         metavar="FILE",
-        help="YAML with the levels of links between ranks and the speed and memory of a rank, as "
-        "calibrate writes it; or a rank table of MindSpore or HCCL. Default: one host of slow "
-        "cores",
+        help="YAML file with the levels of links between ranks and the speed and memory of a "
+        "rank, such as calibrate writes; or a rank table of MindSpore or HCCL. Default: one host "
+        "with slow cores",
     )
 
 
@@ -105,10 +107,10 @@ def _add_sizes(to: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=N,..",
-        help="for open sizes, those that runs usually have: batch=1,seq=128. The search and "
-        "all costs are for these; any size still runs. Give it several times, with weights, for "
-        "a mix: batch=1,seq=1:0.9. Default: a batch of 1, and lengths of 128 or what the model "
-        "allows",
+        help="usual values of open sizes, such as batch=1,seq=128. The search and "
+        "all costs assume these values; the sharded model runs with any. For a mix, give the "
+        "option several times, each with a weight: batch=1,seq=1:0.9. Default: a batch of 1, and "
+        "lengths of 128 or what the model allows",
     )
 
 
@@ -132,8 +134,8 @@ def _add_states(to: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="IN=OUT",
-        help="an output that is fed back as an input, in addition to the pairs found by ops and by "
-        "names",
+        help="a state pair: an output that the next run gets as an input; in addition to the "
+        "pairs that are found by ops and by names",
     )
     to.add_argument(
         "--only-given-states",
@@ -161,7 +163,8 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
         "--fusion",
         choices=FUSIONS,
         help="how to join collectives that do not wait for each other. size: up to --bucket-mb "
-        "(default for training steps); cost: as far as compute hides them; or none",
+        "(default for training steps); cost: as many as overlap with compute by the cost model; "
+        "or none",
     )
     to.add_argument(
         "--bucket-mb",
@@ -194,9 +197,9 @@ def add_save(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--save-strategy",
         metavar="FILE",
-        help="write the strategy that was found (by --search, a preset, ...) for reading and "
-        "editing: a few entries, from which the rest follows; `--strategy FILE` alone gives the "
-        "same plan",
+        help="write the chosen strategy (of the search, a preset, ...) as a file to read and "
+        "edit: a few entries, from which the rest follows; with no other option, `--strategy "
+        "FILE` gives the same plan",
     )
 
 
@@ -207,7 +210,7 @@ def add_dump(to: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write the graph after every pass, even after one that fails: as text, "
         "01-NAME.onnxtxt, and up to localize-ops as a model, 01-NAME.onnx, which opt reads back; "
-        "the folder 00-load has what the loader's rewrites leave, one file for each that changes "
+        "the folder 00-load has one file for each rewrite of the loader that changes "
         "the model",
     )
 
@@ -215,7 +218,7 @@ def add_dump(to: argparse.ArgumentParser) -> None:
 def add_runtime(to: argparse.ArgumentParser) -> None:
     """Adds options for running ranks."""
     add_timeout(to)
-    to.add_argument("--log-dir", metavar="DIR", help="write the output of ranks to rank.N/ in DIR")
+    to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")
 
 
 def add_timeout(to: argparse.ArgumentParser) -> None:
@@ -239,8 +242,8 @@ def add_verify(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--verify",
         action="store_true",
-        help="compare every byte of the folder with the SHA-256 that shard wrote; without it, only "
-        "8 parts of 1 MiB each are read of files above 8 MiB",
+        help="compare every byte of the folder with the SHA-256 that shard wrote; without this "
+        "option, only 8 parts of 1 MiB each are compared of files above 8 MiB",
     )
 
 

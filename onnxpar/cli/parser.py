@@ -88,8 +88,8 @@ def _plan(to: Any) -> None:
     plan.add_argument(
         "--candidates",
         action="store_true",
-        help="instead of the plan, show for each strategy that applies the time by the cost model "
-        "(give --topology), the bytes that ranks send and hold, and why the fastest one wins",
+        help="instead of the plan, compare the strategies that apply: the predicted time of each "
+        "(give --topology), the bytes that a rank sends and holds, and why the fastest one wins",
     )
     plan.add_argument(
         "--costs",
@@ -107,7 +107,9 @@ def _plan(to: Any) -> None:
         "and the time and memory of a rank. With --candidates, it also has the candidates, and "
         "shows the fastest one (or the one that --preset or --search names)",
     )
-    plan.add_argument("--json", action="store_true", help="print any of these as JSON")
+    plan.add_argument(
+        "--json", action="store_true", help="print the plan, --compare or --candidates as JSON"
+    )
 
 
 def _annotate(to: Any) -> None:
@@ -119,15 +121,23 @@ def _annotate(to: Any) -> None:
     )
     add_model(annotate)
     annotate.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="model to write: annotated.onnx"
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="model to write, such as annotated.onnx",
     )
 
 
 def _run(to: Any) -> None:
     run = _command(to, "run", "run a sharded model, one process per rank", commands.run)
     run.add_argument("par", metavar="model.par", help="folder that shard wrote")
-    run.add_argument("--inputs", required=True, metavar="NPZ", help="arrays by input name")
-    run.add_argument("--outputs", metavar="NPZ", help="file for the arrays, by output name")
+    run.add_argument(
+        "--inputs", required=True, metavar="NPZ", help="file with an array for each input, by name"
+    )
+    run.add_argument(
+        "--outputs", metavar="NPZ", help="file to write, with an array for each output, by name"
+    )
     add_verify(run)
     run.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="run N times and print the times"
@@ -150,7 +160,8 @@ def _check(to: Any) -> None:
     check.add_argument(
         "--inputs",
         metavar="NPZ",
-        help="arrays by input name; those missing are random, in the sizes of --typical",
+        help="file with arrays for inputs, by name; the other inputs are random, in the sizes of "
+        "--typical",
     )
     check.add_argument("--seed", type=int, default=0, help="seed of random inputs")
     _add_tolerances(check)
@@ -167,10 +178,10 @@ def _check(to: Any) -> None:
         "parameters and states; --inputs may have any number of samples then",
     )
     check.add_argument(
-        "--steps", type=int, default=50, metavar="N", help="steps with --train; default 50"
+        "--steps", type=int, default=50, metavar="N", help="number of steps of --train; default 50"
     )
     check.add_argument(
-        "--lr", type=float, default=0.01, metavar="X", help="learning rate with --train"
+        "--lr", type=float, default=0.01, metavar="X", help="learning rate of --train"
     )
     add_runtime(check)
 
@@ -193,7 +204,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number that is not below 0")
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0")
     return value
 
 
@@ -216,7 +227,8 @@ def _train(to: Any) -> None:
 
 
 def _checkpoint(to: Any) -> None:
-    checkpoint = to.add_parser("checkpoint", help="work with checkpoints of a training run")
+    text = "work with checkpoints of a training run"
+    checkpoint = to.add_parser("checkpoint", help=text, description=f"{text.capitalize()}.")
     of_checkpoints = checkpoint.add_subparsers(required=True, metavar="COMMAND")
     text = "write a model with the weights of a checkpoint"
     add_merge(_command(of_checkpoints, "merge", text, training_commands.merge))

@@ -217,7 +217,7 @@ def _elements(left: Left) -> int:
 def _step_lines(step: Step) -> Iterator[str]:
     """Yields lines about the states, inputs and outputs of a step."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
-    yield f"state of each: {', '.join(kinds) or 'none'}"
+    yield f"state of each parameter: {', '.join(kinds) or 'none'}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""
     seed = f", {step.seed}" if step.seed else ""
     yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it returns {step.loss}{metrics}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from onnxpar.cli.options import add_dims, add_launcher_help, add_profile, add_runtime, mesh
@@ -18,7 +19,11 @@ def add_grad(to: argparse.ArgumentParser) -> None:
     """Adds the arguments of `grad`."""
     to.add_argument("model", metavar="model.onnx", type=Path)
     to.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="step to write: step.onnx"
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="training step to write, such as step.onnx",
     )
     _add_loss(to)
     _add_optimizer(to)
@@ -36,7 +41,7 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
         metavar="LOSS",
         help=f"{', '.join(LOSSES)}, or an output that is the loss itself. Labels are class "
         f"numbers; the label {IGNORED} does not count. bce is computed from scores; if the model "
-        "ends in a Sigmoid, from the input of the Sigmoid",
+        "ends in a Sigmoid, from its input",
     )
     to.add_argument(
         "--loss-of",
@@ -56,11 +61,22 @@ def _add_optimizer(to: argparse.ArgumentParser) -> None:
         "--optimizer",
         required=True,
         choices=[*OPTIMIZERS, NONE],
-        help=f"{NONE}: the gradients are outputs, NAME.grad, and nothing is updated",
+        help=f"update rule of the parameters; {NONE}: the step returns the gradients as outputs "
+        "NAME.grad, and updates nothing",
     )
     for name in ("weight-decay", "momentum", "beta1", "beta2", "epsilon"):
-        to.add_argument(f"--{name}", type=float, metavar="X", help="of the optimizer")
-    to.add_argument("--nesterov", action="store_true", default=None, help="of the optimizer")
+        key = name.replace("-", "_")
+        users = [o for o, kind in OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
+        where = f"for {', '.join(users)}"
+        to.add_argument(
+            f"--{name}", type=float, metavar="X", help=f"hyperparameter of the optimizer; {where}"
+        )
+    to.add_argument(
+        "--nesterov",
+        action="store_true",
+        default=None,
+        help="use Nesterov's momentum; for momentum",
+    )
 
 
 def _add_batch_norm(to: argparse.ArgumentParser) -> None:
@@ -69,7 +85,7 @@ def _add_batch_norm(to: argparse.ArgumentParser) -> None:
         choices=STATISTICS,
         help="samples over which a BatchNormalization computes its statistics: the whole batch "
         "(global), those of a host (node) or of a rank (local; give --groups for both); "
-        "default: as the model says, over the whole batch",
+        "default: the mode of the model (in training mode, over the whole batch)",
     )
     to.add_argument(
         "--groups",
@@ -84,7 +100,7 @@ def _add_step(to: argparse.ArgumentParser) -> None:
         "--clip-norm",
         type=float,
         metavar="X",
-        help="scale the gradients down if the norm of all of them exceeds X",
+        help="scale the gradients down if their global norm exceeds X",
     )
     to.add_argument(
         "--precision",
@@ -94,35 +110,36 @@ def _add_step(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--loss-scale",
         metavar="X",
-        help="factor of all gradients during the backward pass, against underflow: dynamic "
+        help="factor of all gradients during the backward pass, which prevents underflow: dynamic "
         "(default in float16), a number, or none",
     )
     to.add_argument(
         "--recompute",
         action="store_true",
-        help="compute activations within blocks again for the backward pass instead of keeping "
-        "them",
+        help="compute the activations inside blocks again in the backward pass, instead of "
+        "keeping them",
     )
     to.add_argument(
         "--accumulate",
         type=int,
         default=1,
         metavar="K",
-        help="number of batches of the model's size that a step takes, one after the other",
+        help="number of micro-batches in a step, one after the other; each has the model's batch "
+        "size",
     )
 
 
 def _add_trained(to: argparse.ArgumentParser) -> None:
     for name, text in (
-        ("params", "train the weights of these names instead of those that are found"),
-        ("frozen", "do not train the weights of these names"),
+        ("params", "train the weights whose names match, instead of those that onnxpar finds"),
+        ("frozen", "do not train the weights whose names match"),
     ):
         to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=text)
     to.add_argument(
         "--untie",
         action="store_true",
         help="give each node that reads a vector as its scale or bias a copy of its own. Exporters "
-        "store equal vectors only once, and without this they would be trained as one",
+        "store equal vectors only once; without this option, they are trained as one parameter",
     )
 
 
@@ -135,25 +152,36 @@ def _add_manual(to: argparse.ArgumentParser) -> None:
     )
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks of a manual program")
     to.add_argument(
-        "--mesh", type=mesh, metavar="dp=2,tp=4", help="mesh of a manual program: named axes"
+        "--mesh",
+        type=mesh,
+        metavar="dp=2,tp=4",
+        help="mesh of a manual program: names and sizes of its axes",
     )
     to.add_argument(
         "--strategy",
         metavar="FILE",
-        help="YAML with the mesh and the sharded tensors of a manual program; all others are whole",
+        help="YAML file with the mesh and the sharded tensors of a manual program; all other "
+        "tensors are whole",
     )
 
 
 def add_train(to: argparse.ArgumentParser) -> None:
     """Adds the arguments of `train`."""
     to.add_argument("par", metavar="step.par", help="a sharded training step")
-    to.add_argument("--data", required=True, metavar="NPZ", help="arrays of samples, by input name")
-    to.add_argument("--eval", metavar="NPZ", help="samples on which each epoch is evaluated")
+    to.add_argument(
+        "--data",
+        required=True,
+        metavar="NPZ",
+        help="file with an array of samples for each input, by name",
+    )
+    to.add_argument(
+        "--eval", metavar="NPZ", help="like --data: samples to evaluate after each epoch"
+    )
     to.add_argument(
         "--batch",
         type=int,
         metavar="N",
-        help="number of samples in a step; only checked, as the step fixes it",
+        help="expected number of samples in a step; it is an error if the step has another one",
     )
     to.add_argument("--epochs", type=int, default=1, metavar="N", help="passes over the data")
     to.add_argument("--lr", type=float, required=True, metavar="X", help="learning rate")
@@ -217,7 +245,7 @@ def add_merge(to: argparse.ArgumentParser) -> None:
     to.add_argument("checkpoint", metavar="DIR", help="a checkpoint, or a folder of them")
     to.add_argument("model", metavar="model.onnx", help="the model that was trained")
     to.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="model to write: trained.onnx"
+        "-o", "--output", required=True, metavar="FILE", help="model to write, such as trained.onnx"
     )
     to.add_argument(
         "--training",

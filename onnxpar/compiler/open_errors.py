@@ -19,6 +19,6 @@ def at_open_sizes(model: Model) -> Iterator[None]:
             raise
         imagined = ", ".join(f"{k}={v}" for k, v in model.sizes.bindings[0].items())
         raise SizeError(
-            f"{error}; the model has open sizes (tried here as {imagined}): fix them with "
-            f"{model.sizes.flags}"
+            f"{error}; if that comes from the model's open sizes (tried here as {imagined}), fix "
+            f"them with {model.sizes.flags}"
         ) from None

@@ -62,7 +62,9 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
             if link is None and over:
                 fail(f"{tensor.name} is split where the node needs it whole")
             if link is not None and held.setdefault(link, over) != over:
-                fail(f"{tensor.name} splits {op.leaves[link].factor} otherwise than its neighbours")
+                fail(
+                    f"{tensor.name} splits {op.leaves[link].factor} differently from its neighbours"
+                )
     for group in op.co_sharded:
         if len({held.get(i, ()) for i in group}) > 1:
             fail(f"{' and '.join(op.leaves[i].factor for i in group)} are split differently")
@@ -72,15 +74,15 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
     carried = _carried(op, layouts, fail)
     for tensor in [t for body in op.bodies for t in (*body.graph.inputs, *body.graph.outputs)]:
         if tensor.name in layouts and layouts[tensor.name].partial and tensor.name not in carried:
-            fail(f"{tensor.name} is pending where it enters or leaves a body")
+            fail(f"{tensor.name} is partial where it enters or leaves a body")
     layouts = {name: layout for name, layout in layouts.items() if name not in carried}
     pending = _pending(op, held, layouts, fail)
     for tensor in op.node.outputs:
         layout = layouts.get(tensor.name)
         if layout and {*_pieces(layout.partial)} != {*_pieces(pending[0])}:
-            fail(f"{tensor.name} should be pending over {pending[0]}")
+            fail(f"{tensor.name} should be partial over {pending[0]}")
         if layout and pending[0] and layout.reduce != pending[1]:
-            fail(f"{tensor.name} should await {pending[1]}")
+            fail(f"{tensor.name} should be partial by {pending[1]}")
 
 
 def _carried(op: OpFactors, layouts: dict[str, Layout], fail: Fail) -> set[str]:
@@ -92,7 +94,7 @@ def _carried(op: OpFactors, layouts: dict[str, Layout], fail: Fail) -> set[str]:
         over = {(frozenset(_pieces(x.partial)), x.reduce) for n in names if (x := layouts.get(n))}
         if any(axes for axes, _ in over):
             if len(over) > 1 or next(iter(over))[1] != "sum":
-                fail(f"{names[-1]} is carried with different sums pending")
+                fail(f"{names[-1]} is carried through the loop with sums over different axes")
             found.update(names)
     return found
 
@@ -143,13 +145,13 @@ def _pending(
         return (), "sum"
     kinds = {(frozenset(_pieces(x.partial)), x.reduce) for x in carried.values()}
     if len(kinds) > 1:
-        fail("operands await different reductions")
+        fail("the operands are partial by different reductions")
     first = next(iter(carried.values()))
     present = {i for i, t in enumerate(op.node.inputs) if t.name}
     groups = [g & present for g in op.rule.linear] if first.reduce == "sum" else []
     groups += [frozenset({i}) for i in op.rule.monotone] if first.reduce in ("max", "min") else []
     if set(carried) not in [set(g) for g in groups]:
-        fail(f"a pending {first.reduce} does not pass through operands {sorted(carried)}")
+        fail(f"a partial {first.reduce} does not pass through operands {sorted(carried)}")
     return first.partial, first.reduce
 
 
@@ -242,7 +244,7 @@ def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:
             maker = result.inputs[0]
             is_copy = maker.op == "Identity" and (token is None or maker.inputs[0] is token)
             assert result is last or is_copy, (
-                f"a branch of '{node.name}' does not hand the token on"
+                f"a branch of '{node.name}' does not pass the token on"
             )
         return node.outputs[-1]
     (body,) = bodies(node)

@@ -176,8 +176,9 @@ class Topology:
         if self.ranks is not None and self.ranks < ranks:
             outermost = self.levels[-1]
             raise StrategyError(
-                f"the topology has {self.ranks} ranks, the mesh {ranks}; use fewer ranks, or omit "
-                f"the size of '{outermost.name}' in the topology, which is then as large as needed"
+                f"the topology has {self.ranks} ranks, but the mesh has {ranks}; use fewer ranks, "
+                f"or leave out the size of '{outermost.name}' in the topology, which is then as "
+                "large as needed"
             )
 
     def text(self) -> str:

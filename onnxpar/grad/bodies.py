@@ -45,8 +45,8 @@ class Replay:
             for inner in (n for n in _within(node) if draws(n)):
                 raise ModelError(
                     f"{inner.op} '{inner.name}' draws random numbers in a body nested in the body "
-                    f"'{body.name}', and the gradient would draw other ones; move it out of the "
-                    "nested body"
+                    f"'{body.name}', and the gradient would draw different numbers; move it out of "
+                    "the nested body"
                 )
             if draws(node):
                 self._redraw(node, drawn)

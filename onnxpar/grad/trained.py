@@ -141,8 +141,8 @@ def find_trained(
 def _matching(glob: str, names: Collection[str], option: str) -> list[str]:
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
-        some = ", ".join(list(names)[:5])
-        raise StrategyError(f"{option} {glob} matches no weight; the model has {some} ...")
+        some = ", ".join(list(names)[:5]) + (" ..." if len(names) > 5 else "") if names else "none"
+        raise StrategyError(f"{option} {glob} matches no weight; the model has {some}")
     return matching
 
 

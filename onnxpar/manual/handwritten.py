@@ -81,8 +81,8 @@ class Handwritten:
                     if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
                         self._fail(
                             node,
-                            f"is in a body of {outer.op} '{outer.name}', through which ranks may "
-                            "take different paths; move it out",
+                            f"is in a body of {outer.op} '{outer.name}', which some ranks may run "
+                            "and others not; move it out",
                         )
 
     def _strip_token(self, node: gs.Node) -> None:
@@ -106,7 +106,9 @@ class Handwritten:
             readers = [n for n in token.outputs if n.domain != DOMAIN or n.inputs[0] is token]
             if readers or id(token) in self._outputs:
                 self._fail(
-                    node, f"its token '{token.name}' is read; only collectives may read tokens"
+                    node,
+                    f"its token '{token.name}' is an output of the graph or an input of a node "
+                    "that is not a collective; only collectives may read tokens",
                 )
         while len(node.inputs) > 1:
             node.inputs.pop()
@@ -121,8 +123,8 @@ class Handwritten:
             if group is not None and sorted(group) != list(range(self.mesh.size)):
                 self._fail(
                     node,
-                    f"group={list(group)} leaves out some of the {self.mesh.size} ranks, which "
-                    "also run it; name mesh axes instead: axes=['tp']",
+                    f"group={list(group)} leaves out some of the {self.mesh.size} ranks, but all "
+                    "ranks run this node; name mesh axes instead: axes=['tp']",
                 )
             return
         axes = self.manual.group_axes(f"{node.op} '{node.name}'", names)

@@ -87,8 +87,8 @@ class Manual:
             if size % parts_over(over):
                 raise StrategyError(
                     f"weight '{name}' dimension {i}: {size} elements do not divide into "
-                    f"{parts_over(over)} equal parts, as one program for all ranks needs; leave it "
-                    "whole"
+                    f"{parts_over(over)} equal shards, but a program for all ranks needs equal "
+                    "ones; leave it whole"
                 )
         return Layout(tuple(Factor(n, a) for n, a in zip(shape, axes, strict=True)))
 
@@ -219,7 +219,8 @@ class Manual:
             over, sizes, pre = read_ask(ask, self.mesh, what, pre)
             if sizes is not None:
                 raise StrategyError(
-                    f"{what}: all ranks run one program, so parts must be equal; give only the axis"
+                    f"{what}: all ranks run one program, so their shards must have equal sizes; "
+                    "give only the axis"
                 )
             if any(overlaps(over, used) for used in out):
                 raise StrategyError(

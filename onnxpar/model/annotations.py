@@ -131,7 +131,10 @@ def choose_configuration(
     if name is not None:
         named = [c for c in configurations if c.name == name]
         if not named:
-            raise StrategyError(f"--configuration {name}: the model has {have}")
+            raise StrategyError(
+                f"--configuration {name}: the model has no such configuration; its "
+                f"configurations: {have}"
+            )
         return named[0]
     configurations = [c for c in configurations if c.shards_tensors]
     fitting = [c for c in configurations if devices in (None, c.devices)]

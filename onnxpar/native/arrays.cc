@@ -46,7 +46,8 @@ Reduction ReductionOf(const Array& x, const std::string& op) {
        {DataType::kFloat, DataType::kDouble, DataType::kFloat16, DataType::kBfloat16}) {
     if (x.type == type) return {x.type, ReduceOp::kMean};
   }
-  throw std::runtime_error(std::string("no mean of ") + TypeName(x.type));
+  throw std::runtime_error(std::string("cannot average elements of type ") + TypeName(x.type) +
+                           "; use sum, or cast to a float type first");
 }
 
 /// Returns the number of rows that each member sends to this one; `gives[i]` is the number that
@@ -65,7 +66,7 @@ Counts ExchangeCounts(Transport& transport, const Call& call, const Counts& give
 void* Allocated(Allocate allocate, const Counts& rows) {
   SumOf(rows);  // throws unless the other ranks sent valid sizes
   void* const memory = allocate(rows.data());
-  if (memory == nullptr) throw std::runtime_error("there is no memory for the result");
+  if (memory == nullptr) throw std::runtime_error("not enough memory for the result");
   return memory;
 }
 

@@ -27,7 +27,8 @@ int64_t SumOf(const std::vector<int64_t>& sizes) {
   int64_t sum = 0;
   for (int64_t size : sizes) {
     if (size < 0 || __builtin_add_overflow(sum, size, &sum)) {
-      throw std::runtime_error("the ranks cannot have parts of sizes " + ToText(sizes));
+      throw std::runtime_error("the ranks cannot have shards of sizes " + ToText(sizes) +
+                               ": a size is negative, or the sum is too large");
     }
   }
   return sum;

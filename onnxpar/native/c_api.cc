@@ -35,7 +35,7 @@ int Guard(const Body& body) {
 
 std::shared_ptr<onnxpar::World> WorldNamed(const char* id) {
   const auto world = onnxpar::World::Find(id);
-  if (!world) throw std::runtime_error("no world '" + std::string(id) + "'");
+  if (!world) throw std::runtime_error("this process has no world '" + std::string(id) + "'");
   return world;
 }
 
@@ -70,7 +70,7 @@ ONNXPAR_EXPORT int onnxpar_world_create(const char* id, int rank, int size, cons
 ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   return Guard([&] {
     if (!onnxpar::World::Destroy(id)) {
-      throw std::runtime_error("no world '" + std::string(id) + "'");
+      throw std::runtime_error("this process has no world '" + std::string(id) + "'");
     }
   });
 }
@@ -169,7 +169,7 @@ ONNXPAR_EXPORT int onnxpar_hub_stop(const char* host, int port) {
       hub = std::move(Hubs()[std::string(host) + ":" + std::to_string(port)]);
       Hubs().erase(std::string(host) + ":" + std::to_string(port));
     }
-    if (!hub) throw std::runtime_error("no hub on this address");
+    if (!hub) throw std::runtime_error("this process has no hub at that address");
     hub->Stop();
   });
 }

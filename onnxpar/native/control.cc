@@ -58,7 +58,7 @@ void Control::Join(Rendezvous& rendezvous) {
     std::this_thread::sleep_for(kRetry);
   }
   throw std::runtime_error("rank " + std::to_string(scope_.rank) + " has waited for " +
-                           std::to_string(timeout_.count()) + " ms: " + error);
+                           std::to_string(timeout_.count()) + " ms to join the world: " + error);
 }
 
 /// Tries to join through a hub. Returns false and sets `error` if a later attempt may succeed;
@@ -66,7 +66,7 @@ void Control::Join(Rendezvous& rendezvous) {
 bool Control::TryJoin(const HubAddress& hub, Clock::time_point until, std::string* error) {
   connection_ = Connect(hub.address, kAcceptTime);
   if (!connection_.open()) {
-    *error = "rank 0 has not joined the world: nobody listens on " + hub.address.Text();
+    *error = "rank 0 has not joined the world: no process listens on " + hub.address.Text();
     return false;
   }
   try {
@@ -130,9 +130,9 @@ void Control::Serve() {
   try {
     ServeUntilTheEnd();
   } catch (const ProtocolError& error) {
-    const std::string reason = "rank " + std::to_string(scope_.rank) + " and " + host_ +
-                               ", which serves the control channel, do not speak one " +
-                               "protocol: " + error.what();
+    const std::string reason =
+        "rank " + std::to_string(scope_.rank) + " and " + host_ +
+        ", which serves the control channel, use different protocols: " + error.what();
     Abort(reason);
     Fail(reason);
   } catch (const std::exception& error) {
@@ -166,7 +166,7 @@ void Control::ServeUntilTheEnd() {
     }
     for (const Frame& frame : frames) Handle(frame);
     if (const auto report = listener_.NewlySlow()) Waiting(*report);
-    if (overflowed) throw std::runtime_error(host_ + " does not read what it sends");
+    if (overflowed) throw std::runtime_error(host_ + " does not read the messages sent to it");
   }
   if (!stop_ && !ended_) Fail(host_ + " died");
 }
@@ -245,7 +245,7 @@ void Control::wait(const std::vector<std::string>& keys) {
     const bool found = changed_.wait_for(
         lock, timeout_, [&] { return values_.count(key) > 0 || !failure_.empty(); });
     if (!failure_.empty()) throw std::runtime_error(failure_);
-    if (!found) throw std::runtime_error("no rank has set '" + key + "'");
+    if (!found) throw std::runtime_error("no rank has sent '" + key + "' in time");
   }
 }
 

@@ -76,7 +76,7 @@ Place Agreed(const std::vector<Place>& places) {
       throw std::runtime_error(
           agreed.Text() + " and " + other.Text() + " contradict each other; unset those of the " +
           "launcher that did not start this process, or set ONNXPAR_RANK and " +
-          "ONNXPAR_WORLD_SIZE, which win");
+          "ONNXPAR_WORLD_SIZE, which override all others");
     }
     if (agreed.size.empty()) agreed.size = other.size;
   }

@@ -85,7 +85,7 @@ void Hub::Serve() {
 
 void Hub::TellTheEnd(const std::string& reason) noexcept {
   try {
-    Fail("the hub of the world cannot go on: " + reason);
+    Fail("the hub of the world cannot continue: " + reason);
   } catch (const std::exception&) {  // the ranks will notice that the connection ends
   }
 }
@@ -274,10 +274,10 @@ std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
   if (hello.size != size || hello.rank >= size || size > kMaxWorld) {
     *again = false;
     return "rank " + std::to_string(hello.rank) + " (" + hello.process + ") expects a world of " +
-           std::to_string(hello.size) + " ranks, others one of " + std::to_string(size);
+           std::to_string(hello.size) + " ranks, but other ranks expect " + std::to_string(size);
   }
   if (members_.empty() || members_[hello.rank].state == Member::State::kAbsent) return "";
-  return "the world has its " + members_[hello.rank].Name() + " already";
+  return "the world already has " + members_[hello.rank].Name();
 }
 
 void Hub::Begin(const messages::Hello& hello) {
@@ -432,7 +432,7 @@ void Hub::CheckDeadlines() {
   if (inquiry_ && now >= inquiry_->until) ConcludeInquiry();
   if (!members_.empty() && !welcomed_ && failure_.empty() && now >= join_until_) {
     const std::string why =
-        is_starved_ ? "; the hub could not take all in: " + OutOfDescriptors() : std::string();
+        is_starved_ ? "; the hub could not accept all ranks: " + OutOfDescriptors() : std::string();
     Fail(DescribeAbsent(members_, timeout_seconds_) + why);
   }
   if (ready_until_ && now >= *ready_until_) Fail(DescribeUnready(members_, timeout_seconds_));

@@ -28,7 +28,7 @@ void CheckExtent(const std::string& attribute, int64_t expected, const Shape& sh
   if (shape[axis] == expected) return;
   throw std::runtime_error("X has shape " + ToText(shape) + ", that is " +
                            std::to_string(shape[axis]) + " along axis " + std::to_string(axis) +
-                           ", but " + attribute + " calls for " + std::to_string(expected));
+                           ", but " + attribute + " requires " + std::to_string(expected));
 }
 
 class AllReduce : public Collective {
@@ -123,7 +123,7 @@ class AllToAll : public Collective {
     if (split == concat) {
       throw std::runtime_error("split_axis=" + std::to_string(split_axis_) +
                                " and concat_axis=" + std::to_string(concat_axis_) +
-                               " are one axis; give them the same number");
+                               " are the same axis; write it with the same number in both");
     }
     const Sizes split_sizes =
         split_sizes_.empty() ? EqualParts(x.shape[split], group_.ranks.size()) : split_sizes_;
@@ -163,11 +163,13 @@ class Redistribute : public Collective {
         gives_(NoteSizes(info, "split_sizes")),
         takes_(NoteSizes(info, "concat_sizes")) {
     if (gives_.empty() || takes_.empty()) {
-      throw std::runtime_error("along one axis, split_sizes and concat_sizes must be given");
+      throw std::runtime_error(
+          "if split_axis equals concat_axis, split_sizes and concat_sizes must be given");
     }
     if (gives_[group_.me] != takes_[group_.me]) {
-      throw std::runtime_error("split_sizes=" + ToText(gives_) + " and concat_sizes=" +
-                               ToText(takes_) + " differ in what this rank keeps");
+      throw std::runtime_error("split_sizes=" + ToText(gives_) +
+                               " and concat_sizes=" + ToText(takes_) +
+                               " give different sizes for the elements that this rank keeps");
     }
     DeclareAmounts(&gives_, &takes_);
   }
@@ -221,7 +223,9 @@ class Broadcast : public Collective {
 Sizes PairWithPeer(const KernelInfo& info, const World& world) {
   const int64_t peer = info.Int("peer");
   if (peer == -1) return {world.rank()};
-  if (peer == world.rank()) throw std::runtime_error("peer=" + std::to_string(peer) + " is itself");
+  if (peer == world.rank())
+    throw std::runtime_error("peer=" + std::to_string(peer) +
+                             " is this rank itself; give another rank, or -1 for none");
   return {std::min<int64_t>(peer, world.rank()), std::max<int64_t>(peer, world.rank())};
 }
 
@@ -265,8 +269,9 @@ class NeighborExchange : public Collective {
       throw std::runtime_error("attributes 'before' and 'after' (ints) must be given");
     }
     if (before_.front() != 0 || after_.back() != 0) {
-      throw std::runtime_error("before=" + ToText(before_) + " must begin and after=" +
-                               ToText(after_) + " end with 0: there is no neighbour");
+      throw std::runtime_error(
+          "before=" + ToText(before_) + " must begin with 0, and after=" + ToText(after_) +
+          " must end with 0: the first and the last rank have no neighbour there");
     }
   }
 
@@ -304,7 +309,7 @@ class NeighborExchange : public Collective {
 
   void CheckWidth(int64_t width, int neighbor, const Shape& shape, size_t axis) const {
     if (width <= shape[axis]) return;
-    throw std::runtime_error("rank " + std::to_string(group_.ranks[neighbor]) + " wants " +
+    throw std::runtime_error("rank " + std::to_string(group_.ranks[neighbor]) + " requests " +
                              std::to_string(width) + " elements along axis " +
                              std::to_string(axis) + ", but rank " + std::to_string(world_->rank()) +
                              " has X of shape " + ToText(shape));
@@ -392,10 +397,10 @@ class HaloExchange : public Collective {
     for (size_t i = 0; i < members.size(); ++i) {
       const Span& wanted = members[i].wanted;
       if (0 <= wanted.begin && wanted.begin <= wanted.end && wanted.end <= begin) continue;
-      throw std::runtime_error("rank " + std::to_string(group_.ranks[i]) + " wants elements " +
+      throw std::runtime_error("rank " + std::to_string(group_.ranks[i]) + " requests elements " +
                                std::to_string(wanted.begin) + " to " + std::to_string(wanted.end) +
-                               " along axis " + std::to_string(axis_) + ", of which there are " +
-                               std::to_string(begin));
+                               " along axis " + std::to_string(axis_) + ", which has " +
+                               std::to_string(begin) + " elements");
     }
     return members;
   }

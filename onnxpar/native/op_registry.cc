@@ -176,7 +176,7 @@ OrtCustomOpDomain* DomainOf(const std::shared_ptr<World>& world) {
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
     OrtSessionOptions* options, const OrtApiBase* base) {
   if (!onnxpar::NegotiateApi(base)) {
-    return onnxpar::MakeStatus(std::string("onnxpar needs onnxruntime 1.18 or later, this is ") +
+    return onnxpar::MakeStatus(std::string("onnxpar needs onnxruntime 1.18 or later; this is ") +
                                base->GetVersionString());
   }
   return onnxpar::Guard(

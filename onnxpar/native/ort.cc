@@ -96,7 +96,7 @@ size_t ElementSize(DataType type) {
     case DataType::kUint64:
       return 8;
     default:
-      throw std::runtime_error(std::string("no collective carries elements of type ") +
+      throw std::runtime_error(std::string("collectives cannot send elements of type ") +
                                TypeName(type) + "; cast to a number or bool first");
   }
 }

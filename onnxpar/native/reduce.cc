@@ -204,7 +204,8 @@ void Fold(const Reduction& reduction, const void* const* sources, size_t source_
                                elements);
     }
     default:
-      throw std::runtime_error(std::string("no reduction of ") + TypeName(reduction.type));
+      throw std::runtime_error(std::string("cannot reduce elements of type ") +
+                               TypeName(reduction.type));
   }
 }
 

@@ -148,8 +148,8 @@ class KnownAddress : public Rendezvous {
     if (secret.empty() && !IsLoopback(where_.address)) {
       throw std::runtime_error(
           "store tcp://" + text + " can be reached from other hosts, so it needs a key: set " +
-          "ONNXPAR_KEY to one secret on all ranks (openssl rand -hex 16 makes one), or use " +
-          "file:/dir, a folder that all see, in which rank 0 leaves a key");
+          "ONNXPAR_KEY to the same secret on all ranks (openssl rand -hex 16 makes one), or use " +
+          "file:/dir, a folder that all ranks can read, in which rank 0 writes a key");
     }
   }
 

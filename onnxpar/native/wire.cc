@@ -202,7 +202,7 @@ int PollTime(std::chrono::milliseconds timeout) {
 std::string OutOfDescriptors() {
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
-  return "this process has no file descriptor left of " + std::to_string(limit.rlim_cur) +
+  return "this process has used all its " + std::to_string(limit.rlim_cur) + " file descriptors" +
          "; close files, or raise the limit (ulimit -n)";
 }
 

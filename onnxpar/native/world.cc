@@ -52,7 +52,7 @@ void CheckConfig(const WorldConfig& config) {
     throw std::runtime_error("rank " + std::to_string(config.rank) + " is not in a world of " +
                              std::to_string(config.size) + " ranks");
   }
-  if (config.timeout.count() <= 0) throw std::runtime_error("the timeout must be positive");
+  if (config.timeout.count() <= 0) throw std::runtime_error("the timeout must be above 0");
   if (config.bind_address == "0.0.0.0" || config.bind_address == "::") {
     throw std::runtime_error("bind address " + config.bind_address +
                              " is not an address that other ranks can reach; give this host's own");
@@ -68,7 +68,8 @@ std::string Operation::Describe() const {
 
 std::shared_ptr<World> World::Create(const WorldConfig& config) {
   CheckConfig(config);
-  if (Find(config.id)) throw std::runtime_error("this process has a world '" + config.id + "'");
+  if (Find(config.id))
+    throw std::runtime_error("this process already has a world '" + config.id + "'");
   static const bool at_exit [[maybe_unused]] = std::atexit(LeaveWorldsAtExit) == 0;
   process = getpid();
   auto world = std::make_shared<World>(config);
@@ -184,7 +185,8 @@ void World::Fail(const Operation& operation, const std::string& error) {
     is_for_good_ = true;
     failure_ = (overdue ? "waited in vain for " : "lost the connection to ") + error;
     failure_ += control_->ended()
-                    ? "; " + host + " has left, and with it the control channel that knows more"
+                    ? "; the cause is unknown, because " + host +
+                          ", which served the control channel, has left"
                     : "; " + host + ", which serves the control channel, does not respond: it is " +
                           "stopped, or its host is gone";
     control_->Abort("rank " + std::to_string(rank()) + " failed in " + operation.name + ": " +

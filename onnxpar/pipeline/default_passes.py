@@ -66,7 +66,8 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
         raise StrategyError(f"--fusion {by!r}: give one of {', '.join(FUSIONS)}")
     if options.bucket_bytes is not None and options.bucket_bytes < 1:
         raise StrategyError(
-            f"--bucket-mb: a bucket of {options.bucket_bytes} bytes; give at least 1 byte"
+            f"--bucket-mb: a bucket of {options.bucket_bytes:,} bytes is too small; give at least "
+            "1 byte"
         )
     if options.bucket_bytes is not None and by != "size":
         raise StrategyError(

@@ -69,7 +69,8 @@ def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
         for fact in step.requires:
             if fact not in hold:
                 raise StrategyError(
-                    f"pass {step.name} requires {fact}, which no pass before it ensures"
+                    f"pass {step.name} requires {fact}, which no pass before it ensures; run one "
+                    "that does before it (`opt --passes list` shows what passes do)"
                 )
         for fact in step.excludes:
             if fact in hold:

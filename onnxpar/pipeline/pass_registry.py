@@ -30,7 +30,9 @@ def by_name() -> dict[str, type[Pass]]:
     name of another pass."""
     others = registered_passes()
     for name in OWN.keys() & others.keys():
-        raise StrategyError(f"a plugin has a pass called {name!r}, as onnxpar has; rename it")
+        raise StrategyError(
+            f"a plugin has a pass called {name!r}, but onnxpar has one of that name; rename it"
+        )
     return OWN | others
 
 
@@ -39,7 +41,7 @@ def passes_help() -> str:
     return (
         "comma-separated, with options in braces, NAME{option=value}; of: "
         + ", ".join(OWN)
-        + ", and those of plugins. annotate-strategy is added where nothing decides layouts; "
+        + ", and those of plugins. annotate-strategy is added where it is missing and needed; "
         "'list' shows all of them with their options"
     )
 

@@ -33,7 +33,7 @@ def expert_annotations(graph: gs.Graph, sharding: ShardingState, axes: Axes) -> 
         s for s in annotations if s.size > 1
     ]
     if not fitting:
-        has = "one expert only" if annotations else "no weights of experts, a matrix for each"
+        has = "only one expert" if annotations else "no weight with a matrix for each expert"
         raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
     return fitting
 

@@ -85,8 +85,8 @@ class SplitSums:
                     changed |= sharding.assign_tensor(name, i, self.axes)
         if not found and parts_over(self.axes) > 1:
             raise StrategyError(
-                f"{SEQUENCE}: no activation that tensor-parallel sums up has the first input's "
-                "second dimension; use tensor-parallel"
+                f"{SEQUENCE}: tensor-parallel sums up no activation that has the second dimension "
+                "of the first input; use tensor-parallel"
             )
         return changed
 
@@ -131,7 +131,9 @@ def zero_rounds(
     gradient. Errors: StrategyError if the model is not a training step.
     """
     if step is None:
-        raise StrategyError(f"{preset} is for training steps, which `onnxpar grad` writes")
+        raise StrategyError(
+            f"preset {preset} applies only to a training step; write one with `onnxpar grad`"
+        )
     outputs = {t.name: t for t in graph.outputs}
     first: list[Annotation] = []
     last: list[Annotation] = []

@@ -155,9 +155,10 @@ def choices(path: Path, options: Options) -> list[Options]:
     """Returns options for each strategy to try: every preset and the search, on the given mesh or
     else on meshes that each chooses. Errors: StrategyError if the options already name a strategy,
     or no number of ranks."""
-    named = options.preset or options.search
-    if named is not None:
-        raise StrategyError(f"--candidates compares strategies: leave out {named!r}")
+    if options.preset is not None or options.search is not None:
+        raise StrategyError(
+            "--candidates compares presets and the search; leave --preset and --search out"
+        )
     options = replace(options, compared=True)
     is_step = Step.of(header_of(read_proto(path))) is not None
     names = ["data-parallel", "tensor-parallel", "hybrid"]

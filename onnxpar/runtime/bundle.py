@@ -169,7 +169,11 @@ class Bundle:
                 "write the folder again with `onnxpar shard`"
             ) from error
         if unknown:
-            raise ModelError(f"{folder / 'plan.json'}: state pairs name no port: {sorted(unknown)}")
+            raise ModelError(
+                f"{folder / 'plan.json'} is damaged: its state pairs name {sorted(unknown)[0]!r}, "
+                "which is neither an input nor an output; write the folder again with `onnxpar "
+                "shard`"
+            )
         _check_together(inputs, outputs)
         return Bundle(
             folder, mesh, inputs, outputs, states, fixed, symbols, initial, step, lookups, plan
@@ -210,7 +214,12 @@ class Bundle:
         for text, own, size in given:
             if any(v not in found for v in own.variables) or own.at(found) != size:
                 others = "; ".join(origin[v] for v in own.variables if v in origin)
-                remedy = "; if they may differ, give them different names" if others else ""
+                remedy = (
+                    "; give equal sizes, or, if the sizes may differ, give the dimensions "
+                    "different names in the model"
+                    if others
+                    else ""
+                )
                 raise InputError(f"{text}, which is {own} in the model; {others}{remedy}")
         return tuple(found.get(s, 0) for s in self.symbols)
 
@@ -267,7 +276,8 @@ class Bundle:
         file = self.path / name
         if not file.is_file():
             raise ModelError(
-                f"{self.path} lacks {file.name}, though its plan has {self.mesh.size} ranks"
+                f"{self.path} lacks {file.name}, though its plan has {self.mesh.size} ranks; write "
+                "the folder again with `onnxpar shard`, or copy it again"
             )
         return file
 
@@ -289,7 +299,7 @@ def _read_plan(folder: Path) -> dict[str, Any]:
         text = file.read_bytes()
         plan = json.loads(text)
     except ValueError as error:
-        raise ModelError(f"{file} is not JSON: {error}") from error
+        raise ModelError(f"{file} is not JSON: {error}; {_WRITE_AGAIN}") from error
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         found = plan.get("format") if isinstance(plan, dict) else None
         raise ModelError(

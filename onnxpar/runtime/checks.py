@@ -23,8 +23,8 @@ def check_feeds(
     unknown = [name for name in feeds if name not in bundle.inputs]
     if unknown and unknown[0] in bundle.fixed:
         raise InputError(
-            f"input {unknown[0]!r} was fixed when the model was sharded, as shapes depend on it; "
-            "change its default value in the model and shard it again"
+            f"input {unknown[0]!r} was fixed when the model was sharded, because shapes depend on "
+            "it; change its default value in the model and shard it again"
         )
     if unknown:
         raise InputError(f"no input is named {unknown[0]!r}; the inputs are {_list(bundle.inputs)}")
@@ -77,7 +77,9 @@ def check_array(port: Port, value: Any) -> Any:
     else:
         return array
     given = f"{array.dtype.name} {list(array.shape)}"
-    raise InputError(f"input {port.name!r} was given {given}, expects {port.expects()}; {remedy}")
+    raise InputError(
+        f"input {port.name!r} was given {given}, but expects {port.expects()}; {remedy}"
+    )
 
 
 def _array_of_list(port: Port, value: list[Any]) -> Array:
@@ -87,7 +89,8 @@ def _array_of_list(port: Port, value: list[Any]) -> Array:
         return np.asarray(value, port.dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            f"input {port.name!r} was given a list that does not become {port.expects()}: {error}"
+            f"input {port.name!r} was given a list that cannot be converted to {port.expects()}: "
+            f"{error}"
         ) from None
 
 
@@ -100,7 +103,8 @@ def _check_value(port: Port, value: Any) -> Any:
         raise InputError(f"input {port.name!r} is a {port.type}: it expects {error}") from None
     if isinstance(checked, np.ndarray) and not port.admits(checked.shape):
         raise InputError(
-            f"input {port.name!r}: {list(checked.shape)} is not {list(port.shape or ())}"
+            f"input {port.name!r} has the shape {list(checked.shape)}, but the model takes "
+            f"{list(port.shape or ())}"
         )
     return checked
 

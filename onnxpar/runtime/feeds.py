@@ -40,7 +40,9 @@ def make_feeds(
     """
     unknown = ranges.keys() - {name for name, _, _ in inputs}
     if unknown:
-        raise InputError(f"a range is given for {sorted(unknown)[0]!r}, which is not an input")
+        raise InputError(
+            f"a range is given for {sorted(unknown)[0]!r}, but the model has no such input"
+        )
     feeds = {}
     for name, dtype, shape in inputs:
         source = np.random.default_rng([seed, *name.encode()])
@@ -72,10 +74,13 @@ def _fed(
     dtypes = {name: np.dtype(dtype) for name, dtype, _ in inputs if name not in lists}
     for name in dtypes:
         if name not in arrays:
-            raise InputError(f"{file} has no array for input {name!r}; it has {_list(arrays)}")
+            raise InputError(f"{file} has no array for input {name!r}; its arrays: {_list(arrays)}")
     for name in arrays:
         if name not in dtypes:
-            raise InputError(f"{file} has {name!r}, but the inputs are {', '.join(known)}")
+            raise InputError(
+                f"{file} has an array {name!r}, but the model has no such input; its inputs: "
+                f"{', '.join(known)}"
+            )
     return lists | {name: _typed(arrays[name], dtype) for name, dtype in dtypes.items()}
 
 
@@ -150,7 +155,7 @@ def read_npz(file: Path) -> dict[str, Array]:
     except FileNotFoundError as error:
         raise InputError(f"there is no file {file}") from error
     except OSError as error:
-        raise InputError(f"cannot read {file}: {unread(error)}") from error
+        raise InputError(f"cannot read {file}: {unread(error)}; give a .npz file") from error
     # NumPy's reader of headers also raises these for a damaged file.
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, *_PARSING) as error:
         what = f"array {name!r} of {file} cannot be read: {_why(error)}"

@@ -16,16 +16,17 @@ _SLURM_PORT, _SLURM_PORTS = 20000, 10000
 key after # in the store keeps them apart."""
 
 HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
-number of ranks are read from the first of
-  ONNXPAR_RANK, ONNXPAR_WORLD_SIZE           set by hand; these win
+number of ranks are read from the first pair that is set:
+  ONNXPAR_RANK, ONNXPAR_WORLD_SIZE           set by hand; these override all others
   OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE mpirun
   SLURM_PROCID, SLURM_STEP_NUM_TASKS         srun (or SLURM_NTASKS, within a step)
   RANK, WORLD_SIZE                           torchrun
-and two launchers that contradict each other are an error. The ranks meet at the first of
+It is an error if two launchers contradict each other. The ranks meet at the first of these places
+that is set:
   ONNXPAR_STORE                   file:/dir on a shared disk, or tcp://host:port of rank 0
   mpirun's own directory          on one host
-  MASTER_ADDR, MASTER_PORT        at the next port, as torch's own store uses MASTER_PORT
-  a port computed from the Slurm job and step, on one host
+  MASTER_ADDR, MASTER_PORT        at MASTER_PORT + 1, because torch's own store uses MASTER_PORT
+  a port computed from the Slurm job and step, if all ranks are on one host
 ONNXPAR_KEY is a secret of 16 to 512 characters, the same on all ranks; no process can join without
 it (openssl rand -hex 16 makes one). It must be set if the ranks meet at an address that other hosts
 can reach; in a shared folder, rank 0 writes a key of its own.
@@ -78,8 +79,9 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
         if present[0] is not _OWN and (rank, size) != _place(other, environment):
             first, second = (_assigned(one, environment) for one in (present[0], other))
             raise RankError(
-                f"{first} and {second} contradict each other; unset those of the launcher that "
-                "did not start this process, or set ONNXPAR_RANK and ONNXPAR_WORLD_SIZE, which win"
+                f"{first} and {second} contradict each other; unset those of the launcher that did "
+                "not start this process, or set ONNXPAR_RANK and ONNXPAR_WORLD_SIZE, which "
+                "override all others"
             )
         size = size if size is not None else _place(other, environment)[1]
     if rank is None or size is None or not 0 <= rank < size:

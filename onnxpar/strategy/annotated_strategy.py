@@ -227,7 +227,9 @@ class _NodeReader:
         rank = len(factors.dims)
         if any(not -rank <= axis < rank for axis in stated.dims):
             self._fail(
-                name, f"has {rank} dimensions, but its annotation is for {sorted(stated.dims)}"
+                name,
+                f"has {rank} dimensions, but its annotation is for dimensions "
+                f"{sorted(stated.dims)}; annotate the model again",
             )
         digits = _listed(stated, f"{self.note.what}, tensor {name!r}")
         listed = iter(digits or ())
@@ -247,7 +249,10 @@ class _NodeReader:
             out += by_axis.get(axis) or [()] * factors.dim_of_leaf.count(axis)
         pairs = ((i, j) for i in range(len(out)) for j in range(i) if (i, j) not in factors.apart)
         if any(overlaps(out[i], out[j]) for i, j in pairs):
-            self._fail(name, "is split over the same devices in two dimensions")
+            self._fail(
+                name,
+                "two of its dimensions are split over the same devices; split only one over them",
+            )
         return out
 
     def _over(self, name: str, digits: Sequence[Digit]) -> Axes:
@@ -284,7 +289,11 @@ class _NodeReader:
             return decided
         sizes = [size for size, _ in given if size is not None]
         if len(sizes) == len(given) and math.prod(sizes) != dim.size:
-            self._fail(name, f"has {dim.size} elements along axis {axis}, not {sizes}")
+            self._fail(
+                name,
+                f"has {dim.size} elements along axis {axis}, but the sizes in its annotation are "
+                f"{sizes}",
+            )
         if any(over for _, over in given) and links and blocked >= links.keys():
             reasons = "; ".join(dict.fromkeys(self.op.whole.values())) or "it has no factor"
             self._fail(name, f"must stay whole along axis {axis} ({reasons})")
@@ -299,7 +308,7 @@ class _NodeReader:
                 self._fail(
                     name,
                     f"{component.size} elements of axis {axis} do not split into "
-                    f"{parts_over(over)} parts",
+                    f"{parts_over(over)} shards; annotate it with fewer",
                 )
             out += spread
         return out

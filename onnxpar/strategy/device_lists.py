@@ -68,7 +68,7 @@ def mesh_of_digits(devices: int, used: Iterable[tuple[str, Digit]]) -> Mesh:
             raise StrategyError(
                 f"{bounds[large] or bounds[small]} and {bounds[small] or bounds[large]}: no mesh "
                 f"of {devices} devices has axes for both {devices // large} and "
-                f"{devices // small} parts; annotate them for the same mesh"
+                f"{devices // small} shards; annotate them for the same mesh"
             )
     sizes = [large // small for small, large in pairwise(ordered)][::-1]
     names = ["d"] if len(sizes) == 1 else [f"d{i}" for i in range(len(sizes))]

@@ -34,7 +34,10 @@ def read_splits(text: str, dim: Dim, mesh: Mesh, what: str) -> list[LeafSplit]:
     )
     if len(words) != len(found) or not all(agree):
         own = dim_text(dim, [((), None)] * len(found), mesh)
-        raise StrategyError(f"{what}: {text!r} does not fit the dimension, which is {own}")
+        raise StrategyError(
+            f"{what}: {text!r} does not match the dimension, which consists of {own}; write an "
+            "axis in place of each number to split"
+        )
     return [((), None) if w.isdigit() or w == "-" else read_split(w, mesh, what) for w in words]
 
 
@@ -55,23 +58,36 @@ def _words(text: str, what: str) -> list[str]:
         word = _SPLIT.match(text, at)
         if word is None:
             raise StrategyError(
-                f"{what}: {text!r} is not a layout of a dimension: see {text[at:]!r}"
+                f"{what}: {text!r} cannot be read from {text[at:]!r} on; write factors such as "
+                "2*tp*16, or segments such as tp+tp"
             )
         words.append(word[0])
         at = _BETWEEN.match(text, word.end()).end()  # type: ignore[union-attr]
     return words
 
 
+def named_axis(name: str, mesh: Mesh, what: str) -> Axis:
+    """The whole axis of that name. Errors: StrategyError that begins with `what` and shows the
+    axes of the mesh."""
+    if name not in mesh.sizes:
+        own = ", ".join(mesh.sizes) or "none"
+        raise StrategyError(f"{what}: mesh {mesh} has no axis {name!r}; its axes: {own}")
+    return mesh.axis(name)
+
+
 def _axis(text: str, mesh: Mesh, what: str) -> Axis:
     """Reads an axis or sub-axis in the form that `Mesh.text` writes."""
     name, _, part = text.partition(":")
-    whole = mesh.axis(name)
+    whole = named_axis(name, mesh, what)
     if not part:
         return whole
     found = re.fullmatch(r"\((\d+)\)(\d+)", part)
     pre, size = (int(found[1]), int(found[2])) if found else (0, 0)
     if not pre * size or whole.size % (pre * size):
-        raise StrategyError(f"{what}: {text!r} is not a sub-axis of {name}={whole.size}")
+        raise StrategyError(
+            f"{what}: {text!r} is not a sub-axis of {name}={whole.size}; write {name}:(K)N, where "
+            f"K*N divides {whole.size}"
+        )
     return Axis(name, size, pre)
 
 

@@ -15,7 +15,7 @@ from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.rules.notation import expr_vars
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.sharding.state import ShardingState, overlaps
-from onnxpar.strategy.dimension_text import is_cut, read_split, read_splits
+from onnxpar.strategy.dimension_text import is_cut, named_axis, read_split, read_splits
 from onnxpar.strategy.spread import leaf_count, spread_dim
 from onnxpar.strategy.strategy import NodeAnnotation, Strategy, TensorAnnotation, with_co_sharded
 
@@ -109,10 +109,14 @@ def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> Node
     if isinstance(entry, Mapping):
         return _factor_annotation(op, entry, sharding, what)
     if not isinstance(entry, Sequence) or isinstance(entry, str):
-        raise StrategyError(f"{what}: expected a list of inputs, each a list of dimensions")
+        raise StrategyError(
+            f"{what}: {entry!r} is not an entry for a node; give {{factor: axis}}, or a list with "
+            "a list of dimensions for each input"
+        )
     if len(entry) > len(op.node.inputs):
         raise StrategyError(
-            f"{what} has {len(op.node.inputs)} inputs, but the strategy lists {len(entry)}"
+            f"{what} has {len(op.node.inputs)} inputs, but the strategy lists {len(entry)}; leave "
+            "the others out"
         )
     axes: dict[int, Axes] = {}
     parts: dict[int, tuple[int, ...]] = {}
@@ -124,7 +128,8 @@ def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> Node
             continue
         if not isinstance(dims, Sequence) or isinstance(dims, str) or len(dims) != rank:
             raise StrategyError(
-                f"{what}: input {index} has {rank} dimensions, but the strategy gives {dims!r}"
+                f"{what}: input {index} has {rank} dimensions, but the strategy gives {dims!r}; "
+                "give one item for each dimension"
             )
         for axis, ask in enumerate(dims):
             assert tensor is not None
@@ -192,11 +197,16 @@ class _Leaves:
             blocked = any(over and k is None for over, k in zip(spread, links, strict=True))
             hand = {k: p for k, (_, p) in zip(links, splits, strict=True) if k is not None and p}
             if blocked:
-                raise StrategyError(f"{self.what}: {ask!r} splits a factor that must stay whole")
+                raise StrategyError(
+                    f"{self.what}: {ask!r} splits a factor that must stay whole "
+                    f"({self._reasons()}); write its size there"
+                )
         else:
             over, sizes, pre = read_ask(ask, self.sharding.mesh, self.what, pre)
             if over and links and all(link is None for link in links):
-                raise StrategyError(f"{self.what} must stay whole ({self._reasons()}); leave it 1")
+                raise StrategyError(
+                    f"{self.what} must stay whole ({self._reasons()}); write 1 there"
+                )
             spread = _spread(dim, over, links, self.what, self.sharding)
             leaves = [-1 if k is None else k for k in links]
             hand = _hand_parts(self.what, leaves, spread, over, sizes, dim)
@@ -250,8 +260,9 @@ def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int
     if isinstance(ask, int) and not isinstance(ask, bool):
         if ask < 1 or mesh.size % (pre * ask):
             raise StrategyError(
-                f"{what}: the strategy requests {pre * ask} parts, which do not fit on {mesh.size} "
-                f"devices (mesh {mesh}); request fewer, or give more --devices"
+                f"{what}: the strategy requests {pre * ask} shards, but {mesh.size} devices (mesh "
+                f"{mesh}) do not divide into {pre * ask}; request another number, or change "
+                "--devices"
             )
         return mesh.flat(pre, ask), None, pre * ask
     if isinstance(ask, str):
@@ -259,9 +270,9 @@ def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int
     if isinstance(ask, Mapping) and len(ask) == 1:
         name, sizes = next(iter(ask.items()))
         if isinstance(sizes, Sequence) and all(isinstance(s, int) and s >= 0 for s in sizes):
-            return (mesh.axis(str(name)),), tuple(sizes), pre
+            return (named_axis(str(name), mesh, what),), tuple(sizes), pre
     if isinstance(ask, Sequence) and ask and all(isinstance(a, str) for a in ask):
-        return tuple(mesh.axis(a) for a in ask), None, pre
+        return tuple(named_axis(a, mesh, what) for a in ask), None, pre
     raise StrategyError(
         f"{what}: {ask!r} is not a split; use null, a number of parts, an axis, a list of axes or "
         "{axis: [sizes]}"
@@ -273,7 +284,8 @@ def _tensor_annotation(name: str, entry: Any, sharding: ShardingState) -> Tensor
     what = f"tensor '{name}'"
     if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != len(factors.dims):
         raise StrategyError(
-            f"{what} has {len(factors.dims)} dimensions, but the strategy gives {entry!r}"
+            f"{what} has {len(factors.dims)} dimensions, but the strategy gives {entry!r}; give "
+            "one item for each dimension"
         )
     axes: list[Axes] = []
     parts: dict[int, tuple[int, ...]] = {}
@@ -309,12 +321,13 @@ def _hand_parts(
         return {}
     if len(sizes) != parts_over(over) or sum(sizes) != dim.size:
         raise SizeError(
-            f"{what}: sizes by hand {list(sizes)} must be {parts_over(over)} parts "
-            f"that add up to {dim.size}; correct them"
+            f"{what}: the sizes {list(sizes)} must be {parts_over(over)} numbers that add up to "
+            f"{dim.size}"
         )
     if not isinstance(dim, Factor) or len(leaves) != 1 or spread[0] != over:
         raise StrategyError(
-            f"{what}: sizes by hand need a dimension that no op merges or cuts; give only the axis"
+            f"{what}: an op merges or cuts this dimension, so its shards cannot be given sizes; "
+            "give only the axis"
         )
     return {leaves[0]: sizes}
 

@@ -68,7 +68,7 @@ def _check_node(op: OpFactors, axes: Mapping[int, Axes], sharding: ShardingState
         if merge_axes(requested) != merge_axes(given[leaf]):
             raise StrategyError(
                 f"{what}: its factor {op.leaves[leaf].factor} cannot be split over "
-                f"{axes_text(requested, sharding.mesh)}, {_why_not(op, leaf, sharding)}"
+                f"{axes_text(requested, sharding.mesh)} {_why_not(op, leaf, sharding)}"
             )
 
 
@@ -77,20 +77,20 @@ def _why_not(op: OpFactors, leaf: int, sharding: ShardingState) -> str:
     fused = [o.node for o, _ in sharding.factors.bonded(op, leaf) if o is not op]
     if fused:
         others = " and ".join(f"{node.op} '{node.name}'" for node in fused)
-        return f"as onnxruntime fuses the node with {others}; split them the same way"
+        return f"because onnxruntime fuses the node with {others}; split them the same way"
     tied = {
         op.leaves[i].factor for group in op.co_sharded if leaf in group for i in group if i != leaf
     }
     if tied:
         others = " and ".join(sorted(tied))
         return (
-            f"as it must be split together with {others}; split them the same way, or leave them "
-            "whole"
+            f"because it must be split together with {others}; split them the same way, or leave "
+            "them whole"
         )
     factor = op.leaves[leaf].factor
     if factor in op.rule.contiguous:
-        return "as each rank must hold a contiguous range of it; leave it whole"
-    return "as only some of its segments are; split all of them, or leave them whole"
+        return "because each rank must hold a contiguous range of it; leave it whole"
+    return "because only some of its segments are split; split all of them, or none"
 
 
 def _check_tensor(
@@ -132,6 +132,6 @@ def _check_sizes(annotation: NodeAnnotation | TensorAnnotation, sharding: Shardi
         have = sharding.parts.get((atoms[leaf], axes or ()))
         if have is not None and have != sizes:
             raise StrategyError(
-                f"{what}: sizes by hand {list(sizes)} over {axes_text(axes or (), sharding.mesh)}, "
-                f"but another entry gives {list(have)} for the same elements; give one of them"
+                f"{what}: the sizes {list(sizes)} over {axes_text(axes or (), sharding.mesh)}, "
+                f"but another entry gives {list(have)} for the same elements; give the sizes once"
             )

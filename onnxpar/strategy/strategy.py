@@ -68,7 +68,9 @@ class Strategy:
             if data.get(key) is not None and not isinstance(data[key], Mapping):
                 raise StrategyError(f"{source}: {key} must be a mapping")
         if mesh and not all(type(n) is int for n in mesh.values()):
-            raise StrategyError(f"{source}: mesh sizes must be whole numbers")
+            raise StrategyError(
+                f"{source}: mesh sizes must be whole numbers, as in {{dp: 2, tp: 4}}"
+            )
         return Strategy(
             Mesh.of((str(k), n) for k, n in mesh.items()) if mesh else None,
             data.get("shard") or {},

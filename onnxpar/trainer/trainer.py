@@ -127,7 +127,9 @@ class Trainer(Closing):
         self.hold(folder)
         written = folder / self.together.first(lambda: begin(folder, progress))
         try:
-            check_seen(lambda: "" if written.is_dir() else f"there is no {written}", self.together)
+            check_seen(
+                lambda: "" if written.is_dir() else f"it does not see {written}", self.together
+            )
             files = self.session.states.save(written)
             spec = self.spec
             self.together.first(lambda: finish(written, progress, self.bundle, spec, files))

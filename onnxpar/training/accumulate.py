@@ -37,7 +37,8 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int)
     first = by_name[data[0]]
     if not first.shape:
         raise StrategyError(
-            f"--accumulate {count}: input {first.name!r} has no batch dimension; leave it out"
+            f"--accumulate {count}: input {first.name!r} has no batch dimension; leave "
+            "--accumulate out"
         )
     batch = int(first.shape[0])
     split = [by_name[n] for n in data if by_name[n].shape and by_name[n].shape[0] == batch]

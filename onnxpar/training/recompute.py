@@ -41,7 +41,7 @@ def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
     if len(ends) < 2:
         raise StrategyError(
             "--recompute: the model cannot be cut into blocks, because no two activations are "
-            "on all paths to the loss; leave it out"
+            "on all paths to the loss; leave --recompute out"
         )
     sizes = [_bytes(node, active) for node in nodes]
     total = [0]

@@ -145,7 +145,7 @@ def test_a_file_is_measured_and_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["--ranks", "1"], "--ranks 1: a link connects ranks; give at least 2"),
+        (["--ranks", "1"], "--ranks 1: calibrate measures links between ranks; give at least 2"),
         (["--seconds", "0"], "--seconds 0.0: must be above 0"),
         (["-o", "nowhere/cluster.yaml"], "nowhere: no such folder"),
     ],

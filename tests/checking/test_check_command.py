@@ -49,7 +49,10 @@ def test_unknown_names_are_errors(
         assert (
             main(["check", str(model), "--devices", "2", "--inputs", feeds(tmp_path, *names)]) == 2
         )
-        assert "has 'q', but the inputs are x, z" in capsys.readouterr().err
+        assert (
+            "has an array 'q', but the model has no such input; its inputs: x, z"
+            in capsys.readouterr().err
+        )
 
 
 def test_made_up_inputs_are_named(

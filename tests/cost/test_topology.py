@@ -208,7 +208,7 @@ def test_rank_tables(table: Any, levels: tuple[Level, ...], tmp_path: Path) -> N
         (servers(), r"rank_ids are \[\]"),
         (
             {"server_list": [{"server_id": "a"}]},
-            r"rank table is incomplete \(KeyError\('device'\)\)",
+            r"rank table is incomplete or has a wrong value \(KeyError\('device'\)\)",
         ),
         ({"server_list": [1]}, "rank table is incomplete"),
         ({"server_list": [{"server_id": "a", "device": [{"rank_id": "x"}]}]}, "incomplete"),

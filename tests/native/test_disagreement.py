@@ -204,26 +204,26 @@ def test_a_failed_world_stays_failed(fresh_worlds: Worlds) -> None:
             "AllGather",
             {"axis": 1, "sizes": [2, 3]},
             ones(2, 3),
-            "X has shape [2, 3], that is 3 along axis 1, but sizes=[2, 3] calls for 2",
+            "X has shape [2, 3], that is 3 along axis 1, but sizes=[2, 3] requires 2",
         ),
         ("AllGather", {"axis": 2, "sizes": [2, 3]}, ones(2, 3), "axis 2 is out of range"),
         (
             "ReduceScatter",
             {"axis": 0, "sizes": [2, 3]},
             ones(2, 3),
-            "X has shape [2, 3], that is 2 along axis 0, but the sum of sizes=[2, 3] calls for 5",
+            "X has shape [2, 3], that is 2 along axis 0, but the sum of sizes=[2, 3] requires 5",
         ),
         (
             "AllToAll",
             {"split_axis": 0, "concat_axis": 1, "split_sizes": [1, 2], "concat_sizes": [3, 1]},
             ones(2, 3),
-            "but the sum of split_sizes=[1, 2] calls for 3",
+            "but the sum of split_sizes=[1, 2] requires 3",
         ),
         (
             "NeighborExchange",
             {"axis": 0, "before": [0, 3], "after": [0, 0]},
             ones(2, 3),
-            "rank 1 wants 3 elements along axis 0, but rank 0 has X of shape [2, 3]",
+            "rank 1 requests 3 elements along axis 0, but rank 0 has X of shape [2, 3]",
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_strings_are_no_tensors_to_reduce(fresh_worlds: Worlds) -> None:
     proto = collective("AllReduce", TensorProto.STRING, ["n"])
     xs = [np.array(["a"], dtype=object)] * 2
     for message in errors(fresh_worlds(2), [proto] * 2, xs):
-        assert "no collective carries elements of type string" in message
+        assert "collectives cannot send elements of type string" in message
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_strings_are_no_tensors_to_reduce(fresh_worlds: Worlds) -> None:
         (
             "NeighborExchange",
             {"axis": 0, "before": [1, 0], "after": [0, 0]},
-            "before=[1, 0] must begin and after=[0, 0] end with 0",
+            "before=[1, 0] must begin with 0, and after=[0, 0] must end with 0",
         ),
-        ("Recv", {"peer": 0}, "peer=0 is itself"),
+        ("Recv", {"peer": 0}, "peer=0 is this rank itself"),
         ("Recv", {"peer": 5}, "names rank 5"),
     ],
 )

@@ -91,8 +91,8 @@ def test_a_rank_that_never_reads() -> None:
 def test_a_hub_without_descriptors_says_so() -> None:
     found, _ = hostile("starved")
     assert re.search(
-        r"rank 1 has not joined the world .*; the hub could not take all in: this process has no "
-        r"file descriptor left of \d+; close files, or raise the limit \(ulimit -n\)",
+        r"rank 1 has not joined the world .*; the hub could not accept all ranks: this process has "
+        r"used all its \d+ file descriptors; close files, or raise the limit \(ulimit -n\)",
         found["error"],
     )
 

@@ -239,9 +239,9 @@ def test_halo_exchange(
 @pytest.mark.parametrize(
     "bounds, reason",
     [
-        ([0, 5], "rank 1 wants elements 0 to 5 along axis 0, of which there are 4"),
-        ([-1, 2], "wants elements -1 to 2"),
-        ([3, 2], "wants elements 3 to 2"),
+        ([0, 5], "rank 1 requests elements 0 to 5 along axis 0, which has 4 elements"),
+        ([-1, 2], "requests elements -1 to 2"),
+        ([3, 2], "requests elements 3 to 2"),
         ([1], "bounds has shape [1], not [2]"),
     ],
 )

@@ -257,7 +257,8 @@ def test_the_least_patient_rank_learns_who_is_missing() -> None:
 def test_ranks_that_expect_different_worlds() -> None:
     errors = join("hash:sizes", [2, 3], timeout=1)
     assert re.search(
-        "expects a world of (2 ranks, others one of 3|3 ranks, others one of 2)", str(errors)
+        "expects a world of (2 ranks, but other ranks expect 3|3 ranks, but other ranks expect 2)",
+        str(errors),
     )
 
 
@@ -266,7 +267,7 @@ def test_two_ranks_of_one_number() -> None:
         rest = pool.submit(join, "hash:twice", [3, 3, 3], 8, [0, 1])
         time.sleep(1)
         [error] = join("hash:twice", [3, 3, 3], timeout=5, ranks=[1])
-        assert "the world has its rank 1" in error
+        assert "the world already has rank 1" in error
         rest.result()
 
 
@@ -321,7 +322,7 @@ def test_ranks_on_different_addresses() -> None:
 def test_an_id_is_unique() -> None:
     with (
         World.create("same", 0, 1, ""),
-        pytest.raises(OnnxparError, match="this process has a world 'same'"),
+        pytest.raises(OnnxparError, match="this process already has a world 'same'"),
     ):
         World.create("same", 0, 1, "")
 

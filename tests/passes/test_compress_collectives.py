@@ -180,7 +180,7 @@ def test_sums_of_several_turns(preset: str, tmp_path: Path) -> None:
     all_reduced = {"data-parallel": 2, "zero2": 1}[preset]
     assert sent[0] - sent[1] == WEIGHTS / 4 * turns * all_reduced
     if preset == "zero2":
-        with pytest.raises(StrategyError, match="'w1' is split in each iteration of a loop"):
+        with pytest.raises(StrategyError, match="'w1' in each iteration of the loop"):
             planned(step, "zero2 2", "2bit")
 
 
@@ -217,7 +217,9 @@ def test_kinds_that_there_are_not(
 
 
 def test_only_training_steps_have_gradients(wide: Path, tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match="is for training steps, which `onnxpar grad` writes"):
+    with pytest.raises(
+        StrategyError, match="applies only to a training step; write one with `onnxpar grad`"
+    ):
         planned(tmp_path / "model.onnx", "data-parallel 2", "float16")
     with pytest.raises(StrategyError, match="collectives stay as they are"):
         pipeline.plan(wide, Options(devices=2, preset="manual", compression="float16"))

@@ -69,7 +69,9 @@ def test_rows_are_those_of_the_plans(model: Path, capsys: pytest.CaptureFixture[
             sent[entry["kind"]] = sent.get(entry["kind"], 0) + entry["bytes"]
         assert (row["bytes"], row["memory"]) == (sent, plan["memory"]), row["strategy"]
     (refused,) = found["refused"]
-    assert refused["strategy"] == "expert-parallel" and "no weights of experts" in refused["reason"]
+    assert (
+        refused["strategy"] == "expert-parallel" and "matrix for each expert" in refused["reason"]
+    )
 
 
 def test_times_by_hand(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

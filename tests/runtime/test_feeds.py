@@ -52,7 +52,9 @@ def test_seeds() -> None:
 def test_bad_ranges() -> None:
     with pytest.raises(InputError, match=r"input 'ids': the range \[3, 3\) is empty"):
         make_feeds(INPUTS, {"ids": (3, 3)})
-    with pytest.raises(InputError, match="a range is given for 'q', which is not an input"):
+    with pytest.raises(
+        InputError, match="a range is given for 'q', but the model has no such input"
+    ):
         make_feeds(INPUTS, {"q": (0, 1)})
 
 
@@ -84,10 +86,12 @@ def test_files_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a single array"):
         read_feeds(file, one)
     np.savez(file, a=np.ones(2, np.float32))
-    with pytest.raises(InputError, match="has no array for input 'b'; it has a"):
+    with pytest.raises(InputError, match="has no array for input 'b'; its arrays: a"):
         read_feeds(file, two)
     np.savez(file, a=np.ones(2), b=np.ones(2), c=np.ones(2))
-    with pytest.raises(InputError, match="has 'c', but the inputs are a, b"):
+    with pytest.raises(
+        InputError, match="has an array 'c', but the model has no such input; its inputs: a, b"
+    ):
         read_feeds(file, two)
     np.savez(file, a=np.array([None], object))
     with pytest.raises(InputError, match=r"array 'a' of .*feeds\.npz .* holds Python objects"):

@@ -105,7 +105,7 @@ def test_what_is_fed_or_written_comes_before_them(
         for name, value in weights.items():
             session.states.write(name, value)
         np.testing.assert_allclose(session.run(["loss"], feeds)[0], np.log(5), rtol=1e-6)
-        with pytest.raises(InputError, match=r"'w1' was given float32 \[9, 6\], expects"):
+        with pytest.raises(InputError, match=r"'w1' was given float32 \[9, 6\], but expects"):
             session.states.write("w1", weights["w1"].T)
 
 

@@ -80,7 +80,7 @@ def test_results(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "inputs,text",
     [
-        ("few.npz", "input 'i' was given int64 [2], expects int64 [4]"),
+        ("few.npz", "input 'i' was given int64 [2], but expects int64 [4]"),
         ("far.npz", "index 10 at [2] is out of range for 't' of 10 rows"),
         ("gone.npz", "there is no file gone.npz"),
     ],

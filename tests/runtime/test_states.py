@@ -132,7 +132,7 @@ def test_what_is_no_state(counter: Path, feeds: dict[str, np.ndarray], open_sess
     with open_session(counter) as session:
         with pytest.raises(InputError, match="no state is named 'x'; the states are s, c"):
             session.states.read("x")
-        with pytest.raises(InputError, match=r"'s' was given \w+ \[2\], expects \w+ \[3, 5\]"):
+        with pytest.raises(InputError, match=r"'s' was given \w+ \[2\], but expects \w+ \[3, 5\]"):
             session.states.write("s", np.zeros(2, feeds["s"].dtype))
 
 

@@ -116,7 +116,7 @@ def test_channels_are_no_experts(tmp_path: Path) -> None:
     produced = onnxpar.plan(path, devices=4, search="auto", topology=ONE)
     assert str(produced.mesh) == "tp=4"
     assert produced.weights[0].layout == "[tp, -, -, -]"
-    with pytest.raises(StrategyError, match="no weights of experts"):
+    with pytest.raises(StrategyError, match="no weight with a matrix for each expert"):
         onnxpar.plan(path, devices=4, preset="expert-parallel")
 
 
@@ -175,7 +175,7 @@ def test_strategies_that_no_mesh_meets(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match="no mesh of 2 ranks has the axes a, b, c"):
         onnxpar.plan(path, devices=2, search="auto", strategy=three)
     five = {"shard": {"up": [[5, 1], None]}}
-    with pytest.raises(StrategyError, match=r"no mesh of 2 ranks satisfies .* on tp=2: .*5 parts"):
+    with pytest.raises(StrategyError, match=r"no mesh of 2 ranks satisfies .* on tp=2: .*5 shards"):
         onnxpar.plan(path, devices=2, search="auto", strategy=five)
 
 

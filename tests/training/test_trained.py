@@ -376,7 +376,7 @@ def test_the_list_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["w1", "6x5", "Gemm", "operand", "1"]
     assert "4 parameters of 53 elements, 212 B" in lines
-    assert "state of each: exp_avg, exp_avg_sq" in lines
+    assert "state of each parameter: exp_avg, exp_avg_sq" in lines
     assert any(line.startswith("a step takes x, target, learning_rate") for line in lines)
 
 

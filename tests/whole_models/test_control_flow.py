@@ -239,7 +239,7 @@ def test_a_sum_that_is_pending_in_a_loop_is_noticed(tmp_path: Path) -> None:
     verify(main, ctx)
     for name in ("x", "h", "g", "y"):
         ctx.layouts[name] = Layout((Factor(4), Factor(6)), (Axis("tp", 2),))
-    with pytest.raises(AssertionError, match="is pending where it enters or leaves a body"):
+    with pytest.raises(AssertionError, match="is partial where it enters or leaves a body"):
         verify(main, ctx)
 
 
