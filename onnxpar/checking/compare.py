@@ -319,7 +319,8 @@ def _blank_line(row: Comparison) -> str:
 def _loose_line(name: str, moved: float) -> str:
     """Returns a warning about a result for which even a correct run may have a large error."""
     return (
-        f"warning: {name} changes by {moved:.0%} in the unsplit model: comparing it proves little"
+        f"warning: rounding alone changes {name} by {moved:.0%} in the unsplit model, so comparing "
+        "it proves little"
     )
 
 

@@ -17,7 +17,8 @@ from onnxpar.search.search import SEARCHES
 
 def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Adds the model, and the options that decide its layouts."""
-    to.add_argument("model", metavar="model.onnx", type=Path, nargs=nargs)
+    what = "an ONNX model, or a file that --dump wrote" if nargs else "an ONNX model"
+    to.add_argument("model", metavar="model.onnx", type=Path, nargs=nargs, help=what)
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
     to.add_argument(
         "--mesh", type=mesh, metavar="dp=2,tp=4", help="names and sizes of the mesh axes"

@@ -17,7 +17,7 @@ from onnxpar.training.precision import PRECISIONS
 
 def add_grad(to: argparse.ArgumentParser) -> None:
     """Adds the arguments of `grad`."""
-    to.add_argument("model", metavar="model.onnx", type=Path)
+    to.add_argument("model", metavar="model.onnx", type=Path, help="an ONNX model")
     to.add_argument(
         "-o",
         "--output",

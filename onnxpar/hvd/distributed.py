@@ -53,8 +53,8 @@ class DistributedOptimizer:
     ) -> None:
         if backward_passes_per_step < 1 or fusion_threshold < 0:
             raise InputError(
-                f"backward_passes_per_step={backward_passes_per_step} must be at least 1, "
-                f"fusion_threshold={fusion_threshold} at least 0"
+                f"backward_passes_per_step={backward_passes_per_step} must be at least 1, and "
+                f"fusion_threshold={fusion_threshold} must be at least 0"
             )
         self.optimizer = optimizer
         self._compression = compression

@@ -152,5 +152,5 @@ def _difference(first: Sequence[str], rank: int, text: str) -> str:
     lines = text.splitlines()
     for mine, other in zip(first, lines, strict=False):
         if mine != other:
-            return f"rank 0 has {mine} where rank {rank} has {other}"
-    return f"rank 0 has {len(first) - 1} tensors, rank {rank} has {len(lines) - 1}"
+            return f"rank 0 has {mine}, but rank {rank} has {other}"
+    return f"rank 0 has {len(first) - 1} tensors, but rank {rank} has {len(lines) - 1}"

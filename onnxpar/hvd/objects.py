@@ -48,14 +48,19 @@ def _memory(length: int, root: int) -> Array:
     try:
         return np.empty(length, np.uint8)
     except (MemoryError, ValueError) as error:
-        raise RankError(f"rank {root} announces an object of {length} bytes: {error}") from error
+        raise RankError(
+            f"rank {root} announces an object of {length} bytes, for which this rank has no "
+            f"memory: {error}"
+        ) from error
 
 
 def _object(data: bytes, rank: int) -> Any:
     try:
         return of_bytes(data)
     except ValueError as error:
-        raise RankError(f"rank {rank} has sent bytes that are not an object: {error}") from error
+        raise RankError(
+            f"rank {rank} has sent bytes that cannot be read as an object: {error}"
+        ) from error
 
 
 def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> None:

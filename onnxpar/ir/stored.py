@@ -128,7 +128,7 @@ def check_stored(tensor: TensorProto, model: Path) -> None:
     if have != need:
         raise ModelError(
             f"{model}: weight {tensor.name!r} has {have} {what}, but its shape and type need "
-            f"{need}; the file is damaged"
+            f"{need}; the file is damaged: export or copy it again"
         )
 
 
@@ -168,14 +168,16 @@ def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
     need = math.prod(dims) * element_bits(values.data_type) // 8
     if need > _MOST_BYTES:
         raise ModelError(
-            f"{what} takes {need:,} bytes in onnxruntime, which makes it dense; the limit is 2 GiB"
+            f"{what} takes {need:,} bytes in onnxruntime, which makes it dense; the limit is 2 "
+            "GiB: store it as a dense weight in an external file"
         )
     count = list(values.dims)
     shapes = [count, [*count, len(dims)]]
     if len(count) != 1 or at.data_type != TensorProto.INT64 or list(at.dims) not in shapes:
         raise ModelError(
             f"{what} has values of shape {count} and indices of shape {list(at.dims)} and data "
-            f"type {at.data_type}; it must have a vector of values, and an int64 index for each"
+            f"type {at.data_type}; it must have a vector of values, and an int64 index for each; "
+            "export the model again"
         )
     places = numpy_helper.to_array(at, str(model.parent))
     most = dims if places.ndim == 2 else [math.prod(dims)]
@@ -188,7 +190,8 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
         location, offset, length = external_location(tensor)
     except ValueError as error:
         raise ModelError(
-            f"{model}: offset or length of weight {tensor.name!r} is not a number: {error}"
+            f"{model}: offset or length of weight {tensor.name!r} is not a number ({error}); "
+            "export the model again"
         ) from None
     for entry in tensor.external_data:
         if entry.key not in _KEYS and not entry.key.startswith("prepacked"):
@@ -205,16 +208,20 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
     data = (folder / location).resolve()
     if Path(location).is_absolute() or not data.is_relative_to(folder):
         raise ModelError(
-            f"{model}: weight {tensor.name!r} points to {location!r}, outside the model's folder"
+            f"{model}: weight {tensor.name!r} points to {location!r}, outside the model's folder; "
+            "move the data into that folder, and save the model with the new location"
         )
     if not data.is_file():
-        raise ModelError(f"{model}: external data {location!r} of {tensor.name!r} is missing")
+        raise ModelError(
+            f"{model}: external data {location!r} of {tensor.name!r} is missing; copy it into the "
+            "model's folder"
+        )
     need = stored_bytes(tensor)
     have = data.stat().st_size - offset if length is None else length
     if have < need or data.stat().st_size < offset + need or offset < 0:
         raise ModelError(
             f"{model}: external data {location!r} is too short for {tensor.name!r}, which needs "
-            f"{need} bytes from offset {offset}"
+            f"{need} bytes from offset {offset}; copy the file again, or export the model again"
         )
 
 

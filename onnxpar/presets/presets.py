@@ -78,7 +78,10 @@ def preset_rounds(
         return [experts, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
-        raise StrategyError(f"hybrid needs an axis dp and another axis; the mesh is {mesh}")
+        raise StrategyError(
+            f"hybrid needs a mesh with an axis dp and another axis, not {mesh}; give --mesh "
+            "dp=..,tp=.."
+        )
     batch: list[Annotation] = []
     if "dp" in mesh.sizes:
         batch = list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))
@@ -88,7 +91,7 @@ def preset_rounds(
     if preset not in ZERO_STAGES:
         return [batch, *wide]
     if "dp" not in mesh.sizes:
-        raise StrategyError(f"{preset} needs an axis dp; the mesh is {mesh}")
+        raise StrategyError(f"{preset} needs a mesh with an axis dp, not {mesh}; give --mesh dp=..")
     first, last = zero_rounds(graph, sharding, step, preset, (mesh.axis("dp"),))
     return [batch, *wide[:-1], first, last, *wide[-1:]]
 

@@ -138,4 +138,6 @@ LONGEST = 1e8
 def check_timeout(seconds: float) -> None:
     """Errors: InputError unless the timeout is positive and at most LONGEST."""
     if not 0 < seconds <= LONGEST:
-        raise InputError(f"timeout {seconds}: give seconds, above 0 and at most {LONGEST:,.0f}")
+        raise InputError(
+            f"timeout {seconds:g}: give a number of seconds above 0 and at most {LONGEST:,.0f}"
+        )

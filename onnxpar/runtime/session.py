@@ -131,7 +131,8 @@ class Session(Interface, Closing):
         apart = [name for name in names if name in bundle.apart]
         if apart and len(apart) < len(names):
             raise InputError(
-                f"{apart[0]!r} is an output of the evaluation; fetch it in a run of its own"
+                f"{apart[0]!r} is an output of the evaluation program, the others are of the "
+                "training step; fetch them in separate runs"
             )
         keep_states = keep_states and not apart
         with self._lock:

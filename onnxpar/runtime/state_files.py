@@ -73,7 +73,9 @@ class PartFiles:
             return part
         except (OSError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             file = self._folder / f"rank_{rank:04d}.json"
-            raise ModelError(f"{file}: does not have state {name!r} ({error})") from None
+            raise ModelError(
+                f"{file}: state {name!r} is missing or damaged ({error}); use another checkpoint"
+            ) from None
 
     def open(self, ranks: Iterable[int]) -> None:
         """Opens the files of ranks, which can then be read even if they are removed. Errors:

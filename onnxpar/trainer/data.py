@@ -60,7 +60,9 @@ class Data:
         counts = {name: len(array) for name, array in samples.items()}
         if len(set(counts.values())) > 1:
             text = ", ".join(f"{n} of {name!r}" for name, n in counts.items())
-            raise InputError(f"{source}: the arrays have different numbers of samples: {text}")
+            raise InputError(
+                f"{source}: the arrays must have equal numbers of samples, but have {text}"
+            )
         count = next(iter(counts.values()), 0)
         if not samples or count < batch:
             raise InputError(

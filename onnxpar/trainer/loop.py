@@ -158,7 +158,7 @@ def _start(trainer: Trainer, run: Run) -> Progress:
     returns the progress to start from. Errors: InputError for a new run if the folder has
     checkpoints of another run."""
     if run.resume and run.checkpoint is None:
-        raise InputError("--resume: the folder to resume from is missing; give --checkpoint DIR")
+        raise InputError("--resume: the folder of checkpoints is not given; give --checkpoint DIR")
     if run.checkpoint is None:
         return Progress(seed=run.seed)
     folder = run.checkpoint

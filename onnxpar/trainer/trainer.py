@@ -191,8 +191,8 @@ class Trainer(Closing):
         for name in self.bundle.states:
             if name not in known | unsent:
                 raise ModelError(
-                    f"{checkpoint.path} has no {name!r}; it is a checkpoint of another training "
-                    "step"
+                    f"{checkpoint.path} has no {name!r}; it belongs to another training "
+                    "step; give a checkpoint of this one"
                 )
         inputs, states = self.bundle.inputs, checkpoint.states
         try:

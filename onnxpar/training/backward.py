@@ -198,7 +198,9 @@ def _free_names(graph: gs.Graph) -> dict[str, str]:
     by new names. Errors: ModelError if the name of the loss is taken by an input or a weight."""
     for tensor in (*graph.inputs, *constants(graph)):
         if tensor.name == LOSS:
-            raise ModelError(f"the model has a tensor {LOSS!r}, which the step needs; rename it")
+            raise ModelError(
+                f"the model has a tensor {LOSS!r}, a name that the step needs; rename the tensor"
+            )
     nodes = list(all_nodes(graph))
     made = {t.name for node in nodes for t in node.outputs}
     taken = {n for n in made if n in PORTS or n.endswith(ENDINGS)}

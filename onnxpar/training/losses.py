@@ -79,7 +79,7 @@ def add_loss(
         if value.size != 1:
             raise StrategyError(
                 f"loss {kind!r}: this output has the shape {list(value.shape)}, but a loss must be "
-                "a single number"
+                "a single number; choose another output, or reduce this one in the model"
             )
         return Metrics(value.reshape([]), {})
     if output is None and len(outputs) > 1:
@@ -87,7 +87,9 @@ def add_loss(
             f"loss {kind}: the model has several outputs; give --loss-of with one of {names}"
         )
     if output is not None and output not in outputs:
-        raise StrategyError(f"output {output!r}: the model has no such output; it has {names}")
+        raise StrategyError(
+            f"output {output!r}: the model has no such output; its outputs: {names}"
+        )
     made = builder.value(outputs[output] if output else next(iter(outputs.values())))
     if not is_float(made.tensor):
         raise StrategyError(
@@ -97,7 +99,7 @@ def add_loss(
     if class_axis is not None and kind not in BY_CLASS:
         raise StrategyError(
             f"class axis {class_axis}: the loss {kind} has no classes; only "
-            f"{' and '.join(BY_CLASS)} have"
+            f"{' and '.join(BY_CLASS)} have; leave --class-axis out"
         )
     return LOSSES[kind](made, class_axis, targets)
 
@@ -110,7 +112,8 @@ def _by_class(op: str) -> LossFunction:
         if y.rank < 2:
             raise StrategyError(
                 f"output {y.tensor.name!r} has the shape {list(y.shape)}; a loss over classes "
-                "needs a dimension of samples and one of classes"
+                "needs a dimension of samples and one of classes; choose another output with "
+                "--loss-of"
             )
         axis = (y.rank - 1 if y.rank < 4 else 1) if class_axis is None else class_axis
         if not -y.rank <= axis < y.rank:

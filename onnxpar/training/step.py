@@ -187,7 +187,9 @@ class _Update:
 
     def _input(self, name: str, dtype: Any, shape: Sequence[int]) -> Value:
         if name in {t.name for t in self.graph.inputs}:
-            raise ModelError(f"the model has a tensor {name!r}, which the step needs; rename it")
+            raise ModelError(
+                f"the model has a tensor {name!r}, a name that the step needs; rename the tensor"
+            )
         tensor = gs.Variable(name, np.dtype(dtype), list(shape))
         self.graph.inputs.append(tensor)
         return self.builder.value(tensor)

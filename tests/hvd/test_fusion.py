@@ -67,7 +67,7 @@ def test_buckets_of_unequal_shapes_with_as_many_elements() -> None:
 
     def body() -> float:
         shape = (3, 2) if hvd.rank() == 1 else (2, 3)
-        message = r"g: rank 0 has '1' float64\[2, 3\] where rank 1 has '1' float64\[3, 2\]"
+        message = r"g: rank 0 has '1' float64\[2, 3\], but rank 1 has '1' float64\[3, 2\]"
         with pytest.raises(InputError, match=message):
             hvd.grouped_allreduce([np.ones(2), np.ones(shape)], name="g")
         return float(hvd.allreduce(np.float64(1), op=hvd.Sum))
@@ -78,8 +78,8 @@ def test_buckets_of_unequal_shapes_with_as_many_elements() -> None:
 @pytest.mark.parametrize(
     "counts,thresholds,message",
     [
-        ((1, 2), (64, 64), "rank 0 has 1 tensors, rank 1 has 2"),
-        ((2, 2), (64, 8), "rank 0 has a fusion threshold of 64 where rank 1 has"),
+        ((1, 2), (64, 64), "rank 0 has 1 tensors, but rank 1 has 2"),
+        ((2, 2), (64, 8), "rank 0 has a fusion threshold of 64, but rank 1 has"),
     ],
 )
 def test_groups_that_differ(counts: Any, thresholds: Any, message: str) -> None:

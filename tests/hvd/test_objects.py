@@ -41,7 +41,7 @@ def test_a_false_peer_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             collectives.gather_bytes(current().world, pickle.dumps(Evil()), "objects")
             return ""
         with pytest.raises(
-            RankError, match="rank 1 has sent bytes that are not an object"
+            RankError, match="rank 1 has sent bytes that cannot be read as an object"
         ) as raised:
             hvd.allgather_object({"a": 1})
         return str(raised.value)

@@ -40,7 +40,7 @@ def test_uneven_batch_has_no_collective(model: str) -> None:
     [
         ("tensor-parallel 0", "--devices 0: give a number from 1 to 1,048,576"),
         ("hybrid 3", "give --mesh dp=..,tp=.."),
-        ("hybrid tp=4", "hybrid needs an axis dp and another axis"),
+        ("hybrid tp=4", "hybrid needs a mesh with an axis dp and another axis"),
         ("pipeline-parallel 2", "use one of data-parallel, tensor-parallel, hybrid"),
     ],
 )

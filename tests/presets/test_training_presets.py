@@ -156,7 +156,7 @@ def test_zero_leaves_inference_to_other_presets(preset: str, ranks: int, tmp_pat
 
 def test_zero_needs_an_axis_dp(tmp_path: Path) -> None:
     step = write_step(MLP, tmp_path, "mse")
-    with pytest.raises(StrategyError, match="zero2 needs an axis dp; the mesh is tp=2"):
+    with pytest.raises(StrategyError, match="zero2 needs a mesh with an axis dp, not tp=2"):
         plan_of(step, "zero2 tp=2")
 
 

@@ -56,7 +56,10 @@ def test_what_has_no_samples_is_fed_as_it_is() -> None:
     [
         ({"x": arrays()["x"]}, "npz has no array for the input 'labels'; its arrays: x"),
         (arrays(3), "npz has 3 samples, but a batch has 4"),
-        ({**arrays(), "labels": np.arange(10)}, "numbers of samples: 11 of 'x', 10 of 'labels'"),
+        (
+            {**arrays(), "labels": np.arange(10)},
+            "numbers of samples, but have 11 of 'x', 10 of 'labels'",
+        ),
         ({**arrays(), "x": np.zeros((11, 3))}, r"'x' .* \[11, 3\]; the step needs \[samples, 2\]"),
         ({**arrays(), "x": np.zeros(11)}, r"'x' .* \[11\]; the step needs \[samples, 2\]"),
     ],

@@ -247,13 +247,13 @@ def test_checkpoints_that_lack_something(saved: Path, step: Path) -> None:
     index = json.loads(file.read_text())
     entry = index.pop("w3")
     file.write_text(json.dumps(index))
-    refused(par, saved, r"rank_0001\.json: does not have state 'w3'")
+    refused(par, saved, r"rank_0001\.json: state 'w3' is missing or damaged")
     file.write_text(json.dumps({**index, "w3": {**entry, "offset": 1 << 20}}))
-    refused(par, saved, r"rank_0001\.json: does not have state 'w3'")
+    refused(par, saved, r"rank_0001\.json: state 'w3' is missing or damaged")
     file.write_text("{")
-    refused(par, saved, r"rank_0001\.json: does not have state")
+    refused(par, saved, r"rank_0001\.json: state 'w\d' is missing or damaged")
     file.unlink()
-    refused(par, saved, r"rank_0001\.json: does not have state")
+    refused(par, saved, r"rank_0001\.json: state 'w\d' is missing or damaged")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, s
     ("run", "message"),
     [
         (Run(0, 0.1), "--epochs 0: must be at least 1"),
-        (Run(1, 0.1, resume=True), "--resume: the folder to resume from is missing"),
+        (Run(1, 0.1, resume=True), "--resume: the folder of checkpoints is not given"),
         (Run(1, 0.1, "step"), "schedule 'step'"),
         (Run(1, 0.1, warmup=6), "--warmup 6: the run has 5 steps"),
         (Run(1, float("nan")), "--lr nan: the learning rate must be finite"),

@@ -68,7 +68,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         ("differentiate{params=v}", "--params v matches no weight"),
         ("differentiate{loss=hinge}", "'hinge': give one of softmax-cross-entropy"),
-        ("differentiate{output=z}", "output 'z': the model has no such output; it has y"),
+        ("differentiate{output=z}", "output 'z': the model has no such output; its outputs: y"),
         ("differentiate{rate=1}", "rate"),
     ],
 )

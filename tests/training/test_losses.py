@@ -171,10 +171,14 @@ def test_an_output_that_is_named_as_the_loss_of_a_step_is(tmp_path: Path) -> Non
     np.testing.assert_allclose(results[0]["gradient_norm"], norm, rtol=1e-12)
     assert int(results[1]["step.next"]) == 2 and step.data == ["x"]
     fed = "own (float[4,3] loss, float[3] w) => (float[4,3] y) { y = Mul(loss, w) }"
-    with pytest.raises(ModelError, match="the model has a tensor 'loss', which the step needs"):
+    with pytest.raises(
+        ModelError, match="the model has a tensor 'loss', a name that the step needs"
+    ):
         write_step(fed, tmp_path, "mse")
     rate = fed.replace("loss", "learning_rate")
-    with pytest.raises(ModelError, match="has a tensor 'learning_rate', which the step needs"):
+    with pytest.raises(
+        ModelError, match="has a tensor 'learning_rate', a name that the step needs"
+    ):
         write_step(rate, tmp_path, "mse")
 
 
@@ -194,7 +198,11 @@ def test_a_name_that_the_model_has_is_not_taken(tmp_path: Path) -> None:
         (scores(4, 5), {"loss": "hinge"}, "'hinge': give one of softmax-cross-entropy, nll"),
         (scores(4, 5), {"loss": "y"}, r"'y': .* \[4, 5\], but a loss must be a single number"),
         (TWO, {"loss": "mse"}, "mse: .* several outputs; give --loss-of with one of y, z"),
-        (TWO, {"loss": "mse", "loss_of": "q"}, "'q': the model has no such output; it has y, z"),
+        (
+            TWO,
+            {"loss": "mse", "loss_of": "q"},
+            "'q': the model has no such output; its outputs: y, z",
+        ),
         (scores(4), {"loss": "nll"}, r"'y' has the shape \[4\]; a loss over classes needs"),
         (scores(4, 5), {"loss": "nll", "class_axis": 2}, "class axis 2: .* 'y' has 2 dimensions"),
         (scores(4, 5), {"loss": "nll", "class_axis": -3}, "class axis -3: .* 'y' has 2 dimensions"),
