@@ -65,8 +65,8 @@ def test_frames_of_a_false_hub(kind: str, frames: int) -> None:
     assert found["sent"] == count
     assert len(found["errors"]) >= found["worlds"] - 1 > 0
     reasons = (
-        r"AllReduce: (rank 1 and rank 0 \(pid \d+\), which serves the control channel, do not "
-        r"speak one protocol: .+|the reason)"  # of a frame that was right after all
+        r"AllReduce: (rank 1 and rank 0 \(pid \d+\), which serves the control channel, use "
+        r"different protocols: .+|the reason)"  # of a frame that was right after all
     )
     wrong = [error for error in found["errors"] if not re.fullmatch(reasons, error, re.DOTALL)]
     assert len(wrong) <= count / 10, wrong  # of a good frame, of which some letters differ
