@@ -263,7 +263,7 @@ SUM = by_hand("AllReduce", ["x"], ["y"], name="sum")
         ),
         ([SUM], {"z": ["r", None]}, "'z' matches no input, weight or output"),
         ([SUM], {"x": ["r"]}, "tensor 'x' has 2 dimensions"),
-        ([SUM], {"x": [{"r": [1, 3]}, None]}, "parts must be equal"),
+        ([SUM], {"x": [{"r": [1, 3]}, None]}, "shards must have equal sizes"),
         (
             [by_hand("Send", ["x"], [], peer=[1, 0], name="s"), SUM],
             {},

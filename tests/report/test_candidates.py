@@ -101,7 +101,7 @@ def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (marked,) = [line for line in lines if " * " in line]
     assert marked.startswith("data-parallel dp=4 *") and lines.index(marked) == 3
     assert any(line.startswith("tensor-parallel tp=4") and "6.1 kB" in line for line in lines)
-    assert "  expert-parallel ep=4: expert-parallel over 4: the model has no weights" in out
+    assert "  expert-parallel ep=4: expert-parallel over 4: the model has no weight" in out
 
 
 def test_thousands_of_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,7 @@ def refused(par: Path, saved: Path, message: str) -> None:
 def test_checkpoints_of_other_steps(saved: Path, tmp_path: Path) -> None:
     for name, text, optimizer, message in (
         ("lamb", MLP, "lamb", None),
-        ("momentum", MLP, "momentum", "has no 'w1.momentum_buffer'; it is a checkpoint of another"),
+        ("momentum", MLP, "momentum", "has no 'w1.momentum_buffer'; it belongs to another"),
         ("wider", MLP.replace("9", "7"), "adam", r"'w1' was given float32 \[6, 9\]"),
         ("double", DOUBLE, "adam", "'w1' was given float32"),
     ):
