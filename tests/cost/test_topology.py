@@ -248,7 +248,7 @@ def test_it_is_given_as_a_file(
     assert main([*command, "--devices", "8"]) == 0
     file.write_text("levels: [{name: host, size: 2, latency: 1 us, bandwidth: 1 GB/s}]")
     assert main([*command, "--devices", "4"]) == 2
-    assert "the topology has 2 ranks, the mesh 4" in capsys.readouterr().err
+    assert "the topology has 2 ranks, but the mesh has 4" in capsys.readouterr().err
     command[command.index("data-parallel")] = "manual"
     assert main([*command, "--devices", "2"]) == 2
     assert "--topology" in capsys.readouterr().err
