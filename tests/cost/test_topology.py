@@ -235,7 +235,7 @@ def test_a_plan_is_made_for_the_topology(model: Path) -> None:
     assert ctx.sharding.costs.mesh is ctx.sharding.mesh
     _, ctx = pipeline.plan(model, Options(devices=8))
     assert ctx.sharding.costs.topology == Topology.default()
-    with pytest.raises(StrategyError, match="the topology has 2 ranks, the mesh 8"):
+    with pytest.raises(StrategyError, match="the topology has 2 ranks, but the mesh has 8"):
         make_plan(model, devices=8, topology={"levels": [LEVEL]})
 
 
