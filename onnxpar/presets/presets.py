@@ -12,6 +12,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
+from onnxpar.presets.sparse_sums import sparse_sums
 from onnxpar.presets.tensor_parallel import tensor_parallel_rounds
 from onnxpar.presets.training_presets import (
     SEQUENCE,
@@ -100,7 +101,7 @@ def batch_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None = None
 ) -> Iterator[Annotation]:
     """Splits the batch: the first dimension of the first input, and of every input in which it has
-    the same size.
+    the same size. Gradients that are sums of few rows are whole.
 
     If the batch has fewer elements than shards, some ranks have none; a batch of one element stays
     whole. Errors: StrategyError for a model without a batch.
@@ -111,6 +112,8 @@ def batch_annotations(
         return
     if size is None:
         raise StrategyError(f"data-parallel over {parts}: {_no_batch(graph)}")
+    if step is not None:
+        yield from sparse_sums(sharding, step, axes)
     for name, factors in _batched(graph, sharding, step):
         yield TensorAnnotation(name, _batch_axes(factors, axes, step.turns if step else 1))
 
