@@ -50,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="damaged frames that each test of the control channel sends (1000: two minutes)",
     )
     parser.addoption(
+        "--horovod",
+        action="store_true",
+        help="read Horovod's signatures from its source on the package index",
+    )
+    parser.addoption(
         "--zoo",
         action="store_true",
         help="all models at every preset, number of ranks and batch (two hours on 2 cores)",

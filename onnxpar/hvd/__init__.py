@@ -10,22 +10,51 @@ calls:
     optimizer.step(params, grads)
 """
 
+from onnxpar.errors import RankError as HorovodInternalError
+from onnxpar.hvd.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
 from onnxpar.hvd.arrays import (
     allgather,
-    allreduce,
-    allreduce_async,
+    allgather_async,
     alltoall,
+    alltoall_async,
     barrier,
     broadcast,
-    grouped_allreduce,
-    poll,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
-    synchronize,
+    reducescatter_async,
+)
+from onnxpar.hvd.builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
 )
 from onnxpar.hvd.communicator import (
     cross_rank,
     cross_size,
-    init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -34,55 +63,131 @@ from onnxpar.hvd.communicator import (
     shutdown,
     size,
 )
-from onnxpar.hvd.compression import Compression
-from onnxpar.hvd.distributed import DistributedOptimizer, scale_learning_rate
+from onnxpar.hvd.compression import (
+    Compression,
+)
+from onnxpar.hvd.distributed import (
+    DistributedOptimizer,
+    scale_learning_rate,
+)
+from onnxpar.hvd.handles import (
+    Handle,
+    poll,
+    synchronize,
+)
+from onnxpar.hvd.initialization import (
+    init,
+    start_timeline,
+    stop_timeline,
+)
 from onnxpar.hvd.objects import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from onnxpar.hvd.optimizers import SGD, Adam, AdamW, Optimizer
-from onnxpar.hvd.reductions import Average, Max, Min, Product, ReduceOp, Sum
-from onnxpar.hvd.sampler import DistributedSampler
+from onnxpar.hvd.optimizers import (
+    SGD,
+    Adam,
+    AdamW,
+    Optimizer,
+)
+from onnxpar.hvd.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from onnxpar.hvd.reductions import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+)
+from onnxpar.hvd.sampler import (
+    DistributedSampler,
+)
+from onnxpar.hvd.sparse import (
+    IndexedSlices,
+)
 
 __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
     "DistributedSampler",
+    "Handle",
+    "HorovodInternalError",
+    "IndexedSlices",
     "Max",
     "Min",
     "Optimizer",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
+    "add_process_set",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
+    "allreduce_",
     "allreduce_async",
+    "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "run_on_threads",
     "scale_learning_rate",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

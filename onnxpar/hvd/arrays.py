@@ -1,176 +1,321 @@
-"""Collectives on NumPy arrays. All ranks must make the same calls in the same order.
+"""Collectives on NumPy arrays that gather, send and scatter. Results are new arrays.
 
-Results are new arrays. Each call raises InputError if an argument is wrong on this rank, and
-RankError, on every rank, if names, dtypes or shapes differ between ranks, or if a rank dies or does
-not make the call in time. After a RankError, all further calls fail.
+All ranks of the process set must make the same calls in the same order. Each call raises InputError
+if an argument is wrong on this rank, and RankError, on every rank, if names, dtypes or shapes
+differ between ranks, or if a rank dies or does not make the call in time. After a RankError, all
+further calls fail. Names that end with `_async` start the collective and return a handle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.hvd.communicator import current
+from onnxpar.hvd.allreduce import overwritten, writable
 from onnxpar.hvd.compression import Compression, Compressor
-from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
-from onnxpar.hvd.reductions import Average, ReduceOp, check_reduction
+from onnxpar.hvd.handles import Handle, synchronize
+from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
+from onnxpar.hvd.reductions import Adasum, Average, ReduceOp, Reduction
 from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+
+Splits = Sequence[int] | Array | None
 
 
-def allreduce(
-    array: Any,
-    op: ReduceOp = Average,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
+def allgather(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """Returns the elementwise reduction over the ranks, with the dtype and shape of `array`."""
-    here, what = current(), _what("allreduce", name)
-    checked = _reducible(array, op, what)
-    return here.ordered(lambda: _allreduce(here.world, checked, op, name or "", compression))
-
-
-def allreduce_async(
-    array: Any,
-    op: ReduceOp = Average,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
-) -> Future[Array]:
-    """Starts an allreduce and returns a handle: `synchronize` waits for the result, `poll` is True
-    if the result is ready.
-
-    Do not change `array` until the result is ready. Allreduces run in the order in which they were
-    started.
-    """
-    here, what = current(), _what("allreduce_async", name)
-    checked = _reducible(array, op, what)
-    return here.begin(lambda: _allreduce(here.world, checked, op, name or "", compression))
-
-
-def synchronize(handle: Future[Array]) -> Array:
-    """Waits for an `allreduce_async`, and returns its result."""
-    return handle.result()
-
-
-def poll(handle: Future[Array]) -> bool:
-    """True if `synchronize` would return, or raise, immediately."""
-    return handle.done()
-
-
-def grouped_allreduce(
-    arrays: Sequence[Any],
-    op: ReduceOp = Average,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
-    fusion_threshold: int = FUSION_THRESHOLD,
-) -> list[Array]:
-    """Returns the reductions of many arrays, which are sent together in buffers of up to
-    `fusion_threshold` bytes.
-
-    Each result has the same bits as that of `allreduce`.
-    """
-    here, what = current(), _what("grouped_allreduce", name)
-    checked = [_reducible(array, op, f"{what}[{i}]") for i, array in enumerate(arrays)]
-    layout = layout_of([str(index) for index in range(len(checked))], checked)
-    fusion = Fusion(layout, compression, fusion_threshold)
-    return here.ordered(lambda: fusion.reduce(here, checked, op, name or "group"))
-
-
-def allgather(array: Any, name: str | None = None) -> Array:
     """Returns the arrays of all ranks, concatenated along the first dimension, whose size may
     differ between ranks."""
-    here, what = current(), _what("allgather", name)
-    checked = _with_rows(array, what)
-    return here.ordered(lambda: collectives.all_gather(here.world, checked, name or "")[0])
+    work = _gather(tensor, name, process_set)
+    return members_of(process_set, "allgather").communicator.ordered(
+        work, "ALLGATHER", [name or ""]
+    )
 
 
-def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
-    """Returns the array of the rank `root_rank`; the other ranks must pass an array of the same
-    dtype and shape."""
-    here, what = current(), _what("broadcast", name)
-    checked = collectives.as_exchangeable(array, what)
-    check_root(root_rank, here.size, what)
-    return here.ordered(lambda: collectives.broadcast(here.world, checked, root_rank, name or ""))
+def allgather_async(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Array]:
+    """Starts an allgather."""
+    work = _gather(tensor, name, process_set)
+    here = members_of(process_set, "allgather_async").communicator
+    return Handle(here.begin(work, "ALLGATHER", [name or ""]))
 
 
-@overload
-def alltoall(array: Any, splits: None = None, name: str | None = None) -> Array: ...
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """Returns the allgather of each array."""
+    return synchronize(grouped_allgather_async(tensors, name, process_set))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[list[Array]]:
+    """Starts the allgather of each array."""
+    names = _names(name, "allgather", len(tensors))
+    works = [_gather(t, n, process_set) for t, n in zip(tensors, names, strict=True)]
+    here = members_of(process_set, "grouped_allgather").communicator
+    return Handle(here.begin(lambda: [work() for work in works], "ALLGATHER", names))
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Returns the root's array; the other ranks pass an array with the same dtype and shape.
+    `root_rank` is a number among all ranks, also with a process set."""
+    work = _cast(tensor, root_rank, name, process_set)
+    return members_of(process_set, "broadcast").communicator.ordered(
+        work, "BROADCAST", [name or ""]
+    )
+
+
+def broadcast_async(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Array]:
+    """Starts a broadcast."""
+    work = _cast(tensor, root_rank, name, process_set)
+    here = members_of(process_set, "broadcast_async").communicator
+    return Handle(here.begin(work, "BROADCAST", [name or ""]))
+
+
+def broadcast_(
+    tensor: Array,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Overwrites `tensor` with that of the root, and returns it."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def broadcast_async_(
+    tensor: Array,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Array]:
+    """Starts to overwrite `tensor` with that of the root."""
+    work = _cast(writable(tensor, "broadcast_"), root_rank, name, process_set)
+    here = members_of(process_set, "broadcast_").communicator
+    return Handle(here.begin(lambda: overwritten(tensor, work()), "BROADCAST", [name or ""]))
+
+
 @overload
 def alltoall(
-    array: Any, splits: Sequence[int] | Array, name: str | None = None
+    tensor: Any,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array: ...
+@overload
+def alltoall(
+    tensor: Any,
+    splits: Sequence[int] | Array,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> tuple[Array, Array]: ...
 def alltoall(
-    array: Any, splits: Sequence[int] | Array | None = None, name: str | None = None
+    tensor: Any,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Array | tuple[Array, Array]:
-    """Sends slices of `array` along its first dimension to all ranks, and returns the slices that
+    """Sends slices of `tensor` along its first dimension to all ranks, and returns the slices that
     this rank receives, concatenated in the order of ranks.
 
-    Without `splits`, the slices are equal. With `splits`, rank i gets the next `splits[i]` rows,
-    and a second result has the number of rows that came from each rank (int64).
+    Without `splits`, the slices are equal. With `splits`, the rank in position i of the process set
+    gets the next `splits[i]` rows, and a second result has the number of rows that came from each
+    rank, in the dtype of `splits`, or int32 if it is a list.
     """
-    here, what = current(), _what("alltoall", name)
-    checked = _with_rows(array, what)
-    rows = _splits(checked, splits, here.size, what)
-    result, counts = here.ordered(
-        lambda: collectives.all_to_all(here.world, checked, rows, name or "")
-    )
-    return result if splits is None else (result, np.array(counts, np.int64))
+    work = _exchange(tensor, splits, name, process_set)
+    here = members_of(process_set, "alltoall").communicator
+    result, counts = here.ordered(work, "ALLTOALL", [name or ""])
+    return result if splits is None else (result, counts)
 
 
-def reducescatter(array: Any, op: ReduceOp = Average, name: str | None = None) -> Array:
-    """Reduces over the ranks, divides the result along its first dimension, and returns this rank's
-    slice. If the rows cannot be divided equally, the first ranks get one row more."""
-    here, what = current(), _what("reducescatter", name)
-    checked = _with_rows(array, what)
-    check_reduction(op, checked, what)
-    return here.ordered(
-        lambda: collectives.reduce_scatter(here.world, checked, op.value, name or "")
-    )
+def alltoall_async(
+    tensor: Any,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[Array, Array]]:
+    """Starts an alltoall, whose result has the number of rows from each rank also without
+    `splits`."""
+    work = _exchange(tensor, splits, name, process_set)
+    here = members_of(process_set, "alltoall_async").communicator
+    return Handle(here.begin(work, "ALLTOALL", [name or ""]))
 
 
-def barrier(name: str | None = None) -> None:
-    """Returns after all ranks have called it."""
-    here = current()
-    here.ordered(lambda: collectives.barrier(here.world, name or ""))
-
-
-def check_root(root_rank: int, size: int, what: str) -> None:
-    """Errors: InputError if the root is not a rank; `what` names the call."""
-    if not 0 <= root_rank < size:
-        raise InputError(f"{what}: root_rank={root_rank} must be from 0 to {size - 1}")
-
-
-def _allreduce(
-    world: World, array: Array, op: ReduceOp, name: str, compression: Compressor
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Array:
-    wire, dtype = compression.compress(array)
-    return compression.decompress(collectives.all_reduce(world, wire, op.value, name), dtype)
+    """Returns this rank's rows of the reduction. If the number of rows is not a multiple of the
+    number of ranks, the first ranks get one more."""
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    work = _scatter(tensor, name, compression, reduction, process_set)
+    here = members_of(process_set, "reducescatter").communicator
+    return here.ordered(work, "REDUCESCATTER", [name or ""])
+
+
+def reducescatter_async(
+    tensor: Any,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[Array]:
+    """Starts a reducescatter."""
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    work = _scatter(tensor, name, Compression.none, reduction, process_set)
+    here = members_of(process_set, "reducescatter_async").communicator
+    return Handle(here.begin(work, "REDUCESCATTER", [name or ""]))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Array]:
+    """Returns the reducescatter of each array."""
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    return synchronize(_scatters(tensors, name, compression, reduction, process_set))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[list[Array]]:
+    """Starts the reducescatter of each array."""
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    return _scatters(tensors, name, Compression.none, reduction, process_set)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when all ranks have called it."""
+    members = members_of(process_set, "barrier")
+    members.communicator.ordered(lambda: collectives.barrier(members.world), "BARRIER", ["barrier"])
+
+
+def check_root(root_rank: int, ranks: Sequence[int], what: str) -> None:
+    """Errors: InputError if the root is not one of the ranks."""
+    if root_rank not in ranks:
+        known = f"from 0 to {len(ranks) - 1}"
+        if list(ranks) != list(range(len(ranks))):
+            known = f"one of {list(ranks)}"
+        raise InputError(f"{what}: root_rank={root_rank} must be {known}")
+
+
+def _gather(tensor: Any, name: str | None, process_set: ProcessSet) -> Callable[[], Array]:
+    what = _what("allgather", name)
+    members, checked = members_of(process_set, what), _with_rows(tensor, what)
+    return lambda: collectives.all_gather(members.world, checked, name or "")[0]
+
+
+def _cast(
+    tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Callable[[], Array]:
+    what = _what("broadcast", name)
+    members = members_of(process_set, what)
+    checked = collectives.as_exchangeable(tensor, what)
+    check_root(root_rank, members.ranks, what)
+    root = members.ranks.index(root_rank)
+    return lambda: collectives.broadcast(members.world, checked, root, name or "")
+
+
+def _exchange(
+    tensor: Any, splits: Splits, name: str | None, process_set: ProcessSet
+) -> Callable[[], tuple[Array, Array]]:
+    what = _what("alltoall", name)
+    members, checked = members_of(process_set, what), _with_rows(tensor, what)
+    rows = _rows(checked, splits, members.size, what)
+    dtype = splits.dtype if isinstance(splits, np.ndarray) else np.dtype(np.int32)
+
+    def run() -> tuple[Array, Array]:
+        result, counts = collectives.all_to_all(members.world, checked, rows, name or "")
+        return result, np.array(counts, dtype)
+
+    return run
+
+
+def _scatter(
+    tensor: Any,
+    name: str | None,
+    compression: Compressor,
+    reduction: Reduction,
+    process_set: ProcessSet,
+) -> Callable[[], Array]:
+    what = _what("reducescatter", name)
+    members, checked = members_of(process_set, what), _with_rows(tensor, what)
+    reduction.check(checked.dtype, members.size, what)
+    if reduction.op is Adasum:
+        raise InputError(f"{what}: Adasum is a reduction of allreduce alone")
+
+    def run() -> Array:
+        wire, context = compression.compress(checked)
+        wire = collectives.as_exchangeable(wire, what)
+        return compression.decompress(reduction.reduce_scatter(members, wire, name or ""), context)
+
+    return run
+
+
+def _scatters(
+    tensors: Sequence[Any],
+    name: str | None,
+    compression: Compressor,
+    reduction: Reduction,
+    process_set: ProcessSet,
+) -> Handle[list[Array]]:
+    names = _names(name, "reducescatter", len(tensors))
+    works = [
+        _scatter(tensor, each, compression, reduction, process_set)
+        for tensor, each in zip(tensors, names, strict=True)
+    ]
+    here = members_of(process_set, "grouped_reducescatter").communicator
+    return Handle(here.begin(lambda: [work() for work in works], "REDUCESCATTER", names))
+
+
+def _names(name: str | None, kind: str, count: int) -> list[str]:
+    return [f"{name or kind}.{index}" for index in range(count)]
 
 
 def _what(function: str, name: str | None) -> str:
     return function if name is None else f"{function} {name!r}"
 
 
-def _reducible(array: Any, op: ReduceOp, what: str) -> Array:
-    checked = collectives.as_exchangeable(array, what)
-    check_reduction(op, checked, what)
-    return checked
-
-
-def _with_rows(array: Any, what: str) -> Array:
-    checked = collectives.as_exchangeable(array, what)
+def _with_rows(tensor: Any, what: str) -> Array:
+    checked = collectives.as_exchangeable(tensor, what)
     if checked.ndim == 0:
         raise InputError(f"{what}: the array is a scalar and has no rows; reshape it to [1]")
     return checked
 
 
-def _splits(array: Array, splits: Sequence[int] | Array | None, size: int, what: str) -> list[int]:
-    """Returns the number of rows to send to each rank. Errors: InputError."""
+def _rows(array: Array, splits: Splits, size: int, what: str) -> list[int]:
+    """Returns the number of rows that each rank gets."""
     rows = len(array)
     if splits is None:
         if rows % size:

@@ -1,21 +1,21 @@
-"""init and shutdown, the numbers of ranks and hosts, and the communicator behind all calls."""
+"""The communicator behind all calls, the numbers of ranks and hosts, and ranks as threads."""
 
 from __future__ import annotations
 
 import itertools
-import math
-import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.errors import RankError
+from onnxpar.hvd.timeline import Timeline
 from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World, thread_worlds
-from onnxpar.runtime.launch import Launched, bind_address, launched_rank
+from onnxpar.runtime.groups import Group, World, thread_worlds
+from onnxpar.runtime.launch import Launched, bind_address
 
 T = TypeVar("T")
 
@@ -30,8 +30,14 @@ class Communicator:
         self.world = world
         self.rank = world.rank
         self.size = world.size
-        self.agreed: set[str] = set()
-        """Digests of lists of fused arrays that are already known to be equal on all ranks."""
+        self.agreed: set[tuple[tuple[int, ...], str]] = set()
+        """Ranks, and digests of lists of fused arrays that are known to be equal on them."""
+        self.process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
+        """The ranks of each registered process set, by its number."""
+        self.added = 0
+        """The number of the last process set that was added."""
+        self.timeline: Timeline | None = None
+        self._groups: dict[tuple[int, ...], World | Group] = {self.process_sets[0]: world}
         self._queue: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         hosts = collectives.gather_bytes(world, host.encode(), "hosts")
@@ -41,27 +47,48 @@ class Communicator:
         self.local_size = hosts.count(hosts[self.rank])
         self.cross_rank = alike.index(self.rank)
         self.cross_size = len(alike)
+        self.is_homogeneous = len({hosts.count(host) for host in hosts}) == 1
 
-    def ordered(self, work: Callable[[], T]) -> T:
-        """Runs `work` after all work that was started earlier, and returns its result."""
+    def group(self, ranks: tuple[int, ...]) -> World | Group:
+        """Returns the connection to these ranks, of which this rank is one."""
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(self.world, ranks)
+        return self._groups[ranks]
+
+    def ordered(self, work: Callable[[], T], kind: str = "", names: Sequence[str] = ()) -> T:
+        """Runs `work` after all work that was started earlier, and returns its result. `kind` and
+        `names` of the tensors are for the timeline."""
         if self._last is None or self._last.done():
-            return work()
-        return self.begin(work).result()
+            return self._timed(work, kind, names)()
+        return self.begin(work, kind, names).result()
 
-    def begin(self, work: Callable[[], T]) -> Future[T]:
+    def begin(self, work: Callable[[], T], kind: str = "", names: Sequence[str] = ()) -> Future[T]:
         """Starts `work` in the queue thread, which runs one piece of work after another; returns a
         handle for its result."""
         if self._queue is None:
             self._queue = ThreadPoolExecutor(1, thread_name_prefix="onnxpar-hvd")
-        future = self._queue.submit(work)
+        future = self._queue.submit(self._timed(work, kind, names))
         self._last = future  # type: ignore[assignment]
         return future
 
+    def activity(self, names: Sequence[str], activity: str) -> AbstractContextManager[None]:
+        """Records on the timeline what is done with tensors inside the `with` block."""
+        return nullcontext() if self.timeline is None else self.timeline.span(names, activity)
+
+    def _timed(self, work: Callable[[], T], kind: str, names: Sequence[str]) -> Callable[[], T]:
+        """Returns `work`, which also records its wait and its run on the timeline."""
+        timeline = self.timeline
+        return work if timeline is None or not kind else timeline.recorded(work, kind, names)
+
     def close(self) -> None:
         """Leaves the other ranks; work in progress fails."""
-        self.world.close()
+        for group in self._groups.values():
+            group.close()
         if self._queue is not None:
             self._queue.shutdown()
+        if self.timeline is not None:
+            self.timeline.close()
+            self.timeline = None
 
 
 class _Ranks(threading.local):
@@ -74,27 +101,17 @@ _ranks = _Ranks()
 _process: Communicator | None = None
 
 
-def init(timeout: float | None = None) -> None:
-    """Connects this process with the others that mpirun, srun or torchrun started, or that the
-    environment variables in `onnxpar.runtime.launch.HELP` describe. Without a launcher, this
-    process is the only rank.
-
-    `timeout`, in seconds, limits this and every later wait for another rank; the default is the
-    environment variable ONNXPAR_TIMEOUT, or 60. A second call does nothing. Errors: RankError if
-    another process does not connect in time.
-    """
+def connect(launched: Launched, timeout: float) -> None:
+    """Connects this process with the others. Errors: RankError if another process does not connect
+    in time."""
     global _process
-    if is_initialized():
-        return
-    launched = launched_rank() or Launched(0, 1, 1, "hash:alone")
-    seconds = _timeout() if timeout is None else timeout
     world = World.create(
         f"hvd-{next(_ids)}",
         launched.rank,
         launched.size,
         launched.store,
         bind_address(),
-        seconds,
+        timeout,
     )
     _process = Communicator(world, _this_host())
 
@@ -152,6 +169,11 @@ def cross_size() -> int:
     return current().cross_size
 
 
+def is_homogeneous() -> bool:
+    """Returns True if all hosts have the same number of ranks."""
+    return current().is_homogeneous
+
+
 def run_on_threads(
     function: Callable[[], T],
     ranks: int,
@@ -168,8 +190,9 @@ def run_on_threads(
     failures: list[BaseException] = []
 
     def run(world: World) -> T | None:
+        own: Communicator | None = None
         try:
-            _ranks.own = Communicator(world, hosts[world.rank] if hosts else "here")
+            own = _ranks.own = Communicator(world, hosts[world.rank] if hosts else "here")
             return function()
         except BaseException as error:  # the outermost boundary of a rank: the others wait for it
             failures.append(error)
@@ -178,23 +201,14 @@ def run_on_threads(
         finally:
             _ranks.own = None
             world.close()
+            if own is not None:
+                own.close()
 
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(run, worlds))
     if failures:
         raise failures[0]
     return results  # type: ignore[return-value]
-
-
-def _timeout() -> float:
-    text = os.environ.get("ONNXPAR_TIMEOUT") or "60"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise InputError(f"ONNXPAR_TIMEOUT={text!r}: give a number of seconds above 0")
-    return seconds
 
 
 def _this_host() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -11,8 +12,19 @@ from onnxpar.base.arrays import Array
 from onnxpar.hvd.reductions import is_float
 
 
+class Compressor(Protocol):
+    """A compression: an attribute of `Compression`, or a class or object of your own with these two
+    methods."""
+
+    def compress(self, tensor: Array) -> tuple[Array, Any]:
+        """Returns the array to send, and what `decompress` needs to know."""
+
+    def decompress(self, tensor: Array, ctx: Any) -> Array:
+        """Returns a received array in its original form."""
+
+
 @dataclass(frozen=True)
-class Compressor:
+class Cast:
     """Converts float32 and float64 arrays to the dtype `wire` for sending; None sends arrays
     unchanged."""
 
@@ -24,13 +36,13 @@ class Compressor:
             return dtype
         return _named(self.wire)
 
-    def compress(self, array: Array) -> tuple[Array, np.dtype[Any]]:
+    def compress(self, tensor: Array) -> tuple[Array, np.dtype[Any]]:
         """Returns the array to send, and the original dtype for `decompress`."""
-        return array.astype(self.wire_dtype(array.dtype), copy=False), array.dtype
+        return tensor.astype(self.wire_dtype(tensor.dtype), copy=False), tensor.dtype
 
-    def decompress(self, array: Array, dtype: np.dtype[Any]) -> Array:
+    def decompress(self, tensor: Array, ctx: np.dtype[Any]) -> Array:
         """Returns a received array, converted to its original dtype."""
-        return array.astype(dtype, copy=False)
+        return tensor.astype(ctx, copy=False)
 
 
 class Compression:
@@ -40,9 +52,29 @@ class Compression:
     Values are added in float32, and the result is rounded to 16 bits again.
     """
 
-    none: ClassVar[Compressor] = Compressor(None)
-    fp16: ClassVar[Compressor] = Compressor("float16")
-    bf16: ClassVar[Compressor] = Compressor("bfloat16")
+    none: ClassVar[Cast] = Cast(None)
+    fp16: ClassVar[Cast] = Cast("float16")
+    bf16: ClassVar[Cast] = Cast("bfloat16")
+
+
+Restore = Callable[[list[Array]], list[Array]]
+
+
+def prepared(
+    compression: Compressor, arrays: Sequence[Array]
+) -> tuple[Cast, Sequence[Array], Restore]:
+    """Returns the dtypes in which to send arrays, the arrays to send, and a function that restores
+    received ones: a `Cast` converts where arrays are copied into a buffer, others beforehand."""
+    if isinstance(compression, Cast):
+        return compression, arrays, lambda received: received
+    pairs = [compression.compress(array) for array in arrays]
+    wires = [np.asarray(wire, order="C") for wire, _ in pairs]
+
+    def restore(received: list[Array]) -> list[Array]:
+        contexts = [context for _, context in pairs]
+        return [compression.decompress(w, c) for w, c in zip(received, contexts, strict=True)]
+
+    return Compression.none, wires, restore
 
 
 def _named(name: str) -> np.dtype[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,11 +13,15 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import current, size
 from onnxpar.hvd.compression import Compression, Compressor
-from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
-from onnxpar.hvd.objects import Stateful
-from onnxpar.hvd.optimizers import check_gradient
-from onnxpar.hvd.reductions import Average, ReduceOp, check_reduction
-from onnxpar.runtime import collectives
+from onnxpar.hvd.fusion import FUSION_THRESHOLD
+from onnxpar.hvd.gradients import GradientReducer, Gradients, Groups, compression_of
+from onnxpar.hvd.objects import Parameters, Stateful, named_arrays
+from onnxpar.hvd.optimizers import fitted
+from onnxpar.hvd.process_sets import ProcessSet, global_process_set
+from onnxpar.hvd.reductions import Adasum, Average, ReduceOp, Reduction
+from onnxpar.hvd.sparse import IndexedSlices
+from onnxpar.hvd.two_bit import TwoBit
+from onnxpar.lowering.compression import NONE, THRESHOLD
 
 
 class SteppingOptimizer(Stateful, Protocol):
@@ -23,7 +29,7 @@ class SteppingOptimizer(Stateful, Protocol):
 
     lr: float
 
-    def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> Any: ...
+    def step(self, params: Mapping[str, Array], grads: Mapping[str, Any]) -> Any: ...
 
 
 def scale_learning_rate(lr: float) -> float:
@@ -35,35 +41,67 @@ def scale_learning_rate(lr: float) -> float:
 class DistributedOptimizer:
     """An optimizer whose steps use the gradients of all ranks, reduced by `op`.
 
-    optimizer                 updates the parameters on each rank
-    compression               dtype in which gradients are sent
-    fusion_threshold          size in bytes of the buffers in which gradients are sent together; 0
-                              sends each gradient separately
-    backward_passes_per_step  number of calls of `step` per update: all add up gradients on this
-                              rank, and the last reduces them and updates the parameters
+    optimizer                  updates the parameters on each rank
+    named_parameters           the parameters, by name or as pairs of name and array; then `step`
+                               takes gradients alone, and a parameter without one counts as 0
+    compression                dtype in which gradients are sent
+    backward_passes_per_step   number of calls of `step` per update: all add up gradients on this
+                               rank, and the last reduces them and updates the parameters
+    op                         Average, Sum, Min, Max, Product, or Adasum, which combines the
+                               updates that the ranks would make rather than the gradients
+    gradient_predivide_factor  divides gradients before they are added; the sum is divided by the
+                               rest of the number of ranks
+    groups, num_groups         gradients that are sent together: lists of parameters (arrays or
+                               names), or a number of groups of about equal counts
+    sparse_as_dense            reduces `IndexedSlices` as whole arrays, not as their rows
+    process_set                ranks that reduce; the others update with their own gradients
+    fusion_threshold           size in bytes of the buffers in which gradients are sent together; 0
+                               sends each gradient separately; the default is the environment
+                               variable HOROVOD_FUSION_THRESHOLD, or 64 MiB
+    gc_type, threshold         compression as in the graph: "float16", "bfloat16" or "2bit", which
+                               sends 0, `threshold` or its negative, and keeps the remainder
     """
 
     def __init__(
         self,
         optimizer: SteppingOptimizer,
+        named_parameters: Parameters | None = None,
         compression: Compressor = Compression.none,
-        op: ReduceOp = Average,
-        fusion_threshold: int = FUSION_THRESHOLD,
         backward_passes_per_step: int = 1,
+        op: ReduceOp = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Groups = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
+        *,
+        fusion_threshold: int | None = None,
+        gc_type: str = NONE,
+        threshold: float = THRESHOLD,
     ) -> None:
-        if backward_passes_per_step < 1 or fusion_threshold < 0:
-            raise InputError(
-                f"backward_passes_per_step={backward_passes_per_step} must be at least 1, and "
-                f"fusion_threshold={fusion_threshold} must be at least 0"
-            )
+        if gradient_predivide_factor != 1 and op is not Average:
+            raise InputError("gradient_predivide_factor needs op=hvd.Average")
         self.optimizer = optimizer
-        self._compression = compression
-        self._op = op
-        self._threshold = fusion_threshold
-        self._passes = backward_passes_per_step
-        self._passed = 0
-        self._sums: dict[str, Array] = {}
-        self._fusion: Fusion | None = None
+        self.op = op
+        self.process_set = process_set
+        self._sums: dict[str, Any] = {}
+        self._passes = self._passed = 0
+        self.set_backward_passes_per_step(backward_passes_per_step)
+        self._named = None
+        if named_parameters is not None:
+            self._named = named_arrays(named_parameters, "named_parameters")
+        factor = gradient_predivide_factor
+        self._reducer = GradientReducer(
+            reduction=Reduction(op, 1 / factor, factor),
+            process_set=process_set,
+            compression=compression_of(compression, gc_type),
+            threshold=_default_threshold() if fusion_threshold is None else fusion_threshold,
+            groups=(num_groups or None) if groups is None else groups,
+            named=self._named or {},
+            sparse_as_dense=sparse_as_dense,
+            two_bit=TwoBit(threshold) if gc_type == "2bit" else None,
+        )
+        self._synchronizes = True
 
     @property
     def lr(self) -> float:
@@ -74,38 +112,59 @@ class DistributedOptimizer:
     def lr(self, value: float) -> None:
         self.optimizer.lr = value
 
-    def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> bool:
+    def step(self, params: Mapping[str, Any], grads: Gradients | None = None) -> bool:
         """Reduces the gradients over all ranks and updates the parameters in place. Returns False
-        if it only added up gradients on this rank.
+        if it only added up gradients on this rank. With `named_parameters`, `step(grads)` suffices.
 
         Errors: InputError if a gradient has no parameter or another shape; InputError, on every
         rank, if names, dtypes or shapes of the gradients differ between ranks; RankError as for
         `allreduce`.
         """
-        for name, grad in grads.items():
-            check_gradient(name, params, grad)
-        if self._passes > 1:
+        params, grads = self._arguments(params, grads)
+        grads = {name: fitted(name, params, grad) for name, grad in grads.items()}
+        if self._passes > 1 and self._synchronizes:
             self._accumulate(grads)
             if self._passed < self._passes:
                 return False
             grads, self._sums, self._passed = self._sums, {}, 0
-        self.optimizer.step(params, self.synchronize(grads))
+        if self.op is Adasum and current().size > 1:
+            self._combine_updates(params, grads)
+        else:
+            reduced = self.synchronize(grads) if self._synchronizes else grads
+            self.optimizer.step(params, reduced)
         return True
 
-    def synchronize(self, grads: Mapping[str, Array]) -> dict[str, Array]:
+    def synchronize(self, grads: Gradients) -> dict[str, Any]:
         """Returns the gradients, reduced over all ranks, without an update. Use it to clip
-        gradients before you call `optimizer.optimizer.step` yourself. The next call overwrites the
-        returned arrays."""
-        here, names = current(), sorted(grads)
-        arrays = [collectives.as_exchangeable(grads[n], f"the gradient of {n!r}") for n in names]
-        for name, array in zip(names, arrays, strict=True):
-            check_reduction(self._op, array, f"the gradient of {name!r}")
-        layout = layout_of(names, arrays)
-        if self._fusion is None or self._fusion.layout != layout:
-            self._fusion = Fusion(layout, self._compression, self._threshold)
-        fusion = self._fusion
-        reduced = here.ordered(lambda: fusion.reduce(here, arrays, self._op, "gradients"))
-        return dict(zip(names, reduced, strict=True))
+        gradients; then pass them to `step` in a `skip_synchronize` block. The next call overwrites
+        the returned arrays."""
+        if not self.process_set.included():
+            return dict(grads)
+        return self._reducer.reduce(grads)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Lets `step` use the gradients that `synchronize` returned as they are."""
+        if self.op is Adasum:
+            raise InputError("Adasum combines updates inside step, which cannot skip it")
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sets the number of calls of `step` per update, and drops gradients that were added
+        up."""
+        if passes < 1:
+            raise InputError(f"backward_passes_per_step={passes} must be at least 1")
+        self._passes, self._passed, self._sums = passes, 0, {}
+
+    def zero_grad(self) -> None:
+        """Does nothing, because gradients are arguments of `step`. Errors: InputError between the
+        passes of an update."""
+        if self._passed:
+            raise InputError("zero_grad() between the passes of an update would lose gradients")
 
     def state_dict(self) -> Any:
         """Returns the state of the inner optimizer. Errors: InputError between the passes of an
@@ -124,10 +183,39 @@ class DistributedOptimizer:
         self._sums, self._passed = {}, 0
         self.optimizer.load_state_dict(state)
 
-    def _accumulate(self, grads: Mapping[str, Array]) -> None:
+    def _arguments(
+        self, params: Mapping[str, Any], grads: Gradients | None
+    ) -> tuple[Mapping[str, Array], Gradients]:
+        """Returns the parameters and the gradients of a call of `step`."""
+        if grads is not None:
+            return params, grads
+        if self._named is None:
+            raise InputError("step(grads) needs named_parameters; otherwise call it with both")
+        missing = {n: np.zeros_like(p) for n, p in self._named.items() if n not in params}
+        return self._named, {**params, **missing}
+
+    def _combine_updates(self, params: Mapping[str, Array], grads: Gradients) -> None:
+        """Lets this rank update the parameters, and replaces the update by that of all ranks."""
+        before = {name: params[name].copy() for name in grads}
+        self.optimizer.step(params, grads)
+        updates = {name: np.asarray(params[name] - old) for name, old in before.items()}
+        for name, update in self.synchronize(updates).items():
+            np.add(before[name], update, out=params[name])
+
+    def _accumulate(self, grads: Gradients) -> None:
         for name, grad in grads.items():
-            if name in self._sums:
-                self._sums[name] += grad
+            sums = self._sums
+            if isinstance(grad, IndexedSlices):
+                sums[name] = grad.plus(sums.get(name))
+            elif name in sums:
+                sums[name] += grad
             else:
-                self._sums[name] = np.array(grad)
+                sums[name] = np.array(grad)
         self._passed += 1
+
+
+def _default_threshold() -> int:
+    text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
+    if text and not text.isdecimal():
+        raise InputError(f"HOROVOD_FUSION_THRESHOLD={text!r} must be a number of bytes")
+    return int(text) if text else FUSION_THRESHOLD

@@ -12,9 +12,9 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.hvd.communicator import Communicator
-from onnxpar.hvd.compression import Compressor
-from onnxpar.hvd.reductions import ReduceOp
+from onnxpar.hvd.compression import Cast
+from onnxpar.hvd.process_sets import Members
+from onnxpar.hvd.reductions import Reduction
 from onnxpar.runtime import collectives
 
 FUSION_THRESHOLD = 64 << 20
@@ -47,31 +47,42 @@ def layout_of(names: Sequence[str], arrays: Sequence[Array]) -> Layout:
 
 class Fusion:
     """Buffers for the arrays that `layout` lists. Each buffer holds arrays of one dtype with up to
-    `threshold` bytes in total, as they are sent, or a single larger array."""
+    `threshold` bytes in total, as they are sent, or a single larger array. With `groups` of
+    indices, the arrays of a group share a buffer whatever its size, and no others do."""
 
-    def __init__(self, layout: Layout, compression: Compressor, threshold: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        compression: Cast,
+        threshold: int,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.layout = layout
+        self.threshold = threshold
         wires = [compression.wire_dtype(tensor.dtype) for tensor in layout]
-        self.buckets = [
-            Bucket(layout, indices, wire) for wire, indices in _grouped(layout, wires, threshold)
-        ]
-        self._text = "\n".join([f"a fusion threshold of {threshold}", *map(str, layout)])
+        filled = (
+            _grouped(layout, range(len(layout)), wires, threshold)
+            if groups is None
+            else [each for group in groups for each in _grouped(layout, group, wires, None)]
+        )
+        self.buckets = [Bucket(layout, indices, wire) for wire, indices in filled]
+        about = f"a fusion threshold of {threshold}" + (f" and groups {groups}" if groups else "")
+        self._text = "\n".join([about, *map(str, layout)])
 
     def reduce(
-        self, communicator: Communicator, arrays: Sequence[Array], op: ReduceOp, name: str
+        self, members: Members, arrays: Sequence[Array], reduction: Reduction, name: str
     ) -> list[Array]:
-        """Returns the arrays, reduced over the ranks: views of the buffers, or new arrays.
+        """Returns the arrays, reduced over the members: views of the buffers, or new arrays.
 
-        Errors: InputError, on every rank, if names, dtypes or shapes of the arrays differ between
-        ranks.
+        Errors: InputError, on every rank, if names, dtypes or shapes differ between ranks.
         """
-        digest = _agree(communicator, self._text, name)
+        digest = agree(members, self._text, name)
         results: dict[int, Array] = {}
         for number, bucket in enumerate(self.buckets):
             bucket.reduce(
-                communicator,
+                members,
                 arrays,
-                op,
+                reduction,
                 f"{name}, bucket {number + 1} of {len(self.buckets)}",
                 f"layout={digest}",
             )
@@ -94,18 +105,20 @@ class Bucket:
 
     def reduce(
         self,
-        communicator: Communicator,
+        members: Members,
         arrays: Sequence[Array],
-        op: ReduceOp,
+        reduction: Reduction,
         name: str,
         details: str,
     ) -> None:
-        """Copies the arrays into the buffer, and reduces the buffer over the ranks in place."""
-        for part, index in zip(self._parts, self.indices, strict=True):
-            np.copyto(part, arrays[index], casting="unsafe")
-        collectives.all_reduce(
-            communicator.world, self._buffer, op.value, name, details, self._buffer
-        )
+        """Copies the arrays into the buffer, and reduces the buffer over the members in place."""
+        names = [tensor.name for tensor in self._tensors]
+        with members.communicator.activity(names, "MEMCPY_IN_FUSION_BUFFER"):
+            for part, index in zip(self._parts, self.indices, strict=True):
+                np.copyto(part, arrays[index], casting="unsafe")
+        with members.communicator.activity(names, "GLOO_ALLREDUCE"):
+            buffer, sizes = self._buffer, [tensor.elements for tensor in self._tensors]
+            reduction.all_reduce(members, buffer, name, details, buffer, sizes)
 
     def unpack(self) -> dict[int, Array]:
         """Returns the reduced arrays by index: views of the buffer, or copies if they were sent in
@@ -117,13 +130,14 @@ class Bucket:
 
 
 def _grouped(
-    layout: Layout, wires: Sequence[np.dtype[Any]], threshold: int
+    layout: Layout, wanted: Sequence[int], wires: Sequence[np.dtype[Any]], threshold: float | None
 ) -> list[tuple[np.dtype[Any], list[int]]]:
-    """Returns, for each buffer, its dtype and the indices of its arrays."""
+    """Returns, for each buffer of the wanted arrays, its dtype and the indices of its arrays."""
+    threshold = math.inf if threshold is None else threshold
     filled: list[tuple[np.dtype[Any], list[int]]] = []
-    open_: dict[np.dtype[Any], tuple[list[int], int]] = {}
-    for index, (tensor, wire) in enumerate(zip(layout, wires, strict=True)):
-        bytes_ = tensor.elements * wire.itemsize
+    open_: dict[np.dtype[Any], tuple[list[int], float]] = {}
+    for index in wanted:
+        wire, bytes_ = wires[index], layout[index].elements * wires[index].itemsize
         indices, used = open_.get(wire, ([], threshold))
         if used + bytes_ > threshold or not indices:
             indices, used = [], 0
@@ -133,24 +147,27 @@ def _grouped(
     return filled
 
 
-def _agree(communicator: Communicator, text: str, name: str) -> str:
+def agree(members: Members, text: str, name: str) -> str:
     """Returns a digest of `text`, which lists names, dtypes and shapes, after checking that all
     ranks have the same text. Otherwise different lists could go unnoticed, because the buffers may
     have the same size. Errors: InputError, on every rank."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if digest not in communicator.agreed:
-        texts = collectives.gather_bytes(communicator.world, text.encode(), f"{name}, layout")
+    agreed = members.communicator.agreed
+    if (members.ranks, digest) not in agreed:
+        texts = collectives.gather_bytes(members.world, text.encode(), f"{name}, layout")
         first = texts[0].decode().splitlines()
-        for rank, other in enumerate(texts):
+        for rank, other in zip(members.ranks, texts, strict=True):
             if texts[0] != other:
-                raise InputError(f"{name}: {_difference(first, rank, other.decode())}")
-        communicator.agreed.add(digest)
+                raise InputError(
+                    f"{name}: {_difference(members.ranks[0], first, rank, other.decode())}"
+                )
+        agreed.add((members.ranks, digest))
     return digest
 
 
-def _difference(first: Sequence[str], rank: int, text: str) -> str:
+def _difference(root: int, first: Sequence[str], rank: int, text: str) -> str:
     lines = text.splitlines()
     for mine, other in zip(first, lines, strict=False):
         if mine != other:
-            return f"rank 0 has {mine}, but rank {rank} has {other}"
-    return f"rank 0 has {len(first) - 1} tensors, but rank {rank} has {len(lines) - 1}"
+            return f"rank {root} has {mine}, but rank {rank} has {other}"
+    return f"rank {root} has {len(first) - 1} tensors, but rank {rank} has {len(lines) - 1}"

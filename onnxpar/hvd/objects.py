@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,8 +10,10 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.base.typed_bytes import of_bytes, to_bytes
 from onnxpar.errors import InputError, RankError
+from onnxpar.hvd.allreduce import writable
 from onnxpar.hvd.arrays import broadcast, check_root
 from onnxpar.hvd.communicator import current
+from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.runtime import collectives
 
 
@@ -22,18 +24,26 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Returns the object of the rank `root_rank`; the objects of the other ranks are ignored.
 
     `typed_bytes.ALLOWED` lists the types that can be sent. Errors: TypeError for other types;
     RankError if the bytes from the root do not encode an object.
     """
-    here, called = current(), name or "object"
-    check_root(root_rank, here.size, f"broadcast_object {called!r}")
-    is_root = here.rank == root_rank
+    called = name or "object"
+    members = members_of(process_set, f"broadcast_object {called!r}")
+    check_root(root_rank, members.ranks, f"broadcast_object {called!r}")
+    is_root = members.communicator.rank == root_rank
     payload = np.frombuffer(to_bytes(obj), np.uint8) if is_root else np.empty(0, np.uint8)
-    length = int(broadcast(np.array(len(payload)), root_rank, f"{called}, length"))
-    data = broadcast(payload if is_root else _memory(length, root_rank), root_rank, called)
+    size = np.array(len(payload))
+    length = int(broadcast(size, root_rank, f"{called}, length", process_set))
+    memory = payload if is_root else _memory(length, root_rank)
+    data = broadcast(memory, root_rank, called, process_set)
     return obj if is_root else _object(data.tobytes(), root_rank)
 
 
@@ -63,24 +73,39 @@ def _object(data: bytes, rank: int) -> Any:
         ) from error
 
 
-def broadcast_parameters(params: Mapping[str, Array], root_rank: int = 0) -> None:
+Parameters = Mapping[str, Array] | Sequence[Array] | Sequence[tuple[str, Array]]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     """Overwrites the arrays of every rank with those of the rank `root_rank`.
 
-    Errors: InputError if a value is not a writable array.
+    `params` maps names to arrays, or is a list of arrays or of pairs of name and array. Errors:
+    InputError if a value is not a writable array.
     """
-    for name, array in params.items():
-        if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            raise InputError(
-                f"broadcast_parameters: {name!r} is not a writable array; make it one with "
-                "np.array(...)"
-            )
-    for name in sorted(params):
-        params[name][...] = broadcast(params[name], root_rank, name)
+    named = named_arrays(params, "broadcast_parameters")
+    for name, array in named.items():
+        writable(array, f"broadcast_parameters: {name!r}")
+    for name in sorted(named):
+        named[name][...] = broadcast(named[name], root_rank, name)
 
 
-def broadcast_optimizer_state(optimizer: Stateful, root_rank: int = 0) -> None:
+def named_arrays(params: Parameters, what: str) -> dict[str, Array]:
+    """Returns arrays by name; an array without one is called by its position. Errors: InputError
+    if two have the same name."""
+    if isinstance(params, Mapping):
+        return dict(params)
+    named: dict[str, Array] = {}
+    for index, each in enumerate(params):
+        name, array = each if isinstance(each, tuple) else (f"parameter {index}", each)
+        if name in named:
+            raise InputError(f"{what}: two parameters are called {name!r}; names must be unique")
+        named[name] = array
+    return named
+
+
+def broadcast_optimizer_state(optimizer: Stateful, root_rank: int = 0, model: Any = None) -> None:
     """Gives the optimizer of every rank the state and the options of the optimizer on rank
-    `root_rank`."""
+    `root_rank`. `model` is not used."""
     here = current()
     state = optimizer.state_dict() if here.rank == root_rank else None
     state = broadcast_object(state, root_rank, "optimizer state")

@@ -17,6 +17,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
+from onnxpar.hvd.sparse import IndexedSlices
 
 State = dict[str, Any]
 
@@ -28,20 +29,28 @@ class Optimizer(ABC):
     lr: float
     state: dict[str, State] = field(default_factory=dict, init=False, repr=False)
 
-    def step(self, params: Mapping[str, Array], grads: Mapping[str, Array]) -> None:
+    def step(self, params: Mapping[str, Array], grads: Mapping[str, Any]) -> None:
         """Updates each parameter that has a gradient.
 
         Errors: InputError if a gradient has no parameter of its name, or another shape than the
         parameter.
         """
-        for name, grad in grads.items():
-            check_gradient(name, params, grad)
-        for name, grad in grads.items():
-            self._update(params[name], grad, self.state.setdefault(name, {}))
+        fitting = {name: fitted(name, params, grad) for name, grad in grads.items()}
+        for name, grad in fitting.items():
+            state = self.state.setdefault(name, {})
+            if not isinstance(grad, IndexedSlices):
+                self._update(params[name], grad, state)
+            elif not self._update_rows(params[name], grad, state):
+                self._update(params[name], grad.dense(), state)
 
     @abstractmethod
     def _update(self, param: Array, grad: Array, state: State) -> None:
         """Updates one parameter and its state in place."""
+
+    def _update_rows(self, param: Array, grad: IndexedSlices, state: State) -> bool:
+        """Updates the rows of a sparse gradient, if that equals the dense update; returns False if
+        it does not."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of the options and the state."""
@@ -81,6 +90,12 @@ class SGD(Optimizer):
                 buffer += (1 - self.dampening) * grad
             grad = grad + self.momentum * buffer if self.nesterov else buffer
         param -= self.lr * grad
+
+    def _update_rows(self, param: Array, grad: IndexedSlices, state: State) -> bool:
+        if self.weight_decay or self.momentum:
+            return False
+        np.subtract.at(param, grad.indices, self.lr * grad.values)
+        return True
 
 
 @dataclass
@@ -122,15 +137,22 @@ class AdamW(Adam):
         return grad
 
 
-def check_gradient(name: str, params: Mapping[str, Array], grad: Array) -> None:
-    """Errors: InputError if a gradient has no parameter of its name, or another shape."""
+def fitted(name: str, params: Mapping[str, Array], grad: Any) -> Any:
+    """Returns the gradient, a sparse one with the shape of its parameter. Errors: InputError if a
+    gradient has no parameter of its name, or another shape."""
     if name not in params:
         raise InputError(f"the gradient {name!r} has no parameter of this name; {_some(params)}")
-    if params[name].shape != grad.shape:
+    wanted = params[name].shape
+    if isinstance(grad, IndexedSlices):
+        grad = IndexedSlices(grad.values, grad.indices, grad.dense_shape or wanted)
+        shape = (*grad.dense_shape[:1], *grad.values.shape[1:])
+    else:
+        shape = grad.shape
+    if shape != wanted:
         raise InputError(
-            f"parameter {name!r} has shape {list(params[name].shape)}, but its gradient has "
-            f"{list(grad.shape)}"
+            f"parameter {name!r} has shape {list(wanted)}, but its gradient has {list(shape)}"
         )
+    return grad
 
 
 def _some(params: Mapping[str, Array]) -> str:

@@ -23,7 +23,7 @@ void RunOn(const Array& x, const char* kind, std::string details, const Shape& c
     ElementSize(x.type);  // throws for types that cannot be sent
     uint64_t signature = Mix(Mix(Mix(0, std::string("array")), name), details);
     signature = Mix(Mix(signature, static_cast<uint64_t>(x.type)), common);
-    Group& group = x.world->GroupOf({});
+    Group& group = x.world->GroupOf(x.ranks);
     x.world->Run({name, details, group, signature, x.type, x.shape, nullptr, nullptr}, body);
   } catch (const WorldFailure&) {
     throw;
@@ -38,7 +38,7 @@ void Copy(const Array& x, void* out) {
   if (x.data != out && Bytes(x) > 0) std::memcpy(out, x.data, Bytes(x));
 }
 
-bool Alone(const Array& x) { return x.world->size() == 1; }
+bool Alone(const Array& x) { return x.GroupSize() == 1; }
 
 Reduction ReductionOf(const Array& x, const std::string& op) {
   if (op != "mean") return {x.type, ParseReduceOp(op)};
@@ -125,8 +125,7 @@ void BroadcastArray(const Array& x, int root, void* out) {
   });
 }
 
-void Barrier(const std::shared_ptr<World>& world, const std::string& name) {
-  const Array nothing{world, name, "", DataType::kBool, {0}, nullptr};
+void Barrier(const Array& nothing) {
   if (Alone(nothing)) return;
   RunOn(nothing, "Barrier", "", nothing.shape, [&](Transport& transport, const Call& call) {
     transport.AllGather(call, nullptr, nullptr, RowsOf(nothing, Counts(call.ranks.size())));

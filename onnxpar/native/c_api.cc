@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "arrays.h"
 #include "hub.h"
@@ -37,6 +38,26 @@ std::shared_ptr<onnxpar::World> WorldNamed(const char* id) {
   const auto world = onnxpar::World::Find(id);
   if (!world) throw std::runtime_error("this process has no world '" + std::string(id) + "'");
   return world;
+}
+
+/// Ranks of a world that callers use like a world of their own.
+struct Subset {
+  std::string world;
+  std::vector<int64_t> ranks;
+};
+
+std::mutex subsets_mutex;
+
+std::map<std::string, Subset>& Subsets() {
+  static auto* subsets = new std::map<std::string, Subset>;
+  return *subsets;
+}
+
+/// The subset of this id, or all ranks of the world of this id.
+Subset SubsetNamed(const char* id) {
+  std::lock_guard<std::mutex> lock(subsets_mutex);
+  const auto found = Subsets().find(id);
+  return found == Subsets().end() ? Subset{id, {}} : found->second;
 }
 
 std::mutex hubs_mutex;
@@ -100,8 +121,28 @@ ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
 
 ONNXPAR_EXPORT const char* onnxpar_interruption() { return interruption.c_str(); }
 
-/// An array in C order, and the name of the collective. `world` is the id of a world, `type` a
-/// number of TensorProto.DataType.
+/// Makes `count` ranks of a world known in this process as `id`, for the collectives of arrays.h.
+/// This rank must be one of them.
+ONNXPAR_EXPORT int onnxpar_group_create(const char* world, const char* id, const int64_t* ranks,
+                                        int count) {
+  return Guard([&] {
+    const Subset subset{world, {ranks, ranks + count}};
+    WorldNamed(world)->GroupOf(subset.ranks);  // throws unless the ranks can be a group
+    std::lock_guard<std::mutex> lock(subsets_mutex);
+    Subsets()[id] = subset;
+  });
+}
+
+/// Forgets a group.
+ONNXPAR_EXPORT int onnxpar_group_destroy(const char* id) {
+  return Guard([&] {
+    std::lock_guard<std::mutex> lock(subsets_mutex);
+    Subsets().erase(id);
+  });
+}
+
+/// An array in C order, and the name of the collective. `world` is the id of a world or a group,
+/// `type` a number of TensorProto.DataType.
 struct onnxpar_array {
   const char* world;
   const char* name;
@@ -112,8 +153,14 @@ struct onnxpar_array {
   int type;
 
   onnxpar::Array Checked() const {
-    return {WorldNamed(world),           name, details, static_cast<onnxpar::DataType>(type),
-            {shape, shape + dimensions}, data};
+    const Subset subset = SubsetNamed(world);
+    return {WorldNamed(subset.world.c_str()),
+            subset.ranks,
+            name,
+            details,
+            static_cast<onnxpar::DataType>(type),
+            {shape, shape + dimensions},
+            data};
   }
 };
 
@@ -136,7 +183,7 @@ ONNXPAR_EXPORT int onnxpar_all_to_all(const onnxpar_array* x, const int64_t* spl
                                       void* (*allocate)(const int64_t* rows)) {
   return Guard([&] {
     const onnxpar::Array array = x->Checked();
-    onnxpar::AllToAllArray(array, {splits, splits + array.world->size()}, allocate);
+    onnxpar::AllToAllArray(array, {splits, splits + array.GroupSize()}, allocate);
   });
 }
 
@@ -145,7 +192,12 @@ ONNXPAR_EXPORT int onnxpar_broadcast(const onnxpar_array* x, int root, void* out
 }
 
 ONNXPAR_EXPORT int onnxpar_barrier(const char* world, const char* name) {
-  return Guard([&] { onnxpar::Barrier(WorldNamed(world), name); });
+  return Guard([&] {
+    const int64_t shape[] = {0};
+    const int type = static_cast<int>(onnxpar::DataType::kBool);
+    const onnxpar_array nothing{world, name, "", shape, nullptr, 1, type};
+    onnxpar::Barrier(nothing.Checked());
+  });
 }
 
 /// Serves the hub of one world from this process, which need not be a rank. Listens on `host`; sets

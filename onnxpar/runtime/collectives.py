@@ -16,7 +16,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.runtime.groups import World, check, library
+from onnxpar.runtime.groups import Group, World, check, library
 
 _TYPES = {
     "float32": 1,
@@ -69,7 +69,7 @@ def as_exchangeable(x: Any, what: str) -> Array:
 
 
 def all_reduce(
-    world: World,
+    world: World | Group,
     x: Array,
     op: str = "sum",
     name: str = "",
@@ -89,25 +89,30 @@ def all_reduce(
     return result
 
 
-def reduce_scatter(world: World, x: Array, op: str = "sum", name: str = "") -> Array:
+def reduce_scatter(
+    world: World | Group, x: Array, op: str = "sum", name: str = "", details: str = ""
+) -> Array:
     """Reduces over the ranks, divides the result along dimension 0, and returns this rank's shard.
     Shards are as equal as possible, larger ones first."""
     each, more = divmod(len(x), world.size)
     rows = each + (world.rank < more)
     result = np.empty((rows, *x.shape[1:]), x.dtype)
-    check(_library().onnxpar_reduce_scatter(_call(world, x, name), op.encode(), result.ctypes.data))
+    call = _call(world, x, name, details)
+    check(_library().onnxpar_reduce_scatter(call, op.encode(), result.ctypes.data))
     return result
 
 
-def all_gather(world: World, x: Array, name: str = "") -> tuple[Array, list[int]]:
+def all_gather(
+    world: World | Group, x: Array, name: str = "", details: str = ""
+) -> tuple[Array, list[int]]:
     """Returns the arrays of all ranks joined along dimension 0, and each rank's size of that
     dimension."""
-    call = _call(world, x, name)
+    call = _call(world, x, name, details)
     return _joined(world, x, lambda allocate: _library().onnxpar_all_gather(call, allocate))
 
 
 def all_to_all(
-    world: World, x: Array, splits: Sequence[int], name: str = ""
+    world: World | Group, x: Array, splits: Sequence[int], name: str = ""
 ) -> tuple[Array, list[int]]:
     """Sends consecutive slices of `x` along dimension 0 to the ranks, `splits[i]` rows to rank i.
     Returns the slices that this rank received, joined in the order of ranks, and the number of rows
@@ -117,26 +122,28 @@ def all_to_all(
     return _joined(world, x, lambda allocate: _library().onnxpar_all_to_all(call, counts, allocate))
 
 
-def broadcast(world: World, x: Array, root: int, name: str = "", out: Array | None = None) -> Array:
+def broadcast(
+    world: World | Group, x: Array, root: int, name: str = "", out: Array | None = None
+) -> Array:
     """Returns the `x` of rank `root`, written to `out` if given; `out` may be `x`."""
     result = np.empty_like(x) if out is None else out
     check(_library().onnxpar_broadcast(_call(world, x, name), root, result.ctypes.data))
     return result
 
 
-def barrier(world: World, name: str = "") -> None:
+def barrier(world: World | Group, name: str = "") -> None:
     """Returns after all ranks have called this function."""
     check(_library().onnxpar_barrier(world.id.encode(), name.encode()))
 
 
-def gather_bytes(world: World, payload: bytes, name: str = "") -> list[bytes]:
+def gather_bytes(world: World | Group, payload: bytes, name: str = "") -> list[bytes]:
     """Returns the payloads of all ranks, by rank."""
     rows, counts = all_gather(world, np.frombuffer(payload, np.uint8), name)
     ends = np.cumsum(counts)
     return [rows[end - count : end].tobytes() for end, count in zip(ends, counts, strict=True)]
 
 
-def _joined(world: World, x: Array, run: Callable[[Any], int]) -> tuple[Array, list[int]]:
+def _joined(world: World | Group, x: Array, run: Callable[[Any], int]) -> tuple[Array, list[int]]:
     """Calls `run`, which fills an array of rows like those of `x`. Returns the array, and the
     number of rows of each rank. When the library knows these numbers, it calls `allocate` for the
     memory."""
@@ -160,7 +167,7 @@ def _row_bytes(x: Array) -> int:
     return int(np.prod(x.shape[1:], dtype=np.int64)) * x.itemsize
 
 
-def _call(world: World, x: Array, name: str, details: str = "") -> Any:
+def _call(world: World | Group, x: Array, name: str, details: str = "") -> Any:
     """Returns the library's description of `x`. The caller must keep `x` alive during the call."""
     assert x.flags.c_contiguous and x.dtype.isnative, "see as_exchangeable"
     shape = (ctypes.c_int64 * x.ndim)(*x.shape)

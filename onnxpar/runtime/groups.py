@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -107,6 +108,29 @@ class World(Closing):
         if self._open:
             self._open = False
             check(library().onnxpar_world_destroy(self.id.encode()))
+
+
+class Group(Closing):
+    """Some ranks of a world, for the functions of `collectives`: this rank must be one of them.
+
+    `ranks` are ranks of the world, in the order of the group, and `rank` is this rank's position
+    among them. A rank that fails in a group fails in the whole world.
+    """
+
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self.id = f"{world.id}, ranks {list(ranks)}"
+        self.rank = list(ranks).index(world.rank)
+        self.size = len(ranks)
+        numbers = (ctypes.c_int64 * len(ranks))(*ranks)
+        create = library().onnxpar_group_create
+        check(create(world.id.encode(), self.id.encode(), numbers, len(ranks)))
+        self._open = True
+
+    def close(self) -> None:
+        """Forgets the group; the world remains."""
+        if self._open:
+            self._open = False
+            check(library().onnxpar_group_destroy(self.id.encode()))
 
 
 class Hub(Closing):

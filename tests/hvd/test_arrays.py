@@ -164,7 +164,7 @@ def test_reducescatter(ranks: int) -> None:
     for op in (hvd.Average, hvd.Sum, hvd.Max):
 
         def body(op: hvd.ReduceOp = op) -> np.ndarray:
-            return hvd.reducescatter(xs[hvd.rank()], op)
+            return hvd.reducescatter(xs[hvd.rank()], op=op)
 
         parts = hvd.run_on_threads(body, ranks)
         sizes = [len(part) for part in np.array_split(xs[0], ranks)]
@@ -206,8 +206,8 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(ranks: int) -> None:
 
 def test_what_has_begun_runs_in_order() -> None:
     def body() -> list[list[float]]:
-        begun = [hvd.allreduce_async(np.full(1000, i), hvd.Sum, f"x{i}") for i in range(20)]
-        last = hvd.allreduce(np.ones(2), hvd.Sum)
+        begun = [hvd.allreduce_async(np.full(1000, i), name=f"x{i}", op=hvd.Sum) for i in range(20)]
+        last = hvd.allreduce(np.ones(2), op=hvd.Sum)
         assert all(hvd.poll(handle) for handle in begun)
         return [[float(hvd.synchronize(handle)[0]) for handle in begun], last.tolist()]
 
@@ -240,7 +240,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["Broadcast", "float32[4]", "int32[4]"],
     ),
     "reductions": (
-        lambda: hvd.allreduce(np.ones(3), mine(hvd.Sum, hvd.Average)),
+        lambda: hvd.allreduce(np.ones(3), op=mine(hvd.Sum, hvd.Average)),
         ["op=sum", "op=mean"],
     ),
     "names": (
@@ -341,14 +341,37 @@ def test_a_rank_that_fails_is_what_is_raised() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "an average of ints": (
-        lambda: hvd.allreduce(np.ones(3, np.int32), name="n"),
-        r"allreduce 'n': an average of int32 values is not int32; use op=hvd.Sum",
+    "an average of bools": (
+        lambda: hvd.reducescatter(np.ones(3, bool), name="n"),
+        "reducescatter 'n': an array of bool cannot be averaged or scaled",
     ),
-    "an average of bools": (lambda: hvd.reducescatter(np.ones(3, bool)), "an average of bool"),
+    "a scaled array of bool": (
+        lambda: hvd.allreduce(np.ones(3, bool), op=hvd.Max, prescale_factor=2.0),
+        "an array of bool cannot be averaged or scaled",
+    ),
     "one in a group": (
-        lambda: hvd.grouped_allreduce([np.ones(3), np.ones(3, np.int64)]),
-        r"grouped_allreduce\[1\]: an average of int64",
+        lambda: hvd.grouped_allreduce([np.ones(3), np.ones(3, bool)]),
+        r"grouped_allreduce\[1\]: an array of bool",
+    ),
+    "an op in the place of average": (
+        lambda: hvd.allreduce(np.ones(3), cast(Any, hvd.Sum)),
+        "average=ReduceOp.SUM must be True or False; give op=ReduceOp.SUM",
+    ),
+    "both op and average": (
+        lambda: hvd.allreduce(np.ones(3), average=True, op=hvd.Sum),
+        "op replaces average; give only one of them",
+    ),
+    "an Adasum of integers": (
+        lambda: hvd.allreduce(np.ones(3, np.int64), op=hvd.Adasum),
+        "Adasum needs an array of floats, not of int64",
+    ),
+    "a scattered Adasum": (
+        lambda: hvd.reducescatter(np.ones(4), op=hvd.Adasum),
+        "Adasum is a reduction of allreduce alone",
+    ),
+    "a tensor that cannot be overwritten": (
+        lambda: hvd.allreduce_(cast(Any, [1.0, 2.0])),
+        "allreduce_: the tensor is not a writable array",
     ),
     "a complex array": (
         lambda: hvd.allreduce(np.ones(3, complex)),

@@ -7,13 +7,13 @@ import pytest
 
 from onnxpar import hvd
 from onnxpar.errors import InputError, RankError
-from onnxpar.hvd import communicator
+from onnxpar.hvd import initialization
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no launcher had started the tests."""
-    monkeypatch.setattr(communicator, "launched_rank", lambda: None)
+    monkeypatch.setattr(initialization, "launched_rank", lambda: None)
 
 
 def place() -> tuple[int, ...]:

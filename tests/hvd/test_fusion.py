@@ -10,7 +10,7 @@ import pytest
 
 from onnxpar import hvd
 from onnxpar.errors import InputError, RankError
-from onnxpar.hvd.compression import Compression, Compressor
+from onnxpar.hvd.compression import Cast, Compression
 from onnxpar.hvd.fusion import Fusion, layout_of
 
 SHAPES = [(3, 4), (7,), (), (0, 2), (100, 11), (2, 2, 2), (5,), (1000,)]
@@ -46,7 +46,7 @@ def test_fused_equals_unfused_bit_by_bit(ranks: int, compression: str) -> None:
                 assert x.tobytes() == y.tobytes()
 
 
-def bucket_indices(compression: Compressor, threshold: int) -> list[list[int]]:
+def bucket_indices(compression: Cast, threshold: int) -> list[list[int]]:
     xs = arrays(0)
     fusion = Fusion(layout_of([str(i) for i in range(len(xs))], xs), compression, threshold)
     return [list(bucket.indices) for bucket in fusion.buckets]
@@ -67,7 +67,7 @@ def test_buckets_of_unequal_shapes_with_as_many_elements() -> None:
 
     def body() -> float:
         shape = (3, 2) if hvd.rank() == 1 else (2, 3)
-        message = r"g: rank 0 has '1' float64\[2, 3\], but rank 1 has '1' float64\[3, 2\]"
+        message = r"g: rank 0 has 'g.1' float64\[2, 3\], but rank 1 has 'g.1' float64\[3, 2\]"
         with pytest.raises(InputError, match=message):
             hvd.grouped_allreduce([np.ones(2), np.ones(shape)], name="g")
         return float(hvd.allreduce(np.float64(1), op=hvd.Sum))

@@ -104,7 +104,7 @@ def test_parameters_that_cannot_be_written() -> None:
 
     def body() -> None:
         for value in (frozen, 1.0):
-            with pytest.raises(InputError, match="'w' is not a writable array; make it one"):
+            with pytest.raises(InputError, match="'w': the tensor is not a writable array"):
                 hvd.broadcast_parameters({"w": value})  # type: ignore[dict-item]
 
     hvd.run_on_threads(body, 2)

@@ -1,0 +1,265 @@
+"""Reductions of arrays over ranks: separate or grouped, waiting or in the background, in new arrays
+or in place.
+
+All ranks of the process set must make the same calls in the same order. Each call raises InputError
+if an argument is wrong on this rank, and RankError, on every rank, if names, dtypes, shapes or
+options differ between ranks, or if a rank dies or does not make the call in time. After a
+RankError, all further calls fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.hvd.compression import Compression, Compressor, prepared
+from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
+from onnxpar.hvd.handles import Handle, synchronize
+from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
+from onnxpar.hvd.reductions import ReduceOp, Reduction, op_of
+from onnxpar.hvd.sparse import IndexedSlices, check_sparse, gather_sparse
+from onnxpar.runtime import collectives
+
+KIND = "ALLREDUCE"
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Returns the elementwise reduction over the ranks, with the dtype and shape of `tensor`.
+
+    op                Average by default, Sum, Min, Max, Product or Adasum; `average` is deprecated
+    prescale_factor   multiplies the inputs, after compression
+    postscale_factor  multiplies the result, before decompression
+    process_set       the ranks that take part
+
+    The result of `IndexedSlices` is one with the rows of all ranks, for Average divided by the
+    number of ranks.
+    """
+    what = _what("allreduce", name)
+    reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    work = _one(tensor, name, what, compression, reduction, process_set)
+    return members_of(process_set, what).communicator.ordered(work, KIND, [name or ""])
+
+
+def allreduce_async(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Any]:
+    """Starts an allreduce and returns a handle: `synchronize` waits for the result, `poll` is True
+    if the result is ready.
+
+    Do not change `tensor` until the result is ready. Collectives run in the order in which they
+    were started.
+    """
+    what = _what("allreduce_async", name)
+    reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    work = _one(tensor, name, what, Compression.none, reduction, process_set)
+    return Handle(members_of(process_set, what).communicator.begin(work, KIND, [name or ""]))
+
+
+def allreduce_(
+    tensor: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Overwrites `tensor` with its reduction over the ranks, and returns it."""
+    return synchronize(
+        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    )
+
+
+def allreduce_async_(
+    tensor: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Array]:
+    """Starts to overwrite `tensor` with its reduction over the ranks."""
+    what = _what("allreduce_", name)
+    reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    work = _one(writable(tensor, what), name, what, Compression.none, reduction, process_set)
+    here = members_of(process_set, what).communicator
+    return Handle(here.begin(lambda: overwritten(tensor, work()), KIND, [name or ""]))
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    fusion_threshold: int = FUSION_THRESHOLD,
+) -> list[Array]:
+    """Returns the reductions of many arrays, which are sent together in buffers of up to
+    `fusion_threshold` bytes.
+
+    Each result has the same bits as that of `allreduce`.
+    """
+    what = _what("grouped_allreduce", name)
+    reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    work, names = _many(tensors, name, what, compression, reduction, process_set, fusion_threshold)
+    return members_of(process_set, what).communicator.ordered(work, KIND, names)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[Array]]:
+    """Starts a grouped_allreduce. Do not change the arrays until `synchronize` returns."""
+    what = _what("grouped_allreduce_async", name)
+    reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
+    return Handle(members_of(process_set, what).communicator.begin(work, KIND, names))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """Overwrites each array with its reduction over the ranks, and returns the arrays."""
+    return synchronize(
+        grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        )
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[Array]]:
+    """Starts to overwrite each array with its reduction over the ranks."""
+    what = _what("grouped_allreduce_", name)
+    reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    for index, tensor in enumerate(tensors):
+        writable(tensor, f"{what}[{index}]")
+    work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
+
+    def run() -> list[Array]:
+        return [overwritten(t, r) for t, r in zip(tensors, work(), strict=True)]
+
+    return Handle(members_of(process_set, what).communicator.begin(run, KIND, names))
+
+
+def sparse_allreduce_async(
+    tensor: IndexedSlices,
+    name: str,
+    op: ReduceOp,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[IndexedSlices]:
+    """Starts the reduction of a sparse tensor: the rows of all ranks are gathered. Calling the
+    handle returns the result."""
+    what = _what("sparse_allreduce_async", name)
+    work = _one(tensor, name, what, Compression.none, Reduction(op), process_set)
+    return Handle(members_of(process_set, what).communicator.begin(work, "ALLGATHER", [name]))
+
+
+def writable(tensor: Any, what: str) -> Array:
+    """Returns `tensor`. Errors: InputError unless it is an array that can be overwritten."""
+    if not isinstance(tensor, np.ndarray) or not tensor.flags.writeable:
+        raise InputError(f"{what}: the tensor is not a writable array; make it one with np.array()")
+    return tensor
+
+
+def overwritten(tensor: Array, result: Array) -> Array:
+    """Returns `tensor`, with the values of `result`."""
+    np.copyto(tensor, result)
+    return tensor
+
+
+def _one(
+    tensor: Any,
+    name: str | None,
+    what: str,
+    compression: Compressor,
+    reduction: Reduction,
+    process_set: ProcessSet,
+) -> Callable[[], Any]:
+    """Returns a function that reduces one tensor, after checking it."""
+    members = members_of(process_set, what)
+    if isinstance(tensor, IndexedSlices):
+        slices = check_sparse(tensor, reduction, what)
+        return lambda: gather_sparse(members, slices, reduction, name or "sparse")
+    checked = collectives.as_exchangeable(tensor, what)
+    reduction.check(checked.dtype, members.size, what)
+
+    def run() -> Array:
+        wire, context = compression.compress(checked)
+        wire = collectives.as_exchangeable(wire, what)
+        return compression.decompress(reduction.all_reduce(members, wire, name or ""), context)
+
+    return run
+
+
+def _many(
+    tensors: Sequence[Any],
+    name: str | None,
+    what: str,
+    compression: Compressor,
+    reduction: Reduction,
+    process_set: ProcessSet,
+    threshold: int = FUSION_THRESHOLD,
+) -> tuple[Callable[[], list[Array]], list[str]]:
+    """Returns a function that reduces many tensors, after checking them, and their names."""
+    members = members_of(process_set, what)
+    checked = []
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, IndexedSlices):
+            raise InputError(f"{what}[{index}]: give sparse tensors to allreduce, one at a time")
+        checked.append(collectives.as_exchangeable(tensor, f"{what}[{index}]"))
+        reduction.check(checked[-1].dtype, members.size, f"{what}[{index}]")
+    names = [f"{name or 'group'}.{index}" for index in range(len(checked))]
+
+    def run() -> list[Array]:
+        cast, wires, restore = prepared(compression, checked)
+        fusion = Fusion(layout_of(names, wires), cast, threshold)
+        return restore(fusion.reduce(members, wires, reduction, name or "group"))
+
+    return run, names
+
+
+def _what(function: str, name: str | None) -> str:
+    return function if name is None else f"{function} {name!r}"

@@ -1,0 +1,55 @@
+"""What Horovod's programs ask of a build: onnxpar has Gloo, and nothing else."""
+
+from __future__ import annotations
+
+from onnxpar.errors import InputError
+
+
+def gloo_built() -> bool:
+    """Returns True."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Returns True."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Returns False: mpirun can start ranks, but they communicate by Gloo."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Returns False."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Errors: InputError, as in Horovod without MPI."""
+    raise InputError("MPI is not enabled: ranks communicate by Gloo")
+
+
+def nccl_built() -> int:
+    """Returns 0, for no version of NCCL."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Returns False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Returns False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Returns False."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Returns False."""
+    return False

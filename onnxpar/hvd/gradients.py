@@ -1,0 +1,130 @@
+"""Reduces the gradients of a model over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.hvd.compression import Compression, Compressor, prepared
+from onnxpar.hvd.fusion import Fusion, Layout, layout_of
+from onnxpar.hvd.process_sets import Members, ProcessSet, members_of
+from onnxpar.hvd.reductions import Average, Reduction, Sum, scaled
+from onnxpar.hvd.sparse import IndexedSlices, check_sparse, gather_sparse
+from onnxpar.hvd.two_bit import TwoBit
+from onnxpar.lowering.compression import KINDS, NONE, TWO_BIT
+from onnxpar.runtime import collectives
+
+Gradients = Mapping[str, Any]
+"""Arrays or `IndexedSlices`, by the name of their parameter."""
+Groups = int | Sequence[Sequence[Any]] | None
+
+
+def compression_of(compression: Compressor, gc_type: str) -> Compressor:
+    """Returns the compression that one of Horovod's `compression` and the graph's `gc_type`
+    requests. Errors: InputError if both do, or for an unknown type."""
+    chosen = {NONE: compression, TWO_BIT: compression, "float16": Compression.fp16}
+    chosen["bfloat16"] = Compression.bf16
+    if gc_type not in chosen:
+        raise InputError(f"gc_type={gc_type!r} is unknown; choose {', '.join(KINDS)}")
+    if gc_type != NONE and compression is not Compression.none:
+        raise InputError("compression and gc_type exclude each other; give only one of them")
+    return chosen[gc_type]
+
+
+@dataclass
+class GradientReducer:
+    """Reduces named gradients over a process set, and keeps the buffers for the next call.
+
+    `named` are the parameters to which arrays in `groups` refer. With `two_bit`, dense gradients
+    are summed in two bits per element, for Average of their parts of the average.
+    """
+
+    reduction: Reduction
+    process_set: ProcessSet
+    compression: Compressor
+    threshold: int
+    groups: Groups
+    named: Mapping[str, Array]
+    sparse_as_dense: bool
+    two_bit: TwoBit | None
+
+    def __post_init__(self) -> None:
+        self._fusion: Fusion | None = None
+        if self.threshold < 0:
+            raise InputError(f"fusion_threshold={self.threshold} must be at least 0")
+        if self.two_bit and self.reduction.op not in (Average, Sum):
+            raise InputError(f"gc_type={TWO_BIT!r} needs op=hvd.Average or op=hvd.Sum")
+
+    def reduce(self, grads: Gradients) -> dict[str, Any]:
+        """Returns the reduced gradients: the next call overwrites arrays. Errors: InputError if a
+        gradient cannot be reduced, and, on every rank, if names, dtypes or shapes differ between
+        ranks; RankError as for `allreduce`."""
+        members = members_of(self.process_set, "gradients")
+        dense: dict[str, Array] = {}
+        sparse: dict[str, IndexedSlices] = {}
+        for name in sorted(grads):
+            grad, what = grads[name], f"the gradient of {name!r}"
+            if isinstance(grad, IndexedSlices) and not self.sparse_as_dense:
+                sparse[name] = check_sparse(grad, Reduction(self.reduction.op), what)
+                continue
+            array = grad.dense() if isinstance(grad, IndexedSlices) else grad
+            dense[name] = collectives.as_exchangeable(array, what)
+            self.reduction.check(dense[name].dtype, members.size, what)
+
+        def run() -> dict[str, Any]:
+            reduced: dict[str, Any] = self._dense(members, dense) if dense else {}
+            for name, grad in sparse.items():
+                plain = Reduction(self.reduction.op)
+                reduced[name] = gather_sparse(members, grad, plain, name).merged()
+            return reduced
+
+        return members.communicator.ordered(run, "ALLREDUCE", list(grads))
+
+    def _dense(self, members: Members, grads: Mapping[str, Array]) -> dict[str, Array]:
+        names, arrays = list(grads), list(grads.values())
+        if self.two_bit:
+            factor = 1 / members.size if self.reduction.op is Average else 1.0
+            parts = [scaled(array, factor) for array in arrays]
+            summed = self.two_bit.sum(members, names, parts, "gradients")
+            return dict(zip(names, summed, strict=True))
+        cast, wires, restore = prepared(self.compression, arrays)
+        layout = layout_of(names, wires)
+        if self._fusion is None or (self._fusion.layout, self._fusion.threshold) != (
+            layout,
+            self.threshold,
+        ):
+            self._fusion = Fusion(layout, cast, self.threshold, self._grouped(layout))
+        results = restore(self._fusion.reduce(members, wires, self.reduction, "gradients"))
+        return dict(zip(names, results, strict=True))
+
+    def _grouped(self, layout: Layout) -> list[list[int]] | None:
+        """Returns the indices of the arrays of each group; the rest are groups of one."""
+        if self.groups is None:
+            return None
+        names = [tensor.name for tensor in layout]
+        if isinstance(self.groups, int):
+            if self.groups < 1:
+                raise InputError(f"groups={self.groups} must be at least 1, or a list of lists")
+            parts = np.array_split(np.arange(len(names)), self.groups)
+            return [part.tolist() for part in parts if len(part)]
+        groups = [[self._name(each) for each in group] for group in self.groups]
+        listed = [name for group in groups for name in group]
+        if len(set(listed)) < len(listed):
+            raise InputError("groups: a parameter can only be in one group")
+        found = [[names.index(name) for name in group if name in names] for group in groups]
+        rest = [[index] for index, name in enumerate(names) if name not in listed]
+        return [group for group in found if group] + rest
+
+    def _name(self, parameter: Any) -> str:
+        """Returns the name of a parameter in `groups`, which may be the array itself."""
+        if isinstance(parameter, str):
+            return parameter
+        for name, array in self.named.items():
+            if array is parameter:
+                return name
+        raise InputError("groups: list names of parameters, or arrays of named_parameters")

@@ -1,0 +1,90 @@
+"""init, and what it reads from the environment."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from onnxpar.errors import InputError
+from onnxpar.hvd.communicator import connect, current, is_initialized
+from onnxpar.hvd.process_sets import ProcessSet, add_process_set
+from onnxpar.hvd.timeline import Timeline
+from onnxpar.runtime.launch import Launched, launched_rank
+
+
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+    *,
+    timeout: float | None = None,
+) -> None:
+    """Connects this process with the others that mpirun, srun or torchrun started, or that the
+    environment variables in `onnxpar.runtime.launch.HELP` describe. Without a launcher, this
+    process is the only rank.
+
+    comm          None, or a list of all ranks
+    process_sets  process sets to add; "dynamic" is accepted, as sets can always be added later
+    timeout       limit in seconds of this and every later wait for another rank; the default is
+                  the environment variable ONNXPAR_TIMEOUT, or 60
+
+    The environment variable HOROVOD_TIMELINE names a file for the timeline. A second call only adds
+    process sets. Errors: RankError if another process does not connect in time.
+    """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise InputError(f'process_sets={process_sets!r}: give a list of sets, or "dynamic"')
+        process_sets = []
+    if not is_initialized():
+        launched = launched_rank() or Launched(0, 1, 1, "hash:alone")
+        if comm is not None and not _are_all(comm, launched.size):
+            raise InputError(
+                f"comm={comm!r} must be None or list all {launched.size} ranks; for some of them, "
+                "use process_sets=[hvd.ProcessSet([...])]"
+            )
+        connect(launched, _timeout() if timeout is None else timeout)
+        if path := os.environ.get("HOROVOD_TIMELINE"):
+            start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") != "0")
+    registered = current().process_sets
+    for each in process_sets or ():
+        if registered.get(each.process_set_id or -1) != tuple(each.ranks):
+            add_process_set(each)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Starts to record the collectives of rank 0 in `file_path`, in Chrome's trace format.
+
+    All ranks may call it; the others do nothing. `mark_cycles` also marks the start of each piece
+    of work. An earlier timeline ends. Errors: InputError if the file cannot be written.
+    """
+    here = current()
+    if here.rank == 0:
+        stop_timeline()
+        here.timeline = Timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends the timeline and closes its file, after all work that was started."""
+    here = current()
+    if here.timeline is not None:
+        here.ordered(here.timeline.close)
+        here.timeline = None
+
+
+def _are_all(comm: Any, size: int) -> bool:
+    try:
+        return list(comm) in ([], list(range(size)))
+    except TypeError:
+        return False
+
+
+def _timeout() -> float:
+    text = os.environ.get("ONNXPAR_TIMEOUT") or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise InputError(f"ONNXPAR_TIMEOUT={text!r}: give a number of seconds above 0")
+    return seconds
