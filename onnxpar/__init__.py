@@ -56,6 +56,7 @@ from onnxpar.api import ops as ops
 from onnxpar.api import opt as opt
 from onnxpar.api import shard as shard
 from onnxpar.base import moved as _moved
+from onnxpar.base.pass_times import PassTimes as PassTimes
 from onnxpar.base.version import version_of
 from onnxpar.calibration.command import calibrate as calibrate
 from onnxpar.compiler.plan import Plan as Plan
@@ -83,6 +84,7 @@ __all__ = [
     "Mesh",
     "ModelError",
     "OnnxparError",
+    "PassTimes",
     "Plan",
     "PlanOptions",
     "RankError",

@@ -12,6 +12,7 @@ import onnx_graphsurgeon as gs
 
 import onnxpar.report.candidate_lines
 import onnxpar.report.comparison_lines  # noqa: F401  (these register the texts of results)
+from onnxpar.base.pass_times import DUMP, PassTimes
 from onnxpar.checking.check import Check, Inputs, Way, check_model
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, SavedPlan
@@ -55,6 +56,7 @@ def shard(
     save_strategy: File | None = None,
     dump: File | None = None,
     progress: Callable[[int], None] | None = None,
+    time_passes: PassTimes | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Writes a sharded model as a folder that `InferenceSession` runs, and returns its plan.
@@ -64,11 +66,12 @@ def shard(
     save_strategy  file to write the chosen strategy to
     dump           folder to write the graph to after every pass
     progress       called with the number of bytes of each weight that is written
+    time_passes    collects the wall time of each pass
     options        see `PlanOptions` and `LayoutOptions`
 
     Errors: OnnxparError, which names the cause and the remedy; nothing is left half-written.
     """
-    asked = options_of(options, "shard")
+    asked = timed(options_of(options, "shard"), time_passes)
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
@@ -85,6 +88,7 @@ def make_plan(
     save_strategy: File | None = None,
     dump: File | None = None,
     html: File | None = None,
+    time_passes: PassTimes | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Returns the plan that `shard` follows with the same options; no model is written.
@@ -92,7 +96,7 @@ def make_plan(
     Printing the plan shows the text of `onnxpar plan`; a notebook shows the plan's page, which is
     also written to the file `html` if it is given. Errors: OnnxparError.
     """
-    asked = options_of(options, "plan")
+    asked = timed(options_of(options, "plan"), time_passes)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
         shown, watch = watched(asked, saver, dump)
@@ -201,6 +205,7 @@ def opt(
     print_after: Sequence[str] = (),
     dump: File | None = None,
     output: File | None = None,
+    time_passes: PassTimes | None = None,
     **options: Unpack[LayoutOptions],
 ) -> str:
     """Runs passes, such as `"propagate-layouts,insert-collectives"`, on a model or a dump, and
@@ -209,10 +214,11 @@ def opt(
     print_after  passes after which to add the graph to the text, or "all"; default: the last pass
     dump         folder to write the graph to after every pass
     output       file to write the graph to after the last pass, as a model
+    time_passes  collects the wall time of each pass
 
     Errors: OnnxparError.
     """
-    asked = options_of(options, "opt", LayoutOptions)
+    asked = timed(options_of(options, "opt", LayoutOptions), time_passes)
     texts: list[str] = []
     with model_file(model) as path:
         run_named(path, asked, passes, print_after, dump, output, texts.append)
@@ -246,6 +252,11 @@ def output_of(model: Source) -> Path:
     if not isinstance(model, (str, os.PathLike)):
         raise InputError("a model in memory has no name; give the folder to write to as output")
     return Path(f"{Path(model).stem or 'model'}.par")
+
+
+def timed(options: Options, times: PassTimes | None) -> Options:
+    """Options under which the pipeline adds its wall times to `times`, if given."""
+    return options if times is None else replace(options, times=times)
 
 
 def saver_of(path: File | None, options: Options) -> Saver:
@@ -302,11 +313,12 @@ def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options,
     """Returns the options, extended so that the loader dumps its rewrites, and a function to call
     after each pass, which dumps the graph and lets `saver` read the strategy."""
     dumps = None if dump is None else Dump(dump)
-    watching: list[Dump | Saver] = [saver] if dumps is None else [dumps, saver]
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        for each in watching:
-            each.watch(step, model, ctx)
+        if dumps is not None:
+            with options.times.of(DUMP):
+                dumps.watch(step, model, ctx)
+        saver.watch(step, model, ctx)
 
     return (options if dumps is None else replace(options, show=dumps.loading)), watch
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.ir.clone import needed
+from onnxpar.compiler.pass_ import FUSED, LAYOUTS, LOCAL, Pass, PassContext, Stage
+from onnxpar.ir.clone import needed, nodes_of_run
+from onnxpar.ir.reshards import is_reshard
 from onnxpar.lowering.buckets import (
     BUCKET_BYTES,
     PART_BYTES,
     PARTS,
+    REDUCTIONS,
     first_of_buckets,
     fuse_collectives,
 )
@@ -28,7 +31,8 @@ class FuseAllReduces(Pass):
     """Join collectives of the same kind and ranks that do not wait for each other.
 
     Joins all-reduces, reduce-scatters and all-gathers; while sizes are open, all-reduces only.
-    Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives.
+    Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives. Runs
+    only once, as MindSpore's fusion does; `plan` says how many collectives it joined.
 
     by            size: up to so many bytes together; cost: as many as overlap with compute; none
     bucket_bytes  bytes per rank of all-reduces in a bucket; with cost, no limit
@@ -69,7 +73,8 @@ class FuseAllReduces(Pass):
     name: ClassVar[str] = "fuse-all-reduces"
     stage = Stage.LOWER
     requires = (LAYOUTS,)
-    excludes = (LOCAL,)
+    ensures = (FUSED,)
+    excludes = (LOCAL, FUSED)
     costs_after = True
     by: str = "size"
     bucket_bytes: int = BUCKET_BYTES
@@ -77,8 +82,13 @@ class FuseAllReduces(Pass):
     tail_us: int = 1000
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        if self.by == "none":
-            return False
+        before = _counts(graph, ctx)
+        changed = self.by != "none" and self._fuse(graph, ctx)
+        after = _counts(graph, ctx)
+        ctx.fused = {kind: (count, after[kind]) for kind, count in before.items()}
+        return changed
+
+    def _fuse(self, graph: gs.Graph, ctx: PassContext) -> bool:
         costs, sizes = ctx.sharding.costs, ctx.choices.bytes
         wanted = _wanted(graph, ctx)
         first: set[str] = set()
@@ -93,6 +103,14 @@ class FuseAllReduces(Pass):
             limit = self.shard_bytes
             changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
         return changed
+
+
+def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
+    """Returns the number of collectives that may be fused, by kind, without those of a training
+    step's evaluation."""
+    step, kinds = ctx.model.step, (*REDUCTIONS, *PARTS)
+    nodes = nodes_of_run(graph, step.evaluation if step is not None else ())
+    return Counter(node.op for node in nodes if is_reshard(node) and node.op in kinds)
 
 
 def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 import onnx
 from tqdm import tqdm
 
-from onnxpar.api import compare_strategies, compare_with_trace, output_of, saver_of, watched
+from onnxpar.api import compare_strategies, compare_with_trace, output_of, saver_of, timed, watched
 from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
+from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
 from onnxpar.checking.check import Way, check_model, input_specs
 from onnxpar.cli.arguments import dims_of, states_of
@@ -47,7 +48,25 @@ from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.trace import check_place
 from onnxpar.runtime.values import arrays_in
 
+Command = Callable[[argparse.Namespace], int]
 
+
+def _with_times(command: Command) -> Command:
+    """A command that prints the wall times of passes with --time-passes, also if it fails."""
+
+    @wraps(command)
+    def timing(args: argparse.Namespace) -> int:
+        args.times = PassTimes()
+        try:
+            return command(args)
+        finally:
+            if args.time_passes and args.times.rows:
+                print(args.times, file=sys.stderr)
+
+    return timing
+
+
+@_with_times
 def shard(args: argparse.Namespace) -> int:
     """Runs `shard`: writes a model.par."""
     output = output_of(args.model) if args.output is None else args.output
@@ -64,6 +83,7 @@ def shard(args: argparse.Namespace) -> int:
     return 0
 
 
+@_with_times
 def plan(args: argparse.Namespace) -> int:
     """Runs `plan`: prints the plan that shard would follow, a comparison, or costs of nodes."""
     _check_one_result(args)
@@ -193,6 +213,7 @@ def check(args: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
+@_with_times
 def opt(args: argparse.Namespace) -> int:
     """Runs `opt`: runs the named passes on a model or a dump, and prints the graph after the last
     pass, or after the passes of --print-after."""
@@ -223,7 +244,8 @@ def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
         "states": states_of(args.states),
         "typical": Typical.parse(args.typical),
     }
-    return options_of({**asked, **read, "verify": True}, kind=kind)
+    options = options_of({**asked, **read, "verify": True}, kind=kind)
+    return timed(options, vars(args).get("times"))
 
 
 def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:

@@ -115,6 +115,16 @@ def _add_sizes(to: argparse.ArgumentParser) -> None:
     )
 
 
+def add_time_passes(to: argparse.ArgumentParser) -> None:
+    """Wall times."""
+    to.add_argument(
+        "--time-passes",
+        action="store_true",
+        help="print a table of wall times to standard error, also if the command fails: of each "
+        "pass, and of reading the model, the search, checks and writing",
+    )
+
+
 def add_dims(to: argparse.ArgumentParser) -> None:
     """Adds the option for sizes of symbolic dimensions."""
     to.add_argument(

@@ -18,6 +18,7 @@ from onnxpar.cli.options import (
     add_profile,
     add_runtime,
     add_save,
+    add_time_passes,
     add_timeout,
     add_verify,
 )
@@ -63,6 +64,7 @@ def _shard(to: Any) -> None:
     add_model(shard)
     add_lowering(shard)
     add_save(shard)
+    add_time_passes(shard)
     shard.add_argument(
         "-o",
         "--output",
@@ -78,6 +80,7 @@ def _plan(to: Any) -> None:
     add_model(plan)
     add_lowering(plan)
     add_save(plan)
+    add_time_passes(plan)
     plan.add_argument(
         "--compare",
         metavar="TRACE",
@@ -246,6 +249,7 @@ def _opt(to: Any) -> None:
         help="print the graph after this pass, or after 'all', instead of after the last one",
     )
     add_dump(opt)
+    add_time_passes(opt)
     opt.add_argument(
         "-o",
         "--output",

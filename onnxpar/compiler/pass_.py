@@ -109,6 +109,7 @@ class PassContext:
     choices      decisions by sizes, to be repeated at other sizes
     variants     the graph at the other bindings of open sizes, before passes
     lowered      results of lowering
+    fused        number of collectives before and after fuse-all-reduces, by kind; None until it ran
     """
 
     model: Model
@@ -121,6 +122,7 @@ class PassContext:
     choices: Choices = field(default_factory=Choices)
     variants: list[Variant] = field(default_factory=list)
     lowered: LoweredState = field(default_factory=LoweredState)
+    fused: dict[str, tuple[int, int]] | None = None
 
     def fresh(self, name: str) -> str:
         """A tensor name that is not in use yet, made from this one."""
@@ -150,6 +152,7 @@ class Stage(IntEnum):
 
 
 ANNOTATIONS, LAYOUTS, LOCAL, ORDER = "annotations", "layouts", "local nodes", "ordered collectives"
+FUSED = "fused collectives"
 """Facts that passes require and ensure."""
 
 

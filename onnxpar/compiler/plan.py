@@ -136,6 +136,7 @@ class Plan(Shown):
     predicted     None for a manual program
     initial       the first value of each state, by input name: STORED with the model, or ZERO
     step          the roles of the ports, if the model is a training step
+    fused         number of collectives before and after fuse-all-reduces, by kind
     notes         sentences that the user should read
     unpaired      inputs that look like states, but that no output feeds
     explained     the steps of the plan, if they were asked for; a page is made from them
@@ -161,6 +162,7 @@ class Plan(Shown):
     step: Step | None = None
     lookups: Sequence[Lookup] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    fused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     predicted: Predicted | None = None
     typical: Sequence[tuple[Mapping[str, int], float]] = ()
@@ -194,6 +196,7 @@ class Plan(Shown):
             "ranges": {name: list(r) for name, r in self.ranges.items()},
             "lookups": _dicts(self.lookups),
             "collectives": _dicts(self.collectives),
+            "fused": {kind: list(counts) for kind, counts in self.fused.items()},
             "weights": _dicts(self.weights),
             "whole": _dicts(self.whole),
             "memory": dict(self.memory),

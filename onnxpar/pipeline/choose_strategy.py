@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from onnxpar.base.pass_times import SEARCH
 from onnxpar.compiler.open_errors import at_open_sizes
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
@@ -61,7 +62,8 @@ def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Ch
         return Chosen(mesh, how, annotated)
     if mesh is not None and options.found is not None:
         return Chosen(mesh, how, annotated, options.found)
-    best = _search(model, options, factors, annotated, mesh, how)
+    with options.times.of(SEARCH):
+        best = _search(model, options, factors, annotated, mesh, how)
     return Chosen(best.mesh, how, annotated, best.annotations)
 
 

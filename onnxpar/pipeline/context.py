@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.pass_times import ANALYSE, LOAD
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
 from onnxpar.compiler.replay import opened, variants
 from onnxpar.ir.training_spec import Step
@@ -41,19 +42,20 @@ def load_model(
 
     load_entry_points()
     least = least_size(options)
-    model = load(
-        path,
-        options.dims,
-        options.states,
-        least=least,
-        own_types=own_types,
-        for_training=for_training,
-        untied=untied,
-        typical=options.typical,
-        find_others=options.find_states,
-        shapes=shapes,
-        show=options.show,
-    )
+    with options.times.of(LOAD):
+        model = load(
+            path,
+            options.dims,
+            options.states,
+            least=least,
+            own_types=own_types,
+            for_training=for_training,
+            untied=untied,
+            typical=options.typical,
+            find_others=options.find_states,
+            shapes=shapes,
+            show=options.show,
+        )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []
         model.states = [*((slot.input, slot.output) for slot in slots), *options.states]
@@ -70,19 +72,21 @@ def prepare(
     for the other passes. Errors: OnnxparError."""
     steps = [p for p in passes if p.stage is Stage.REWRITE]
     if steps:
-        run_passes(model, _rewriting_context(model, options), steps, watch, options.verify)
+        ctx = _rewriting_context(model, options)
+        run_passes(model, ctx, steps, watch, options.verify, times=options.times)
     if steps and model.sizes is not None:
         at = model.sizes.graph
 
         def rewritten(i: int) -> gs.Graph:
             other = replace(model, graph=at(i))
-            run_passes(other, _rewriting_context(other, options), steps)
+            run_passes(other, _rewriting_context(other, options), steps, times=options.times)
             return other.graph
 
         model.sizes = replace(model.sizes, graph=rewritten)
     if len(steps) == len(passes):
         return _rewriting_context(model, options)
-    return make_context(model, options)
+    with options.times.of(ANALYSE):
+        return make_context(model, options)
 
 
 def _rewriting_context(model: Model, options: Options) -> PassContext:

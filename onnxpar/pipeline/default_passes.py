@@ -19,7 +19,7 @@ from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_order import insert
+from onnxpar.pipeline.pass_order import Placed, insert
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
@@ -55,7 +55,10 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
     together = 0 if fusion.by == "none" else fusion.bucket_bytes
     compression = CompressCollectives(options.compression or NONE, bucket_bytes=together)
     given: dict[type[Pass], Pass] = {type(p): p for p in (fusion, compression)}
-    return [given.get(p) or p() for p in DEFAULT_PASSES]
+    added = {type(p.step if isinstance(p, Placed) else p) for p in options.passes}
+    own_fusion = fusion.by == "none" and FuseAllReduces in added  # --add-pass has it, with options
+    kept = [p for p in DEFAULT_PASSES if not (own_fusion and p is FuseAllReduces)]
+    return [given.get(p) or p() for p in kept]
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:

@@ -21,7 +21,7 @@ from typing import Any
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Choices, Pass, PassContext, Request
+from onnxpar.compiler.pass_ import ANNOTATIONS, FUSED, LAYOUTS, Choices, Pass, PassContext, Request
 from onnxpar.compiler.text import graph_text
 from onnxpar.cost.cost import Costs
 from onnxpar.errors import ModelError, OnnxparError
@@ -157,7 +157,11 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
 
 def facts(ctx: PassContext) -> tuple[str, ...]:
     """The facts, among those that passes require, that hold in the state that was dumped."""
-    have = ((ANNOTATIONS, bool(ctx.annotations or ctx.layouts)), (LAYOUTS, bool(ctx.layouts)))
+    have = (
+        (ANNOTATIONS, bool(ctx.annotations or ctx.layouts)),
+        (LAYOUTS, bool(ctx.layouts)),
+        (FUSED, ctx.fused is not None),
+    )
     return tuple(fact for fact, holds in have if holds)
 
 
@@ -192,6 +196,7 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
         "stored": sorted(model.stored),
         "preset": ctx.request.preset,
         "step": asdict(model.step) if model.step is not None else None,
+        "fused": ctx.fused,
         "format": FORMAT,
     }
     proto.metadata_props.add(key=KEY, value=json.dumps(state))
@@ -260,9 +265,10 @@ def _restored(
     )
     tables = {name: decode(state[name], factors) for name in _TABLES}
     choices = Choices(**decode(state["choices"], factors))
-    return model, PassContext(
-        model, sharding, Request(preset=state["preset"]), choices=choices, **tables
-    )
+    fused = state.get("fused")
+    counts = None if fused is None else {kind: (a, b) for kind, (a, b) in fused.items()}
+    request = Request(preset=state["preset"])
+    return model, PassContext(model, sharding, request, choices=choices, fused=counts, **tables)
 
 
 def _check_leaves(have: Mapping[str, int], told: Mapping[str, list[Any]], file: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from onnxpar.base.pass_times import DUMP, LOAD, OTHER, WRITE_GRAPH
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
@@ -36,7 +37,24 @@ def run_named(
 
     Errors: OnnxparError.
     """
-    dumped = read_dump(path) if is_dump(path) else None
+    with options.times.of(OTHER):
+        _run_named(path, options, passes, print_after, dump, output, show)
+
+
+def _run_named(
+    path: Path,
+    options: Options,
+    passes: str,
+    print_after: Sequence[str],
+    dump: str | os.PathLike[str] | None,
+    output: str | os.PathLike[str] | None,
+    show: Callable[[str], object],
+) -> None:
+    times = options.times
+    dumped = None
+    if is_dump(path):
+        with times.of(LOAD):
+            dumped = read_dump(path)
     steps = parse_passes(passes, facts(dumped[1]) if dumped is not None else ())
     known = {p.name for p in steps}
     for name in print_after:
@@ -48,7 +66,8 @@ def run_named(
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         if dumps is not None:
-            dumps.watch(step, model, ctx)
+            with times.of(DUMP):
+                dumps.watch(step, model, ctx)
         if "all" in print_after or step.name in print_after:
             show(f"// after {step.name}\n{graph_text(model.graph, ctx)}\n")
 
@@ -64,8 +83,9 @@ def run_named(
         model = load_model(path, shown, for_training)
         ctx = prepare(model, options, steps, watch)
         steps = [p for p in steps if p.stage is not Stage.REWRITE]
-    run_passes(model, ctx, steps, watch, check=True)
+    run_passes(model, ctx, steps, watch, check=True, times=times)
     if output is not None:
-        write_graph(model, ctx, Path(output))
+        with times.of(WRITE_GRAPH):
+            write_graph(model, ctx, Path(output))
     elif not print_after and dump is None:
         show(graph_text(model.graph, ctx))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onnxpar.base.pass_times import PassTimes
 from onnxpar.compiler.pass_ import Pass
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
@@ -28,6 +29,7 @@ class Options:
     reckon_at  sizes at which costs are computed; if empty, the `typical` ones
     compared   true if the plan is one of several that are compared by the objective
     show       called with the model after each rewrite of the loader
+    times      collects the wall time of each pass
     """
 
     devices: int | None = None
@@ -54,6 +56,7 @@ class Options:
     typical: Typical = field(default_factory=Typical)
     reckon_at: Sequence[Profile] = ()
     show: Show = unseen
+    times: PassTimes = field(default_factory=PassTimes, compare=False)
 
 
 NO_RANKS = "how many ranks? give --devices N or --mesh dp=..,tp=.."

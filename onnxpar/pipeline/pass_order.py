@@ -73,6 +73,10 @@ def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
                     "that does before it (`opt --passes list` shows what passes do)"
                 )
         for fact in step.excludes:
+            if fact in hold and fact in step.ensures:
+                raise StrategyError(
+                    f"pass {step.name} runs only once, and has run already; leave it out"
+                )
             if fact in hold:
                 raise StrategyError(
                     f"pass {step.name} cannot run once there are {fact}; place it earlier"

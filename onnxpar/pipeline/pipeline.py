@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.pass_times import OTHER, PREDICT, REPEAT, WRITE
 from onnxpar.compiler.expose import expose
 from onnxpar.compiler.open_ports import open_ports
 from onnxpar.compiler.pass_ import LAYOUTS, Pass, PassContext, Stage
@@ -60,6 +61,14 @@ def plan(
     reckon: Reckon | None = None,
 ) -> tuple[Plan, PassContext]:
     """Makes the plan that `shard` writes, and its context. Errors: OnnxparError."""
+    with options.times.of(OTHER):
+        return _fitting(path, options, watch, reckon)
+
+
+def _fitting(
+    path: str | Path, options: Options, watch: Watch | None, reckon: Reckon | None
+) -> tuple[Plan, PassContext]:
+    """Makes a plan that keeps to the memory limit, or that fits this host without one."""
     try:
         if options.objective.memory is None:
             made = _plan(path, options, watch, reckon)
@@ -131,10 +140,12 @@ def _plan(
         try:
             if model.sizes is not None:
                 tell("repeating the plan at other sizes")
-            replay(model, ctx, lowering)
+            with options.times.of(REPEAT) if model.sizes is not None else nullcontext():
+                replay(model, ctx, lowering)
             check_open(model.graph, ctx)
             if model.sizes is not None:
-                reckon_typical(made, model, ctx, lowering, reckon, options.reckon_at)
+                with options.times.of(PREDICT):
+                    reckon_typical(made, model, ctx, lowering, reckon, options.reckon_at)
             open_ports(made, ctx)
             break
         except OpenSizesError as error:  # decide again, with these nodes whole
@@ -174,7 +185,7 @@ def _made(
     steps = passes_of(options, model)
     ctx = prepare(model, options, steps, watch)
     steps = [s for s in steps if s.stage is not Stage.REWRITE]
-    made = run_passes(model, ctx, steps, watch, options.verify, reckon)
+    made = run_passes(model, ctx, steps, watch, options.verify, reckon, options.times)
     assert made is not None
     return made, ctx, [s for s in steps if s.stage is Stage.LOWER]
 
@@ -216,8 +227,11 @@ def shard(
     OnnxparError."""
     place = check_place(Path(output), foreign_part)
     made, ctx = plan(path, options, watch, reckon)
-    with writing(output), new_folder(place, foreign_part) as folder:
+    timed = options.times.of
+    with timed(OTHER), writing(output), new_folder(place, foreign_part) as folder:
         extra: dict[str, Any] = {"progress": progress} if progress else {}
-        SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
-        write_plan(folder, made.to_json())
+        with timed(SplitRanks.name):
+            SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
+        with timed(WRITE):
+            write_plan(folder, made.to_json())
     return made

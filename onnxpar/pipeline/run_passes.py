@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from onnxpar.base.pass_times import SUMMARIZE, VERIFY, PassTimes
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.summary import summarize
@@ -32,28 +33,38 @@ def run_passes(
     watch: Watch | None = None,
     check: bool = False,
     reckon: Reckon = ignore,
+    times: PassTimes | None = None,
 ) -> Plan | None:
     """Runs passes in order; returns the plan, which is taken after the passes with `plan_after`.
 
     check   verify the invariants after every pass
     watch   called after every pass, before the check, for dumps
+    times   collects the wall time of each pass
     reckon  called after the pass with `costs_after`, unless sizes are open
 
     Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and those
     before it.
     """
     plan = None
+    times = times or PassTimes()
     ran: list[str] = []
     for step in passes:
-        changed = _run(step, model, ctx, ran, watch, check)
+        with times.of(step.name):
+            changed = _run(step, model, ctx, ran, watch)
+        if check:
+            with times.of(VERIFY), _failures(step, ran):
+                verify(model.graph, ctx)
         ran.append(step.name)
         if step.plan_after and (plan is None or changed):
-            plan = summarize(model.graph, ctx, model_name(model.path), ctx.request.preset)
+            with times.of(SUMMARIZE):
+                plan = summarize(model.graph, ctx, model_name(model.path), ctx.request.preset)
         if step.costs_after and plan is not None and model.sizes is None:
-            plan.predicted = predicted(model.graph, ctx)
-            reckon(1.0, model.graph, ctx)
+            with times.of(SUMMARIZE):
+                plan.predicted = predicted(model.graph, ctx)
+                reckon(1.0, model.graph, ctx)
     if plan is not None:
         plan.collectives = list(ctx.lowered.collectives)
+        plan.fused = {k: (a, b) for k, (a, b) in (ctx.fused or {}).items() if a != b}
     return plan
 
 
@@ -63,9 +74,8 @@ def _run(
     ctx: PassContext,
     ran: Sequence[str],
     watch: Watch | None,
-    check: bool,
 ) -> bool:
-    """Runs a pass, calls `watch`, and checks the graph; returns whether anything changed."""
+    """Runs a pass and calls `watch`; returns whether anything changed."""
     known = known_of(model.graph) if step.stage is Stage.REWRITE else None
     with _failures(step, ran):
         try:
@@ -78,9 +88,6 @@ def _run(
             raise
     if watch is not None:
         watch(step, model, ctx)
-    if check:
-        with _failures(step, ran):
-            verify(model.graph, ctx)
     return changed
 
 

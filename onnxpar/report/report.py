@@ -90,7 +90,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield from table([row for found in each for row in found], ("tensor", "", *_PORT_HEADS))
     yield ""
     yield from _state_lines(plan, full)
-    yield from _collective_lines(plan["collectives"], full)
+    yield from _collective_lines(plan["collectives"], plan.get("fused", {}), full)
     yield from _weight_lines(plan["weights"], plan["ranks"], full)
     yield from _whole_lines(plan["whole"])
     memory, flops = plan["memory"], plan["flops"]
@@ -208,7 +208,9 @@ def shape_text(shape: Sequence[int | str | None] | None) -> str:
     return "x".join("?" if s is None else str(s) for s in shape) or "scalar"
 
 
-def _collective_lines(collectives: Sequence[Mapping[str, Any]], full: bool) -> Iterator[str]:
+def _collective_lines(
+    collectives: Sequence[Mapping[str, Any]], fused: Mapping[str, Sequence[int]], full: bool
+) -> Iterator[str]:
     if not collectives:
         yield "no collectives"
         yield ""
@@ -217,6 +219,9 @@ def _collective_lines(collectives: Sequence[Mapping[str, Any]], full: bool) -> I
     sent = sum(c["bytes"] for c in collectives)
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
     yield f"collectives in order: {kinds}; each rank sends {size_text(sent)}"
+    joined = ", ".join(f"{many} {kind} to {few}" for kind, (many, few) in fused.items())
+    if joined:
+        yield f"fuse-all-reduces ran once and joined {joined}"
     if full:
         rows = [
             (c["tensor"], c["kind"], _group(c), c["bytes"], f"{c['before']} -> {c['after']}")

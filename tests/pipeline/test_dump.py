@@ -224,3 +224,52 @@ def test_a_dump_changes_nothing_in_the_graphs_of_ranks(tmp_path: Path) -> None:
     first, second = (tmp_path / name / "rank_0001.onnx" for name in "ab")
     assert first.read_bytes() == second.read_bytes()
     assert {o.domain for o in onnx.load(second).opset_import} == {"", "onnxpar"}
+
+
+def test_fusion_runs_once_and_says_what_it_joined(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dumps are the graph before and after; the plan counts what both hold."""
+    how = ["--devices", "2", "--preset", "data-parallel"]
+    assert main(["shard", str(step), *how, "--dump", str(tmp_path), "-o", f"{tmp_path}/s.par"]) == 0
+    told = capsys.readouterr().out
+    run = set(onnxpar.plan(step, devices=2, preset="data-parallel").to_json()["step"]["evaluation"])
+    counts = []
+    for name in ("04-compress-collectives", "05-fuse-all-reduces"):
+        graph = onnx.load(tmp_path / f"{name}.onnx").graph
+        makers = {output: node for node in graph.node for output in node.output}
+        todo, needed = [t.name for t in graph.output if t.name not in run], set()
+        while todo:
+            name = todo.pop()
+            if name in makers and name not in needed:
+                needed.add(name)
+                todo += makers[name].input
+        nodes = {id(n): n for name, n in makers.items() if name in needed}.values()
+        counts.append(sum(node.op_type == "AllReduce" for node in nodes))
+    before, after = counts
+    assert before > after == 2
+    assert f"fuse-all-reduces ran once and joined {before} AllReduce to {after}\n" in told
+    plan = onnxpar.inspect(tmp_path / "s.par").to_json()
+    assert plan["fused"] == {"AllReduce": [before, after]}
+    assert len(plan["collectives"]) == after
+    for where, passes in (
+        (tmp_path / "05-fuse-all-reduces.onnx", "fuse-all-reduces"),
+        (step, "propagate-layouts,insert-collectives,fuse-all-reduces,fuse-all-reduces"),
+    ):
+        assert opt(where, "--passes", passes, *(how if where == step else [])) == 2
+        assert "pass fuse-all-reduces runs only once" in capsys.readouterr().err
+    assert opt(tmp_path / "04-compress-collectives.onnx", "--passes", "fuse-all-reduces") == 0
+    again = (tmp_path / "05-fuse-all-reduces.onnxtxt").read_text()
+    assert capsys.readouterr().out.strip() == again.strip()
+
+
+def test_the_only_fusion_may_be_one_with_options_of_its_own(step: Path) -> None:
+    how = {"devices": 2, "preset": "data-parallel"}
+    own = ["fuse-all-reduces{bucket-bytes=3000} after compress-collectives"]
+    made = onnxpar.plan(step, **how, fusion="none", passes=own)  # type: ignore[arg-type]
+    whole = onnxpar.plan(step, **how)  # type: ignore[arg-type]
+    assert made.fused["AllReduce"][0] == whole.fused["AllReduce"][0]
+    assert made.fused["AllReduce"][1] > whole.fused["AllReduce"][1]
+    with pytest.raises(onnxpar.StrategyError, match="runs only once"):
+        onnxpar.plan(step, **how, passes=own)  # type: ignore[arg-type]
+    assert not onnxpar.plan(step, **how, fusion="none").fused  # type: ignore[arg-type]

@@ -222,7 +222,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("options", "message"),
     [
         (["--devices", "2", "--preset", "manual"], "a manual program has no strategy to save"),
-        (["--devices", "2", "--candidates"], "does not go with --compare, --candidates or --html"),
+        (["--devices", "2", "--candidates"], "--save-strategy does not go with --candidates"),
     ],
 )
 def test_what_is_not_saved(
