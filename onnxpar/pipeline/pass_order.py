@@ -73,14 +73,10 @@ def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
                     "that does before it (`opt --passes list` shows what passes do)"
                 )
         for fact in step.excludes:
-            if fact in hold and fact in step.ensures:
-                raise StrategyError(
-                    f"pass {step.name} runs only once, and has run already; leave it out"
-                )
             if fact in hold:
-                raise StrategyError(
-                    f"pass {step.name} cannot run once there are {fact}; place it earlier"
-                )
+                is_own = fact in step.ensures
+                remedy = ": it runs only once, so leave it out" if is_own else "; place it earlier"
+                raise StrategyError(f"pass {step.name} cannot run once there are {fact}{remedy}")
         hold.update(step.ensures)
 
 
