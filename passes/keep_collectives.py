@@ -74,7 +74,9 @@ class KeepCollectives(Pass):
                 written.settle(node)
         check_order(written.events, manual.mesh.size)
         ctx.lowered.collectives += [
-            _entry(node, manual) for node in graph.nodes if node.domain == DOMAIN and node.inputs
+            _entry(node, manual, ctx)
+            for node in graph.nodes
+            if node.domain == DOMAIN and node.inputs
         ]
         ctx.lowered.localized = True
         return bool(ctx.lowered.collectives)
@@ -130,7 +132,7 @@ def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
         ctx.layouts[name] = Layout((Factor(copies), *layout.dims))
 
 
-def _entry(node: gs.Node, manual: Manual) -> Collective:
+def _entry(node: gs.Node, manual: Manual, ctx: PassContext) -> Collective:
     """The plan's entry for a hand-written collective; it names no layouts, which only the program's
     author knows."""
     x = node.inputs[0]
@@ -138,7 +140,8 @@ def _entry(node: gs.Node, manual: Manual) -> Collective:
     if "peer" in node.attrs:
         group = (0, node.attrs["peer"]) if node.attrs["peer"] >= 0 else (0,)
     known = x.dtype is not None and x.shape and all(isinstance(s, int) for s in x.shape)
-    size = shard_bytes(x, Layout.whole(x.shape), manual.mesh) if known else 0
+    layout = ctx.layouts.get(x.name) or Layout.whole(x.shape if known else ())
+    size = shard_bytes(x, layout, manual.mesh) if known else 0
     sent = size if node.op == "Send" else int(bytes_sent(node.op, len(group), size))
     groups = manual.mesh.size // len(group)
     return Collective(node.op, node.name, group, groups, sent, x.name, "by hand", "by hand")

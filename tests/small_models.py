@@ -62,6 +62,12 @@ MODELS = {
         "tp=3",
         {"Relu_h": [["tp", None]], "Sigmoid_y": [[None, "tp"]]},
     ),
+    # the shards of a grid change ranks, uneven ones among them
+    "axes change places": Small(
+        "places (float[5,7] x) => (float[5,7] y) { h = Relu(x)  y = Sigmoid(h) }",
+        "a=2,b=2,c=2",
+        {"Relu_h": [[["a", "c"], "b"]], "Sigmoid_y": [[["b", "c"], "a"]]},
+    ),
     # columns to whole
     "gather": Small(
         """gather (float[4,7] x) => (float[4,7] y) <int64[4] n = {7, 3, 6, 1}>

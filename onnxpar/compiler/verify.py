@@ -16,7 +16,7 @@ from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
 from onnxpar.ir.subgraphs import all_nodes, bodies
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, leaves
-from onnxpar.layout.mesh import Axis, merge_axes
+from onnxpar.layout.mesh import Axis, Mesh, merge_axes, parts_over
 from onnxpar.sharding.accumulators import accumulators
 from onnxpar.sharding.factors import OpFactors
 
@@ -178,6 +178,7 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
     "AllGather": ({-1}, 0),
     "LocalSlice": ({1}, 0),
     "AllToAll": ({1, -1}, 0),
+    "CollectivePermute": ({1, -1}, 0),
     "Select": (set(), 1),
     "Broadcast": (set(), 0),
 }
@@ -194,11 +195,13 @@ def _verify_reshard(node: gs.Node, ctx: PassContext) -> None:
     for (source, before, after), result in zip(operands_of(node), node.outputs, strict=True):
         assert ctx.layouts[source.name] == before, node.name
         assert ctx.layouts[result.name] == after, node.name
-        _verify_step(node, before, after)
+        _verify_step(node, before, after, ctx.sharding.mesh)
 
 
-def _verify_step(node: gs.Node, before: Layout, after: Layout) -> None:
+def _verify_step(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> None:
     over = set(_pieces(reshard_of(node).axes))
+    if node.op == "CollectivePermute":
+        return _verify_permute(node, before, after, mesh)
     factors, pending = _CHANGES[node.op]
     pairs = [
         ({*_pieces(f.axes)}, {*_pieces(g.axes)})
@@ -211,6 +214,24 @@ def _verify_step(node: gs.Node, before: Layout, after: Layout) -> None:
     assert is_right and (pending or partial[0] == partial[1]), (
         f"{node.op} '{node.name}': {before} -> {after} over {over}"
     )
+
+
+def _verify_permute(node: gs.Node, before: Layout, after: Layout, mesh: Mesh) -> None:
+    """Checks that every shard that a rank needs is held by a rank of its group, and by as many as
+    need it."""
+
+    def shards(layout: Layout, group: Sequence[int]) -> list[tuple[object, ...]]:
+        every = [leaf for dim in layout.dims for leaf in leaves(dim)]
+        return sorted(
+            (*(leaf.part(mesh, rank) for leaf in every), mesh.coordinate(layout.partial, rank))
+            for rank in group
+        )
+
+    groups = {mesh.group(reshard_of(node).axes, rank) for rank in range(mesh.size)}
+    terms = [(parts_over(layout.partial), layout.reduce) for layout in (before, after)]
+    assert terms[0] == terms[1] and all(
+        shards(before, group) == shards(after, group) for group in groups
+    ), f"{node.op} '{node.name}': {before} -> {after} over {reshard_of(node).axes}"
 
 
 def _change(old: set[_Piece], new: set[_Piece], over: set[_Piece]) -> int | None:

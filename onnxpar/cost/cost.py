@@ -29,8 +29,11 @@ def bytes_sent(kind: str, ranks: int, size: float) -> float:
     """Bytes that each rank sends in a collective, for a tensor of `size` bytes on the rank where it
     is largest.
 
-    Assumes ring algorithms: an all-reduce sends everything but the rank's own chunk, twice.
+    Assumes ring algorithms: an all-reduce sends everything but the rank's own chunk, twice. A
+    collective permute sends a rank's whole shard.
     """
+    if KINDS[kind].by_message:
+        return size
     return KINDS[kind].traffic * size * (ranks - 1) / ranks
 
 
@@ -61,6 +64,7 @@ _MESSAGES: dict[str, Callable[[int, float], tuple[int, float]]] = {
     "AllReduce": _of_all_reduce,
     "Broadcast": _of_broadcast,
     "Send": lambda ranks, size: (1, size),
+    "CollectivePermute": lambda ranks, size: (1, size),
     "NeighborExchange": lambda ranks, size: (1, size),
     "HaloExchange": lambda ranks, size: (2, size),  # in round 1, ranks ask for elements
 }

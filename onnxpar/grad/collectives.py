@@ -95,6 +95,14 @@ def broadcast(v: Vjp) -> Grads:
     return [_rank(v).equal(v.node.attrs.get("root", 0)).where(total, 0.0)]
 
 
+@vjp("CollectivePermute", domain=DOMAIN)
+def collective_permute(v: Vjp) -> Grads:
+    """The inverse permute; a rank whose operand nobody got gets zeros."""
+    sources = list(v.node.attrs["sources"])
+    readers = [sources.index(i) if i in sources else -1 for i in range(len(sources))]
+    return [_add(v, "CollectivePermute", v.dy, v.x.tensor.shape, sources=readers)]
+
+
 @vjp("NeighborExchange", domain=DOMAIN)
 def neighbor_exchange(v: Vjp) -> Grads:
     """Sends the gradient of each halo back to the neighbour that owns the elements, which adds it

@@ -40,9 +40,12 @@ class Kind:
                    reshards do not use this kind
     traffic        bytes that a rank sends in a ring of n ranks, in units of (n-1)/n of the tensor
                    where it is largest; 0 if there is no ring
+    by_message     True if each rank sends its whole shard in one message, unchanged
     joins, cuts    the dimensions along which an op joins the members' shards, and cuts its operand
+    shapes         the attribute for the shape of each member's operand; None if there is none
     awaits         the members without which no rank gets its result: the group, the neighbors, the
-                   root; None if the nodes of two ranks meet, and only these two
+                   root, the source of a rank's shard; None if the nodes of two ranks meet, and
+                   only these two
     ends_together  True if all members end at the same moment: profiles set the ranks' clocks by it
     is_late        True if it runs right before its first reader, and not as early as possible
     is_fused       True if several tensors may share one such collective
@@ -54,9 +57,11 @@ class Kind:
     name: str
     change: tuple[State, State] | None = None
     traffic: float = 0.0
+    by_message: bool = False
     joins: Along | None = None
     cuts: Along | None = None
-    awaits: Literal["group", "neighbors", "root"] | None = "group"
+    shapes: str | None = None
+    awaits: Literal["group", "neighbors", "root", "source"] | None = "group"
     ends_together: bool = False
     is_late: bool = False
     is_fused: bool = False
@@ -114,6 +119,13 @@ _ROWS = (
         joins=Along("concat_axis", "concat_sizes"),
         cuts=Along("split_axis", "split_sizes"),
         is_measured=True,
+    ),
+    Kind(
+        "CollectivePermute",
+        (SPLIT, SPLIT),
+        by_message=True,
+        shapes="shapes",
+        awaits="source",
     ),
     Kind(
         "Broadcast",

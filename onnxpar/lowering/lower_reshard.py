@@ -8,6 +8,7 @@ collective puts them in order.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
+from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.per_rank import PerRank, collective_node
 from onnxpar.ir.reshards import reshard_of
 from onnxpar.ir.tensors import numpy_dtype
@@ -26,12 +28,13 @@ from onnxpar.layout.layout import (
     Layout,
     Product,
     indices,
+    leaves,
     local_size,
     neutral,
     normalize,
     split_count,
 )
-from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.mesh import Axes, Mesh
 
 
 @dataclass
@@ -57,7 +60,8 @@ class ReshardBuilder:
         """The nodes, in order; the last computes the reshard's result."""
         lower = getattr(self, "_" + self.node.op)
         before, after = self.before, self.after
-        self.before, self.after = _unmerged(before, after)
+        if not KINDS[self.node.op].by_message:
+            self.before, self.after = _unmerged(before, after)
         if self.before == before:
             lower(self.inputs[0], self.outputs[0])
             return self.built
@@ -130,6 +134,22 @@ class ReshardBuilder:
         if joined is not y:
             after = self.after.dims[concat]
             self._order(joined, y, concat, lambda rank: self._joined(before, rank), after)
+
+    def _CollectivePermute(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        sources = shard_sources(self.before, self.after, self.mesh, self.axes)
+        shapes: dict[str, Any] = {}
+        if self.before.dims:
+            shapes["shapes"] = self._member_shapes
+        self._collective("CollectivePermute", x, y, sources=sources, **shapes)
+
+    def _member_shapes(self, rank: int) -> list[int]:
+        """The shapes of all members' shards, one after the other; -1 for a dimension that is
+        whole, which may have another size in each run."""
+        return [
+            local_size(dim, self.mesh, member) if split_count(dim) > 1 else -1
+            for member in self.mesh.group(self.axes, rank)
+            for dim in self.before.dims
+        ]
 
     def _LocalSlice(self, x: gs.Tensor, y: gs.Tensor) -> None:
         (axis,) = changed_dims(self.before, self.after)
@@ -236,6 +256,25 @@ class ReshardBuilder:
         constant = self._constant(what, value(0))
         self.per_rank.constants[constant.name] = value
         return constant
+
+
+def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list[int]:
+    """For each member of a group along `axes`, the index of the member that holds its shard of
+    `after` under `before`. A member that holds it keeps it; no two have the same source."""
+
+    def held(layout: Layout, member: int) -> tuple[int, ...]:
+        """The coordinates of a member's shard, and the number of its term of a sum."""
+        each = [leaf.axes for dim in layout.dims for leaf in leaves(dim)]
+        return tuple(mesh.coordinate(over, member) for over in (*each, layout.partial))
+
+    members = mesh.group(axes, 0)
+    wanted = [held(after, member) for member in members]
+    sources = [i if held(before, m) == wanted[i] else -1 for i, m in enumerate(members)]
+    free: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i in reversed(range(len(members))):
+        if sources[i] < 0:
+            free[held(before, members[i])].append(i)
+    return [free[wanted[i]].pop() if source < 0 else source for i, source in enumerate(sources)]
 
 
 def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:

@@ -351,6 +351,8 @@ def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
     kind = KINDS.get(node.op)
     if kind and kind.joins and key == kind.joins.sizes:
         return True
+    if kind and kind.shapes and key == kind.shapes:
+        return True
     if kind and kind.cuts and key == kind.cuts.sizes:
         return all(tuple(v) == nested_parts(sum(v), (len(v),)) for v in values)
     return False

@@ -19,6 +19,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.collectives import DOMAIN, KINDS, RANK_CONSTANTS
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.ir.tensors import tensor_shape
 from onnxpar.manual.collective_shapes import OPS
 from onnxpar.manual.manual import Manual
 
@@ -67,6 +68,8 @@ class Handwritten:
             self._tag(node)
             if node.op == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]:
                 self._table(node)
+            if node.op == "CollectivePermute":
+                self._permute(node)
             for rank in range(self.mesh.size):
                 members = self._members(node, rank)
                 key = (node.name, members)
@@ -167,6 +170,23 @@ class Handwritten:
         node.attrs["split_sizes"], node.attrs["concat_sizes"] = row(0), column(0)
         self.per_rank.attributes[node.name, "split_sizes"] = row
         self.per_rank.attributes[node.name, "concat_sizes"] = column
+
+    def _permute(self, node: gs.Node) -> None:
+        """Checks the sources; if the shape of X is the same on all ranks, says so, so that members
+        need not tell each other their shapes."""
+        sources = node.attrs.get("sources")
+        count = len(self._members(node, 0))
+        given = sources if isinstance(sources, list) else []
+        named = [s for s in given if s != -1]
+        if len(given) != count or len({*named} & {*range(count)}) != len(named):
+            self._fail(
+                node,
+                f"sources={sources}: give a list with the member of the group whose X each of the "
+                f"{count} members gets, each at most once, and -1 for a member that gets zeros",
+            )
+        shape = tensor_shape(node.inputs[0])
+        if shape and "shapes" not in node.attrs:
+            node.attrs["shapes"] = [-1] * len(shape)
 
     def _fresh(self) -> int:
         tag = next(i for i in range(1, len(self._taken) + 2) if i not in self._taken)

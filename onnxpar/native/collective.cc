@@ -65,6 +65,13 @@ std::vector<int64_t> Collective::AgreeSizes(const KernelInfo& info, const char* 
   return sizes;
 }
 
+std::vector<int64_t> Collective::AgreeInts(const KernelInfo& info, const char* attribute) {
+  const std::vector<int64_t> values = info.IntsOrNone(attribute);
+  if (!values.empty()) AddDetail(attribute, ToText(values));
+  signature_ = Mix(signature_, values);
+  return values;
+}
+
 std::vector<int64_t> Collective::NoteSizes(const KernelInfo& info, const char* attribute) {
   const std::vector<int64_t> sizes = info.IntsOrNone(attribute);
   if (sizes.empty()) return sizes;

@@ -29,6 +29,8 @@ class Collective : public Kernel {
   int64_t AgreeInt(const KernelInfo& info, const char* attribute);
   /// Reads one size for each member, the same on all members; empty if the attribute is absent.
   std::vector<int64_t> AgreeSizes(const KernelInfo& info, const char* attribute);
+  /// Any integers; empty if the attribute is absent.
+  std::vector<int64_t> AgreeInts(const KernelInfo& info, const char* attribute);
   std::string AgreeString(const KernelInfo& info, const char* attribute, const char* otherwise);
   void Agree(const char* name, int64_t value);
   /// Reads sizes like AgreeSizes, but they may differ between members.

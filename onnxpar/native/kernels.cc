@@ -258,6 +258,95 @@ class PointToPoint : public Collective {
   const int peer_;
 };
 
+/// Gives each member the whole X of another one. `sources[i]` is the member whose X member i gets,
+/// or -1 for none: then member i gets zeros.
+class CollectivePermute : public Collective {
+ public:
+  CollectivePermute(const KernelInfo& info, std::shared_ptr<World> world)
+      : Collective("CollectivePermute", info, std::move(world)),
+        sources_(AgreeInts(info, "sources")),
+        shapes_(AgreeInts(info, "shapes")) {
+    const auto count = static_cast<int64_t>(group_.ranks.size());
+    Sizes readers(group_.ranks.size());
+    bool valid = static_cast<int64_t>(sources_.size()) == count;
+    for (int64_t source : sources_) {
+      valid = valid && -1 <= source && source < count && (source < 0 || ++readers[source] == 1);
+    }
+    if (valid) return;
+    throw std::runtime_error("sources=" + ToText(sources_) + " must give, for each of the " +
+                             std::to_string(count) + " ranks of group " + ToText(group_.ranks) +
+                             ", another index into the group, or -1 for a rank that gets nothing");
+  }
+
+ private:
+  void Execute(KernelContext& context) override {
+    const Tensor x = context.Input(0);
+    if (!shapes_.empty()) CheckShape(x.shape);
+    const int me = group_.me;
+    const int source = static_cast<int>(sources_[me]);
+    const int reader = ReaderOf(me);
+    const auto output = [&](const Shape& shape) {
+      void* const y = context.Output(0, shape);
+      if (source < 0 && x.Bytes() > 0) std::memset(y, 0, x.Bytes());
+      if (source == me) CopyTensor(x, y);
+      return y;
+    };
+    if (group_.ranks.size() == 1) {
+      output(x.shape);
+      return;
+    }
+    Run(x, CommonShape(x.shape), [&](Transport& transport, const Call& call) {
+      const bool known = !shapes_.empty() || x.shape.empty();
+      const Sizes shapes = known ? shapes_ : GatherNumbers(transport, call, x.shape);
+      const Shape y_shape = source < 0 ? x.shape : ShapeOn(source, shapes, x.shape);
+      void* const y = output(y_shape);
+      std::vector<Block> sends, receives;
+      if (reader >= 0 && reader != me) sends.push_back(onnxpar::Run(reader, x.Bytes()));
+      if (source >= 0 && source != me) {
+        receives.push_back(onnxpar::Run(source, Tensor{x.type, y_shape, nullptr}.Bytes()));
+      }
+      transport.Exchange(call, x.data, sends, y, receives);
+    });
+  }
+
+  /// The member that gets the X of `member`, or -1.
+  int ReaderOf(int member) const {
+    const auto found = std::find(sources_.begin(), sources_.end(), member);
+    return found == sources_.end() ? -1 : static_cast<int>(found - sources_.begin());
+  }
+
+  /// What all members have in common of the shape of X.
+  Shape CommonShape(const Shape& x) const {
+    if (shapes_.empty()) return {static_cast<int64_t>(x.size())};
+    Shape common;
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (shapes_[i] == -1) common.push_back(x[i]);
+    }
+    return common;
+  }
+
+  /// The shape of X on a member, where -1 stands for this rank's own size.
+  Shape ShapeOn(int member, const Sizes& shapes, const Shape& own) const {
+    const size_t first = shapes.size() == own.size() ? 0 : own.size() * member;
+    Shape shape(shapes.begin() + first, shapes.begin() + first + own.size());
+    for (size_t i = 0; i < shape.size(); ++i) {
+      if (shape[i] == -1) shape[i] = own[i];
+    }
+    for (int64_t size : shape) SumOf({size});  // throws if it is negative
+    return shape;
+  }
+
+  void CheckShape(const Shape& x) const {
+    const bool complete = shapes_.size() == x.size() * group_.ranks.size();
+    if ((complete || shapes_.size() == x.size()) && ShapeOn(group_.me, shapes_, x) == x) return;
+    throw std::runtime_error("X has shape " + ToText(x) + ", but shapes=" + ToText(shapes_) +
+                             " gives another one");
+  }
+
+  const Sizes sources_;
+  const Sizes shapes_;
+};
+
 class NeighborExchange : public Collective {
  public:
   NeighborExchange(const KernelInfo& info, std::shared_ptr<World> world)
@@ -446,6 +535,7 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
   if (kind == "Broadcast") return std::make_unique<Broadcast>(info, world);
   if (kind == "Send") return std::make_unique<PointToPoint>("Send", true, info, world);
   if (kind == "Recv") return std::make_unique<PointToPoint>("Recv", false, info, world);
+  if (kind == "CollectivePermute") return std::make_unique<CollectivePermute>(info, world);
   if (kind == "NeighborExchange") return std::make_unique<NeighborExchange>(info, world);
   if (kind == "HaloExchange") return std::make_unique<HaloExchange>(info, world);
   if (kind == "Gate") return std::make_unique<Gate>();

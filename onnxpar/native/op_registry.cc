@@ -32,6 +32,7 @@ const Schema kSchemas[] = {
     {"Broadcast", 2, 2, DataType::kAny, InferSameShape, true},
     {"Send", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Recv", 2, 2, DataType::kAny, InferSameShape, false},
+    {"CollectivePermute", 2, 2, DataType::kAny, InferCollectivePermute, false},
     {"NeighborExchange", 2, 2, DataType::kAny, InferNeighborExchange, false},
     {"HaloExchange", 3, 2, DataType::kAny, InferHaloExchange, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},

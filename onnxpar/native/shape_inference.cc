@@ -80,6 +80,22 @@ void InferAllToAll(ShapeContext& node, const World* world) {
   node.SetOutput(0, node.InputType(0), y);
 }
 
+void InferCollectivePermute(ShapeContext& node, const World* world) {
+  SetToken(node, 1);
+  Dimensions y = node.Input(0);
+  if (y.empty()) return;
+  const std::vector<int64_t> shapes = node.Ints("shapes");
+  const int64_t source = Mine(node.Ints("sources"), MemberOf(node, world)).size;
+  const bool one = shapes.size() == y.size();  // shape for all members
+  for (size_t i = 0; i < y.size(); ++i) {
+    const size_t at = one ? i : static_cast<size_t>(std::max<int64_t>(source, 0)) * y.size() + i;
+    const bool known = at < shapes.size() && (one || source >= 0);
+    if (known && shapes[at] == -1) continue;  // members have the same size
+    y[i] = known ? Dimension{shapes[at], ""} : Dimension{};
+  }
+  node.SetOutput(0, node.InputType(0), y);
+}
+
 void InferNeighborExchange(ShapeContext& node, const World* world) {
   SetToken(node, 1);
   Dimensions y = node.Input(0);

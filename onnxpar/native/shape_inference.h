@@ -14,6 +14,7 @@ void InferSameShape(ShapeContext& node, const World* world);
 void InferAllGather(ShapeContext& node, const World* world);
 void InferReduceScatter(ShapeContext& node, const World* world);
 void InferAllToAll(ShapeContext& node, const World* world);
+void InferCollectivePermute(ShapeContext& node, const World* world);
 void InferNeighborExchange(ShapeContext& node, const World* world);
 void InferHaloExchange(ShapeContext& node, const World* world);
 void InferTokenOnly(ShapeContext& node, const World* world);

@@ -22,9 +22,10 @@ from onnxpar.base.arrays import Array
 from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.layout.layout import ReduceOp
-from onnxpar.layout.mesh import Axes, Axis, merge_axes
+from onnxpar.layout.mesh import Axes, Axis, in_mesh_order, merge_axes
+from onnxpar.reshard.permutes import Permutes
 from onnxpar.reshard.shard_sizes import PartSizes, ShardSizes
-from onnxpar.reshard.steps import Move, ReshardStep, moves, step_kind
+from onnxpar.reshard.steps import PERMUTE, Move, ReshardStep, moves, step_kind
 from onnxpar.reshard.sub_axes import (
     Location,
     Unordered,
@@ -43,6 +44,11 @@ STEP = 1e-16
 MOST_DETOURS = 1 << 12
 """Largest number of states if sub-axes may be on any leaf. In a larger graph, a sub-axis may only
 be where some wanted sharding has it."""
+
+
+_Edges = tuple[str, Axes, Array, Array, set[int]]
+"""Steps of one kind over some sub-axes: the states before and after each, and the leaves whose
+shards are cut or joined."""
 
 
 class ReshardGraph:
@@ -74,6 +80,7 @@ class ReshardGraph:
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.states: Array = np.indices(counts).reshape(len(counts), math.prod(counts)).T
         shards = ShardSizes(self.sub_axes, self.locations, self.states, factors, parts, costs.mesh)
+        self.permutes = Permutes(self.sub_axes, self.locations, self.states, factors, parts)
         self.sizes = [shards.of(dims, itemsize, weight) for weight, dims in factors.costed]
         self.valid = self.sizes[0].valid & self._is_one_reduction()
         self.at = [self._state(locations) for locations in found]
@@ -143,26 +150,29 @@ class ReshardGraph:
     @cached_property
     def graph(self) -> Any:
         """Seconds of each single step, as a sparse matrix over all states."""
-        return self._matrix(moves(self.sub_axes, self.locations, self.factors))
+        every = moves(self.sub_axes, self.locations, self.factors)
+        permutes = self.permutes.edges(self.valid, self.at)
+        return self._matrix(
+            [*map(self._edges_of, every), *((PERMUTE, *p, set()) for p in permutes)]
+        )
 
     @cached_property
     def local_steps(self) -> Any:
         """Seconds of each local cut, as a sparse matrix over all states."""
         every = moves(self.sub_axes, self.locations, self.factors)
-        return self._matrix(move for move in every if move[0] in LOCAL_STEPS)
+        return self._matrix(self._edges_of(move) for move in every if move[0] in LOCAL_STEPS)
 
-    def _matrix(self, steps: Iterable[Move]) -> Any:
+    def _matrix(self, steps: Iterable[_Edges]) -> Any:
         count = len(self.states)
         rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-        for kind, axes, source, target in steps:
-            start, end = self._edges(axes, source, target)
+        for kind, axes, start, end, changed in steps:
             seconds = np.full(len(start), STEP)
             for at in self.sizes:
                 larger = np.maximum(at.which[start], at.which[end])
                 took = np.zeros(len(at.bytes))
                 for i in np.flatnonzero(np.bincount(larger)):
                     took[i] = self.costs.step(kind, axes, at.bytes[i])
-                moved = at.rows_moved(source, target, self.factors, start, end)
+                moved = at.rows_moved(changed, self.factors, start, end)
                 seconds += at.weight * (took[larger] + self.costs.rows(1) * moved)
             rows.append(start)
             columns.append(end)
@@ -175,15 +185,18 @@ class ReshardGraph:
         """The single step between two states."""
         before, after = self.states[start], self.states[end]
         run = [i for i in range(len(self.sub_axes)) if before[i] != after[i]]
+        ways = {(self.locations[i][before[i]], self.locations[i][after[i]]) for i in run}
+        ends = np.array([start]), np.array([end])
+        factor_shardings = self._factor_sharding(before), self._factor_sharding(after)
+        if len(ways) > 1:
+            (axes,) = (axes for axes, *_ in self.permutes.by_axes(*ends))
+            return ReshardStep(PERMUTE, merge_axes(in_mesh_order(axes)), *factor_shardings)
         axes = tuple(self.sub_axes[i] for i in run)
-        source, target = (self.locations[run[0]][at[run[0]]] for at in (before, after))
+        ((source, target),) = ways
         kind = step_kind(axes, source, target, self.factors)
         assert kind is not None
-        ends = np.array([start]), np.array([end])
-        rows = sum(
-            at.weight * at.rows_moved(source, target, self.factors, *ends)[0] for at in self.sizes
-        )
-        factor_shardings = self._factor_sharding(before), self._factor_sharding(after)
+        changed = leaves_at(source) ^ leaves_at(target)
+        rows = sum(at.weight * at.rows_moved(changed, self.factors, *ends)[0] for at in self.sizes)
         return ReshardStep(kind, merge_axes(axes), *factor_shardings, round(rows))
 
     def _factor_sharding(self, state: Array) -> FactorSharding:
@@ -198,6 +211,12 @@ class ReshardGraph:
             elif location is not None:
                 partial, reduce = (*partial, sub_axis), location
         return FactorSharding(tuple(leaves), partial, reduce)
+
+    def _edges_of(self, move: Move) -> _Edges:
+        """The edges of a step."""
+        kind, axes, source, target = move
+        changed = leaves_at(source) ^ leaves_at(target)
+        return (kind, axes, *self._edges(axes, source, target), changed)
 
     def _edges(self, axes: Axes, source: Location, target: Location) -> tuple[Array, Array]:
         """The states before and after a step, pairwise. On the leaves that the sub-axes leave or

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 from onnxpar.cost.cost import Costs
 from onnxpar.layout.layout import nested_parts
-from onnxpar.layout.mesh import Axes
+from onnxpar.layout.mesh import Axes, in_mesh_order, merge_axes
 from onnxpar.reshard.graph import ReshardGraph
+from onnxpar.reshard.permutes import permuted
 from onnxpar.reshard.shard_sizes import PartSizes
-from onnxpar.reshard.steps import ReshardStep
+from onnxpar.reshard.steps import PERMUTE, ReshardStep
 from onnxpar.reshard.sub_axes import Unordered
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.state import FactorSharding
@@ -37,8 +38,9 @@ def plan_steps(
 ) -> list[ReshardStep]:
     """The cheapest steps from one factor sharding of a tensor to another.
 
-    If shards do not compose (sub-axes that do not divide each other, 14 elements over 4 and over 2,
-    sizes by hand), the steps gather the whole tensor and cut it again.
+    Where both split a dimension over the same axes in different orders, a collective permute comes
+    first. If shards do not compose (sub-axes that do not divide each other, 14 elements over 4 and
+    over 2, sizes by hand), the steps gather the whole tensor and cut it again.
     """
     if before == after:
         return []
@@ -50,7 +52,25 @@ def plan_steps(
             return steps
     except Unordered:
         pass
+    reordered = _reordered(before, after)
+    if reordered != before and permuted(before, reordered, factors, parts, tensor.costs.mesh):
+        pairs = zip(before.leaves, reordered.leaves, strict=True)
+        axes = merge_axes(in_mesh_order(tuple({x for a, b in pairs if a != b for x in a})))
+        step = ReshardStep(PERMUTE, axes, before, reordered)
+        return [step, *plan_steps(reordered, after, tensor)]
     return [*_to_whole(before, factors), *_from_whole(after, factors)]
+
+
+def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
+    """The sharding `before` with the order of axes that `after` has, on the leaves that both split
+    over the same axes."""
+
+    def order(have: Axes, wanted: Axes) -> Axes:
+        same = merge_axes(in_mesh_order(have)) == merge_axes(in_mesh_order(wanted))
+        return wanted if same else have
+
+    pairs = zip(before.leaves, after.leaves, strict=True)
+    return replace(before, leaves=tuple(order(a, b) for a, b in pairs))
 
 
 def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.layout.layout import Dim, estimated_size
 from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes
 from onnxpar.layout.rows import rows_within
-from onnxpar.reshard.sub_axes import Location, Locations, leaves_at
+from onnxpar.reshard.sub_axes import Locations, leaves_at
 from onnxpar.sharding.factors import TensorFactors, with_axes
 
 PartSizes = Callable[[int, Axes], tuple[int, ...]]
@@ -38,11 +38,12 @@ class StateSizes:
     rows: list[Array]
 
     def rows_moved(
-        self, source: Location, target: Location, factors: TensorFactors, start: Array, end: Array
+        self, leaves: Iterable[int], factors: TensorFactors, start: Array, end: Array
     ) -> Array:
         """The number of contiguous runs that a step copies between states, as in `rows_moved`;
-        `start` and `end` are the states before and after the step."""
-        changed = {factors.dim_of_leaf[leaf] for leaf in leaves_at(source) ^ leaves_at(target)}
+        `start` and `end` are the states before and after the step, which cuts or joins these
+        `leaves`."""
+        changed = {factors.dim_of_leaf[leaf] for leaf in leaves}
         rows: Array = np.zeros(len(start))
         outer: Array = np.ones(len(start))
         for dim in range(max(changed, default=-1) + 1):

@@ -13,6 +13,9 @@ from onnxpar.reshard.sub_axes import Location, Locations, Slot, leaves_at
 from onnxpar.sharding.factors import TensorFactors, with_axes
 from onnxpar.sharding.state import FactorSharding, covered_axes
 
+PERMUTE = "CollectivePermute"
+"""The kind of steps that only move whole shards between ranks (`permutes.py`)."""
+
 Move = tuple[str, Axes, Location, Location]
 """A step: its kind, the sub-axes that it moves, and their location before and after it."""
 

@@ -32,6 +32,7 @@ class _Rank:
     spans: list[Span]
     events: list[Event]
     roots: Mapping[str, int]
+    sources: Mapping[str, Sequence[int]]
 
     def shift(self, seconds: float) -> None:
         """Adds seconds to the start of every run and event."""
@@ -134,7 +135,8 @@ def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> 
                 )
             )
     roots = {node["name"]: node["root"] for node in record["nodes"] if "root" in node}
-    return _Rank(record["host"], spans, sorted(events, key=lambda e: e.start), roots)
+    sources = {node["name"]: node["sources"] for node in record["nodes"] if "sources" in node}
+    return _Rank(record["host"], spans, sorted(events, key=lambda e: e.start), roots, sources)
 
 
 def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -232,17 +234,20 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
             yield event
             continue
         others = begins[calls[id(event)]]
-        awaited = [others.get(r, event.start) for r in _awaited(event, made, rank.roots)]
+        awaited = [others.get(r, event.start) for r in _awaited(event, made, rank)]
         wait = min(max(max(awaited) - event.start, 0.0), event.seconds)
         yield replace(event, collective=replace(made, wait=wait))
 
 
-def _awaited(event: Event, made: Collective, roots: Mapping[str, int]) -> Sequence[int]:
+def _awaited(event: Event, made: Collective, rank: _Rank) -> Sequence[int]:
     """Returns the ranks that the event's rank waits for in this collective."""
     group, me = made.group, made.group.index(event.rank)
     awaits = KINDS[made.kind].awaits
     if awaits == "neighbors":
         return group[max(me - 1, 0) : me + 2]
     if awaits == "root":
-        return [group[roots[event.name]]]
+        return [group[rank.roots[event.name]]]
+    if awaits == "source":
+        source = rank.sources[event.name][me]
+        return [event.rank if source < 0 else group[source]]
     return group

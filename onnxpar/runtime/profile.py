@@ -73,7 +73,7 @@ class ProfiledSessions:
         """Ends the recording and returns it, with times in whole microseconds of this host's clock.
 
         nodes     of each node: `name`, `op`, names of the global `nodes` that it computes; for a
-                  collective, `group` and `root`
+                  collective, `group`, `root` and `sources`
         programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration], and
                   the number of `dropped` events
         """
@@ -146,13 +146,16 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
 
 
 def _meeting(node: NodeProto) -> dict[str, Any]:
-    """Returns group and root of a node if it is a collective, that is, has a tag. An empty group
-    stands for all ranks."""
+    """Returns group, root and sources of a node if it is a collective, that is, has a tag. An
+    empty group stands for all ranks."""
     attributes = {a.name: a for a in node.attribute}
     if node.domain != "onnxpar" or "tag" not in attributes:
         return {}
-    group, root = attributes.get("group"), attributes.get("root")
-    return {"group": list(group.ints) if group else [], "root": root.i if root else 0}
+    root = attributes.get("root")
+    lists = {
+        key: list(attributes[key].ints) if key in attributes else [] for key in ("group", "sources")
+    }
+    return {**lists, "root": root.i if root else 0}
 
 
 def _host() -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import LOCAL_STEPS
+from onnxpar.ir.collectives import KINDS, LOCAL_STEPS
 from onnxpar.ir.repetitions import repetitions
 from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
 from onnxpar.ir.subgraphs import all_nodes
@@ -75,5 +75,6 @@ def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
     """Seconds of a node that reshards: a collective, or a slice on each rank."""
     mesh = sharding.mesh
     costs = sharding.costs
-    rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in operands_of(node))
+    each = [] if KINDS[node.op].by_message else operands_of(node)
+    rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in each)
     return costs.step(node.op, reshard_of(node).axes, reshard_bytes(node, mesh)) + costs.rows(rows)

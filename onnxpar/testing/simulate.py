@@ -164,10 +164,16 @@ def _all_to_all(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: 
     return np.concatenate(pieces, axis)
 
 
+def _permute(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    source = attrs[me]["sources"][me]
+    return np.zeros_like(parts[me]) if source < 0 else parts[source]
+
+
 _COLLECTIVES = {
     "AllReduce": _all_reduce,
     "AllGather": _all_gather,
     "NeighborExchange": _exchange,
     "HaloExchange": _halo_exchange,
     "AllToAll": _all_to_all,
+    "CollectivePermute": _permute,
 }

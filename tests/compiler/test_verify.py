@@ -116,6 +116,17 @@ def test_damage_is_noticed(damage: Callable[[gs.Graph, PassContext], None], tmp_
         verify(graph, ctx)
 
 
+def test_a_permute_to_other_shards_is_noticed(tmp_path: Path) -> None:
+    """Rows that rank 1 needs, and that no rank of its group holds."""
+    graph, ctx = placed("axes change places", tmp_path)
+    verify(graph, ctx)
+    node = reshard(graph)
+    assert node.op == "CollectivePermute"
+    set_reshard(node, replace(reshard_of(node), axes=(Axis("a", 2),)))
+    with pytest.raises(AssertionError):
+        verify(graph, ctx)
+
+
 def test_segments_of_a_sum_must_all_be_split(tmp_path: Path) -> None:
     graph, ctx = placed("gathered segments", tmp_path)
     verify(graph, ctx)

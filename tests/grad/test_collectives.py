@@ -137,6 +137,19 @@ def test_zeros_in_a_product(tmp_path: Path, zeros: int) -> None:
     np.testing.assert_array_equal(found, [18, 0, 0] if zeros == 1 else [0, 0, 0])
 
 
+@pytest.mark.parametrize("sources", [[1, 2, 0], [0, 2, 1], [-1, 0, 1], [2, -1, -1]])
+def test_collective_permute(tmp_path: Path, sources: list[int]) -> None:
+    """Each rank weighs what it gets in its own way; some get nothing, some give nothing."""
+    nodes = [
+        op("Sin", ["x"], ["s"]),
+        by_hand("CollectivePermute", ["s"], ["p"], sources=sources),
+        op("Mul", ["p", "x"], ["y"]),
+    ]
+    ranks = Ranks(tmp_path, "r=3", nodes, {"x": [2, 3]}, {"y": [2, 3]})
+    ranks.check()
+    assert ranks.collectives() == ["CollectivePermute"] * 2
+
+
 @pytest.mark.parametrize("kind", ["sum", "min", "prod"])
 def test_reduce_scatter(tmp_path: Path, kind: str) -> None:
     nodes = [

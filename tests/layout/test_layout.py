@@ -213,12 +213,27 @@ def layout_of(factors: TensorFactors, factor_sharding: FactorSharding) -> Layout
     return Layout(tuple(map(put, factors.dims)), factor_sharding.partial, factor_sharding.reduce)
 
 
+def holds(before: Layout, source: int, after: Layout, rank: int) -> bool:
+    """Whether one rank has before a step just what another has after it."""
+    pairs = zip(before.dims, after.dims, strict=True)
+    terms = SUB.coordinate(before.partial, source), SUB.coordinate(after.partial, rank)
+    return terms[0] == terms[1] and all(
+        np.array_equal(indices(b, SUB, source), indices(a, SUB, rank)) for b, a in pairs
+    )
+
+
 def simulate(step: ReshardStep, factors: TensorFactors, parts: list[Array]) -> list[Array]:
     """What a step does, from what its kind promises alone: who talks, and what each has then."""
     before, after = layout_of(factors, step.before), layout_of(factors, step.after)
     out = []
+    given: set[int] = set()
     for rank in range(SUB.size):
         group = SUB.group(step.axes, rank)
+        if step.kind == "CollectivePermute":
+            source = next(m for m in group if m not in given and holds(before, m, after, rank))
+            given.add(source)
+            out.append(parts[source])
+            continue
         if step.kind == "Select":
             keep = SUB.coordinate(step.axes, rank) == 0
             out.append(

@@ -144,6 +144,20 @@ def test_a_ring_of_sends(tmp_path: Path, ranks: int) -> None:
     assert len([c for c in plan.collectives if c.kind == "Send"]) == 3 * (ranks - 1)
 
 
+def test_a_permute_along_an_axis(tmp_path: Path) -> None:
+    """Along b, each rank gets the rows of the rank before it; the first gets zeros."""
+    nodes = [by_hand("CollectivePermute", ["x"], ["y"], axes=["b"], sources=[-1, 0, 1])]
+    path = program(tmp_path, nodes, {"x": [2, 3]}, {"y": [2, 3]})
+    x = normal(12, 3)
+    axis = [["a", "b"], None]
+    plan, (y,) = run(path, how("a=2,b=3", {"x": axis, "y": axis}), x=x)
+    wanted = x.reshape(2, 3, 2, 3)
+    wanted = np.concatenate([np.zeros_like(wanted[:, :1]), wanted[:, :-1]], 1)
+    np.testing.assert_array_equal(y, wanted.reshape(12, 3))
+    (found,) = plan.collectives
+    assert (found.kind, found.bytes) == ("CollectivePermute", 2 * 3 * x.itemsize)
+
+
 def _wave(rank: int, ranks: int) -> int:
     """Of an odd ring the last rank sends in a wave of its own."""
     return 2 if ranks % 2 and rank == ranks - 1 else rank % 2
@@ -282,6 +296,11 @@ SUM = by_hand("AllReduce", ["x"], ["y"], name="sum")
             ],
             {},
             "AllReduce 's': its token 't' comes from Cast 'cast'",
+        ),
+        (
+            [by_hand("CollectivePermute", ["x"], ["y"], sources=[1, 1])],
+            {},
+            r"CollectivePermute 'CollectivePermute_y': sources=\[1, 1\]: give a list",
         ),
         ([by_hand("AllGather", ["x"], ["y"], axis=5)], {}, "AllGather 'y': axis=5"),
         (

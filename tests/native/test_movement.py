@@ -115,6 +115,55 @@ def test_all_to_all_along_one_axis_changes_the_parts(worlds_of: Worlds) -> None:
         np.testing.assert_array_equal(y, part)
 
 
+@pytest.mark.parametrize("sources", [[1, 2, 0], [0, 2, 1], [-1, 0, 1], [2, -1, -1], [0, 1, 2]])
+@pytest.mark.parametrize("told", [True, False])
+def test_collective_permute(worlds_of: Worlds, sources: list[int], told: bool) -> None:
+    xs = [numbered([n, 3], 100 * n) for n in (2, 0, 4)]
+    shapes = {"shapes": [2, -1, 0, -1, 4, -1]} if told else {}
+    proto = collective(
+        "CollectivePermute", TensorProto.FLOAT, [None] * 2, sources=sources, **shapes
+    )
+    ys = on_ranks(worlds_of(3), lambda world: run(world, proto, *xs))
+    for y, x, source in zip(ys, xs, sources, strict=True):
+        np.testing.assert_array_equal(y, np.zeros_like(x) if source < 0 else xs[source])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_collective_permute_of_each_type(worlds_of: Worlds, name: str) -> None:
+    xs = [numbered([300, 700], first, name) for first in (3, 5)]
+    dtype = onnx_type(np.dtype(name))
+    proto = collective("CollectivePermute", dtype, [300, 700], sources=[1, 0], shapes=[-1, -1])
+    ys = on_ranks(worlds_of(2), lambda world: run(world, proto, *xs))
+    np.testing.assert_array_equal(ys, xs[::-1])
+
+
+def test_collective_permute_of_scalars(worlds_of: Worlds) -> None:
+    xs = [np.array(value, "f4") for value in (1, 2)]
+    proto = collective("CollectivePermute", TensorProto.FLOAT, [], sources=[1, 0])
+    ys = on_ranks(worlds_of(2), lambda world: run(world, proto, *xs))
+    assert ys == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"sources": [1]}, "sources=[1] must give"),
+        ({"sources": [1, 1]}, "sources=[1, 1] must give"),
+        ({"sources": [2, 0]}, "sources=[2, 0] must give"),
+        ({"sources": [1, 0], "shapes": [2, 2]}, "X has shape [2, 3], but shapes=[2, 2]"),
+        ({"sources": [1, 0], "shapes": [-1]}, "but shapes=[-1] gives another one"),
+    ],
+)
+def test_bad_permutes(attributes: dict[str, list[int]], said: str) -> None:
+    worlds = thread_worlds(2)
+    xs = [numbered([2, 3])] * 2
+    proto = collective("CollectivePermute", TensorProto.FLOAT, [None] * 2, **attributes)
+    for error in errors_on_ranks(worlds, lambda world: run(world, proto, *xs)):
+        assert said in error
+    for world in worlds:
+        world.close()
+
+
 @pytest.mark.parametrize("length", [0, 1, 100, 100_001])
 @pytest.mark.parametrize("root", [0, 1, 2, 3])
 def test_broadcast(worlds_of: Worlds, root: int, length: int) -> None:

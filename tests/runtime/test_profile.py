@@ -311,12 +311,19 @@ def test_a_closed_session_leaves_no_rank_behind(two: Bundle) -> None:
 
 
 def record(host: str, runs: list[list[int]], events: list[list[int]]) -> Record:
-    """What a rank might tell, of four nodes."""
+    """What a rank might tell, of five nodes."""
     nodes = [
         {"name": "loop", "op": "Scan", "nodes": ["loop"]},
         {"name": "add", "op": "Add", "nodes": ["add"]},
         {"name": "r", "op": "AllReduce", "nodes": ["r"], "group": [], "root": 0},
         {"name": "b", "op": "Broadcast", "nodes": ["b"], "group": [1, 0], "root": 0},
+        {
+            "name": "p",
+            "op": "CollectivePermute",
+            "nodes": ["p"],
+            "group": [1, 0],
+            "sources": [1, 1],
+        },
     ]
     told = {"runs": runs, "events": events, "dropped": 0}
     return {"host": host, "nodes": nodes, "programs": {"": told}}
@@ -363,6 +370,17 @@ def test_who_waits_for_whom(two: Bundle) -> None:
     assert [round(e.wait * 1e6) for e in trace.of(1)] == [0, 0]
     later = merge(two, [other, one])  # the root of a broadcast waits for nobody
     assert [round(e.wait * 1e6) for e in later.of(1)] == [20, 0]
+
+
+def test_a_permute_waits_for_its_source_alone(two: Bundle) -> None:
+    """Both ranks get what rank 0 has, the second member of the group."""
+    one = record("h", [[0, 100]], [[4, 7, 10, 30]])
+    other = record("h", [[0, 100]], [[4, 7, 30, 12]])
+    for records in ([one, other], [other, one]):
+        trace = merge(two, records)
+        starts = [trace.of(rank)[0].start for rank in (0, 1)]
+        expected = [0, max(round((starts[0] - starts[1]) * 1e6), 0)]
+        assert [round(trace.of(rank)[0].wait * 1e6) for rank in (0, 1)] == expected
 
 
 def test_hosts_have_clocks_of_their_own(two: Bundle) -> None:

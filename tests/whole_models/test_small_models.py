@@ -13,6 +13,7 @@ COLLECTIVES = {
     "residual": ["AllReduce"],
     "scatter": ["ReduceScatter"],
     "swap": ["AllToAll"],
+    "axes change places": ["CollectivePermute"],
     "gather": ["AllGather"],
     "slice": [],
     "table": ["AllReduce"],
