@@ -129,13 +129,11 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
     ):
         for record in chain(first, steps):
             bar.update(record.total - bar.n)
-            loss = record.values[trainer.spec.loss]
-            bar.write(f"epoch: {record.epoch} step: {record.step}, loss is {loss:.6g}", sys.stdout)
+            for line in record.lines(trainer.spec.loss):
+                bar.write(line, sys.stdout)
             row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
             if record.evaluation is not None:
                 row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
-                text = ", ".join(f"{n} is {v:.6g}" for n, v in record.evaluation.items())
-                bar.write(f"epoch: {record.epoch} evaluation: {text}", sys.stdout)
             with writing(metrics):
                 line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
                 sink.write(f"{line}\n")

@@ -29,7 +29,7 @@ from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf
-from onnxpar.runtime.redirect import redirect_output
+from onnxpar.runtime.redirect import redirect_output, write_log
 from onnxpar.runtime.shards import PortParts, Shards
 
 _worlds = itertools.count()
@@ -153,6 +153,10 @@ class LaunchedRank:
             packed = zlib.compress(json.dumps(record).encode())
             each = gather_bytes(self._world, packed, "profile")
             return [record] if self._rank else [json.loads(_unpacked(data)) for data in each]
+
+    def write_log(self, text: str) -> None:
+        """Adds text to this rank's log, if its output is redirected."""
+        write_log(text)
 
     def check_usable(self) -> None:
         """Errors: RankError if the session is closed, by a failure or by `close`."""

@@ -51,10 +51,24 @@ class Log:
         lines = [line for file in (self.stdout, self.stderr) for line in _last_lines(file)]
         return "\n".join(lines)
 
+    def write(self, text: str) -> None:
+        """Adds text to the standard output, unless the files are temporary. The rank shares the
+        file's position, so neither overwrites the other. Errors: OnnxparError."""
+        if self.folder is not None:
+            write_all(self.stdout.fileno(), text, self.folder / "stdout.log")
+
     def close(self) -> None:
         """Closes both files."""
         self.stdout.close()
         self.stderr.close()
+
+
+def write_all(descriptor: int, text: str, path: Path) -> None:
+    """Writes text to the file `path`, which is open under the descriptor. Errors: OnnxparError."""
+    data = memoryview(text.encode(errors="backslashreplace"))
+    with writing(path):
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def describe(error: Exception) -> str:

@@ -6,18 +6,28 @@ import os
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
-from onnxpar.runtime.log import Log
+from onnxpar.runtime.log import Log, write_all
 
 _terminal: list[tuple[int, int]] = []
 """The rank of this process, and a copy of the descriptor of its original standard error; empty if
 standard error is not redirected."""
 
 
+_log: list[tuple[int, Path]] = []
+"""A descriptor of this rank's stdout.log, and the path of the file; empty if no output is
+redirected."""
+
+
 def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = True) -> None:
     """Redirects the output of this process to `rank.N/stdout.log` and `rank.N/stderr.log` in
-    `log_dir`; with `stdout=False`, only standard error."""
+    `log_dir`; with `stdout=False`, only standard error, and `write_log` alone writes the other."""
     log = Log.open(log_dir, rank)
+    assert log.folder is not None
+    for descriptor, _ in _log:
+        os.close(descriptor)
+    _log[:] = [(os.dup(log.stdout.fileno()), log.folder / "stdout.log")]
     for stream, file, number in ((sys.stdout, log.stdout, 1), (sys.stderr, log.stderr, 2)):
         if number == 1 and not stdout:
             continue
@@ -26,6 +36,14 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = T
             _terminal.append((rank, os.dup(number)))
         os.dup2(file.fileno(), number)
     log.close()
+
+
+def write_log(text: str) -> None:
+    """Adds text to this rank's stdout.log, after what it has printed; does nothing if no output is
+    redirected. Errors: OnnxparError."""
+    for descriptor, path in _log:
+        sys.stdout.flush()
+        write_all(descriptor, text, path)
 
 
 _HEAD_START = 2.0

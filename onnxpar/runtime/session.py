@@ -99,6 +99,15 @@ class Session(Interface, Closing):
             self._ranks.check_usable()
             return self._ranks.exchange(payload)
 
+    def write_log(self, lines: Sequence[str]) -> None:
+        """Adds lines to the output of each rank, `rank.N/stdout.log` in the `log_dir` of the
+        session; does nothing without one. Under a launcher, each process writes to the log of its
+        own rank. Errors: RankError if the session is closed; OnnxparError if a log cannot be
+        written."""
+        with self._lock:
+            self._ranks.check_usable()
+            self._ranks.write_log("".join(f"{line}\n" for line in lines))
+
     @property
     def states(self) -> States:
         """The states that the ranks keep between runs."""

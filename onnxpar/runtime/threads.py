@@ -122,6 +122,9 @@ class ThreadRanks:
         """Returns a list with only the own payload, because there is no other process."""
         return [payload]
 
+    def write_log(self, text: str) -> None:
+        """Does nothing: threads have no output of their own."""
+
     def reset_states(self) -> None:
         """Forgets all states."""
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")

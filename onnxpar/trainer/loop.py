@@ -70,14 +70,24 @@ class Record:
     values: dict[str, float]
     evaluation: dict[str, float] | None = None
 
+    def lines(self, loss: str) -> list[str]:
+        """The lines that a run prints for the step, in MindSpore's form; `loss` is the name of the
+        loss among the values."""
+        found = [f"epoch: {self.epoch} step: {self.step}, loss is {self.values[loss]:.6g}"]
+        if self.evaluation is not None:
+            each = ", ".join(f"{name} is {value:.6g}" for name, value in self.evaluation.items())
+            found.append(f"epoch: {self.epoch} evaluation: {each}")
+        return found
+
 
 def records(
     trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
 ) -> Iterator[Record]:
     """Trains, and yields a record after each step; the record of an epoch's last step has an
-    evaluation on `held_out`, if given. A checkpoint is saved only when the caller asks for the next
-    record, so that a killed run has a record of each step that a checkpoint includes. Errors:
-    InputError, ModelError, RankError, DivergenceError."""
+    evaluation on `held_out`, if given. The lines of each record also go to the ranks' logs. A
+    checkpoint is saved only when the caller asks for the next record, so that a killed run has a
+    record of each step that a checkpoint includes. Errors: InputError, ModelError, RankError,
+    DivergenceError."""
     _check_options(run)
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
@@ -96,7 +106,9 @@ def records(
             evaluation = None
             if held_out is not None and number == data.batches:
                 evaluation = evaluate(trainer, held_out)
-            yield Record(epoch + 1, number, progress.step, at, seconds, values, evaluation)
+            record = Record(epoch + 1, number, progress.step, at, seconds, values, evaluation)
+            trainer.session.write_log(record.lines(trainer.spec.loss))
+            yield record
             is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
             if run.checkpoint is not None and is_due:
                 trainer.save(run.checkpoint, progress)

@@ -19,6 +19,7 @@ from runtime.bundles import is_alive, wait_until
 from training.steps import MLP, newest, shard, write_model, write_step
 
 from onnxpar.cli.command_line import main
+from onnxpar.runtime.log import Log
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.trainer.checkpoint import Checkpoint
 from onnxpar.trainer.merge import merge
@@ -231,6 +232,72 @@ def test_under_mpirun(made: Path, at_once: Path, tmp_path: Path) -> None:
     same(left(tmp_path), left(at_once))
     for rank in range(2):
         assert (tmp_path / "log" / f"rank.{rank}" / "stderr.log").exists()
+        assert log_of(tmp_path, rank) == [line for line in lines if line.startswith("epoch: ")]
+
+
+def log_of(folder: Path, rank: int) -> list[str]:
+    """The lines that a rank's log has."""
+    text = (folder / "log" / f"rank.{rank}" / "stdout.log").read_text()
+    return text.splitlines()
+
+
+def test_the_log_of_each_rank_has_the_losses(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As MindSpore's tutorials show; and those of an evaluation, and after what the rank prints."""
+    assert main(arguments(made, tmp_path, "--eval", str(made / "train.npz"))) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("epoch: ")]
+    assert len(lines) == 2 * (7 + 1) and lines[7].startswith("epoch: 1 evaluation: loss is ")
+    rows = [f"{row['loss']:.6g}" for row in metrics(tmp_path)]
+    assert [x.rsplit(" ", 1)[1] for x in lines if "step: " in x] == rows
+    for rank in range(2):
+        assert log_of(tmp_path, rank) == lines
+
+
+PYTHON = """
+import sys
+import onnxpar.training
+from onnxpar.trainer.trainer import Trainer
+
+if __name__ == "__main__":
+    par, data, folder = sys.argv[1:]
+    found = onnxpar.training.train(par, data, lr=0.02, epochs=1, log_dir=folder + "/log")
+    with open(folder + "/losses", "w") as sink:
+        sink.writelines(f"{each.values['loss']:.6g}\\n" for each in found)
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], ["mpirun", "--allow-run-as-root", "-n", "2"]])
+def test_the_logs_of_a_run_in_python_have_the_losses(
+    launcher: list[str], made: Path, tmp_path: Path
+) -> None:
+    if launcher and shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun")
+    (tmp_path / "own.py").write_text(PYTHON)
+    files = [str(made / "step.par"), str(made / "train.npz"), str(tmp_path)]
+    oversubscribed = [*launcher, "--oversubscribe"] if launcher else []
+    run = [*oversubscribed, sys.executable, str(tmp_path / "own.py"), *files]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = (tmp_path / "losses").read_text().split()
+    assert len(losses) == 7
+    for rank in range(2):
+        lines = [f"epoch: 1 step: {i}, loss is {loss}" for i, loss in enumerate(losses, 1)]
+        assert log_of(tmp_path, rank) == lines
+
+
+def test_what_a_rank_prints_and_what_is_written_do_not_overwrite(tmp_path: Path) -> None:
+    with Log.open(tmp_path, 0).stdout as file:
+        log = Log(file, file, tmp_path)
+        for word in ("one", "three"):
+            subprocess.run(["echo", word], stdout=file, check=True)
+            log.write("two\n")
+    assert (tmp_path / "rank.0" / "stdout.log").read_text().split() == [
+        "one",
+        "two",
+        "three",
+        "two",
+    ]
 
 
 @pytest.mark.usefixtures("on_threads")
