@@ -18,7 +18,12 @@ from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.ir.training_spec import RESIDUAL, SCALE, Slot, Step
 from onnxpar.layout.layout import Layout
 from onnxpar.lowering.buckets import BUCKET_BYTES, Kind, independent_groups
-from onnxpar.lowering.compression import TWO_BIT, Compression, gradient_reductions
+from onnxpar.lowering.compression import (
+    LEAST_BYTES,
+    TWO_BIT,
+    Compression,
+    gradient_reductions,
+)
 from onnxpar.lowering.schedule import schedule
 from onnxpar.lowering.threshold_codes import Sum, ThresholdBuilder, other_axes
 from onnxpar.sharding.shard_bytes import shard_bytes
@@ -99,7 +104,7 @@ class CompressCollectives(Pass):
     excludes = (LOCAL,)
     plan_after = True
     to: str = "none"
-    least_bytes: int = 1024
+    least_bytes: int = LEAST_BYTES
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ calls:
 """
 
 from onnxpar.errors import RankError as HorovodInternalError
+from onnxpar.hvd import callbacks, elastic, kv
 from onnxpar.hvd.allreduce import (
     allreduce,
     allreduce_,
@@ -151,11 +152,13 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "callbacks",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -170,6 +173,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "kv",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -21,7 +21,7 @@ from onnxpar.hvd.process_sets import ProcessSet, global_process_set
 from onnxpar.hvd.reductions import Adasum, Average, ReduceOp, Reduction
 from onnxpar.hvd.sparse import IndexedSlices
 from onnxpar.hvd.two_bit import TwoBit
-from onnxpar.lowering.compression import NONE, THRESHOLD
+from onnxpar.lowering.compression import LEAST_BYTES, NONE, THRESHOLD, TWO_BIT
 
 
 class SteppingOptimizer(Stateful, Protocol):
@@ -59,7 +59,8 @@ class DistributedOptimizer:
                                sends each gradient separately; the default is the environment
                                variable HOROVOD_FUSION_THRESHOLD, or 64 MiB
     gc_type, threshold         compression as in the graph: "float16", "bfloat16" or "2bit", which
-                               sends 0, `threshold` or its negative, and keeps the remainder
+                               sends 0, `threshold` or its negative, and keeps the remainder;
+                               gradients of less than 1 kB are sent as they are
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class DistributedOptimizer:
             groups=(num_groups or None) if groups is None else groups,
             named=self._named or {},
             sparse_as_dense=sparse_as_dense,
-            two_bit=TwoBit(threshold) if gc_type == "2bit" else None,
+            two_bit=TwoBit(threshold) if gc_type == TWO_BIT else None,
+            least_bytes=0 if gc_type == NONE else LEAST_BYTES,
         )
         self._synchronizes = True
 

@@ -41,7 +41,8 @@ class GradientReducer:
     """Reduces named gradients over a process set, and keeps the buffers for the next call.
 
     `named` are the parameters to which arrays in `groups` refer. With `two_bit`, dense gradients
-    are summed in two bits per element, for Average of their parts of the average.
+    are summed in two bits per element, for Average of their parts of the average. Gradients of
+    fewer than `least_bytes` are not compressed.
     """
 
     reduction: Reduction
@@ -52,9 +53,10 @@ class GradientReducer:
     named: Mapping[str, Array]
     sparse_as_dense: bool
     two_bit: TwoBit | None
+    least_bytes: int
 
     def __post_init__(self) -> None:
-        self._fusion: Fusion | None = None
+        self._fusions: dict[str, Fusion] = {}
         if self.threshold < 0:
             raise InputError(f"fusion_threshold={self.threshold} must be at least 0")
         if self.two_bit and self.reduction.op not in (Average, Sum):
@@ -86,20 +88,36 @@ class GradientReducer:
         return members.communicator.ordered(run, "ALLREDUCE", list(grads))
 
     def _dense(self, members: Members, grads: Mapping[str, Array]) -> dict[str, Array]:
-        names, arrays = list(grads), list(grads.values())
-        if self.two_bit:
-            factor = 1 / members.size if self.reduction.op is Average else 1.0
-            parts = [scaled(array, factor) for array in arrays]
-            summed = self.two_bit.sum(members, names, parts, "gradients")
-            return dict(zip(names, summed, strict=True))
-        cast, wires, restore = prepared(self.compression, arrays)
+        small = {n: array for n, array in grads.items() if array.nbytes < self.least_bytes}
+        large = {n: array for n, array in grads.items() if n not in small}
+        reduced: dict[str, Array] = {}
+        if large and self.two_bit:
+            reduced |= self._summed(members, self.two_bit, large)
+        elif large:
+            reduced |= self._fused(members, large, self.compression, "gradients")
+        if small:
+            reduced |= self._fused(members, small, Compression.none, "small gradients")
+        return reduced
+
+    def _summed(
+        self, members: Members, two_bit: TwoBit, grads: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        factor = 1 / members.size if self.reduction.op is Average else 1.0
+        parts = [scaled(array, factor) for array in grads.values()]
+        summed = two_bit.sum(members, list(grads), parts, "gradients")
+        return dict(zip(grads, summed, strict=True))
+
+    def _fused(
+        self, members: Members, grads: Mapping[str, Array], compression: Compressor, what: str
+    ) -> dict[str, Array]:
+        names = list(grads)
+        cast, wires, restore = prepared(compression, list(grads.values()))
         layout = layout_of(names, wires)
-        if self._fusion is None or (self._fusion.layout, self._fusion.threshold) != (
-            layout,
-            self.threshold,
-        ):
-            self._fusion = Fusion(layout, cast, self.threshold, self._grouped(layout))
-        results = restore(self._fusion.reduce(members, wires, self.reduction, "gradients"))
+        fusion = self._fusions.get(what)
+        if fusion is None or (fusion.layout, fusion.threshold) != (layout, self.threshold):
+            fusion = Fusion(layout, cast, self.threshold, self._grouped(layout))
+            self._fusions[what] = fusion
+        results = restore(fusion.reduce(members, wires, self.reduction, what))
         return dict(zip(names, results, strict=True))
 
     def _grouped(self, layout: Layout) -> list[list[int]] | None:

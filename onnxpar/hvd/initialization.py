@@ -7,11 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, RankError
 from onnxpar.hvd.communicator import connect, current, is_initialized
 from onnxpar.hvd.process_sets import ProcessSet, add_process_set
 from onnxpar.hvd.timeline import Timeline
 from onnxpar.runtime.launch import Launched, launched_rank
+
+_last: dict[str, Any] = {}
+"""The arguments of the last `init`."""
 
 
 def init(
@@ -32,6 +35,7 @@ def init(
     The environment variable HOROVOD_TIMELINE names a file for the timeline. A second call only adds
     process sets. Errors: RankError if another process does not connect in time.
     """
+    global _last
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise InputError(f'process_sets={process_sets!r}: give a list of sets, or "dynamic"')
@@ -46,10 +50,19 @@ def init(
         connect(launched, _timeout() if timeout is None else timeout)
         if path := os.environ.get("HOROVOD_TIMELINE"):
             start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") != "0")
+        _last = {"comm": comm, "process_sets": process_sets, "timeout": timeout}
     registered = current().process_sets
     for each in process_sets or ():
         if registered.get(each.process_set_id or -1) != tuple(each.ranks):
             add_process_set(each)
+
+
+def again() -> None:
+    """Connects again as the last `init` did, after `shutdown`. Errors: RankError as for `init`, and
+    for ranks that are threads, which `run_on_threads` connects once."""
+    if is_initialized():
+        raise RankError("ranks that are threads cannot connect again; use processes")
+    init(_last.get("comm"), _last.get("process_sets"), timeout=_last.get("timeout"))
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

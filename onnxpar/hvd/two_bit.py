@@ -7,6 +7,7 @@ The arithmetic is that of `--compression 2bit` in the graph, which
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,24 +71,43 @@ class TwoBit:
             return np.zeros_like(array)
         return kept
 
+    def encode(self, name: str, array: Array) -> Array:
+        """Returns the bytes to send for an array, and keeps its remainder: the codes, and then 1 if
+        an element is not finite, else 0. In that case the remainder stays as it was."""
+        row, kept = array.reshape(-1), self._kept(name, array)
+        sign, rest = self._quantized(row, kept.reshape(-1))
+        finite = bool(np.isfinite(rest).all())
+        self.remainders[name] = rest.reshape(array.shape) if finite else kept
+        return np.append(packed(sign), np.uint8(not finite))
+
+    def decode(self, codes: Array, length: int, dtype: np.dtype[Any]) -> Array:
+        """Returns the sum of arrays of `length` elements, whose bytes are the rows of `codes`: NaN
+        if any of them has an element that is not finite."""
+        if codes[:, -1].any():
+            return np.full(length, np.nan, dtype)
+        count = np.zeros(length, np.int32)
+        for each in codes:
+            count += unpacked(each[:-1], length)
+        total: Array = count.astype(dtype) * dtype.type(self.threshold)
+        return total
+
     def _sum(
         self, members: Members, row: Array, kept: Array, name: str, details: str
     ) -> tuple[Array, Array]:
         """Returns the sums, and the new remainders."""
-        unit = row.dtype.type(self.threshold)
-        total = row + kept
-        sign = (total >= unit).astype(np.int8) - (total <= -unit).astype(np.int8)
-        rest = total - sign.astype(row.dtype) * unit
+        sign, rest = self._quantized(row, kept)
         spoiled = not bool(np.isfinite(rest).all())
         payload = np.append(packed(sign), np.uint8(spoiled))
         rows, _ = collectives.all_gather(members.world, payload, name, details)
         codes = rows.reshape(members.size, -1)
-        if codes[:, -1].any():
-            return np.full_like(row, np.nan), kept
-        count = np.zeros(len(row), np.int32)
-        for each in codes:
-            count += unpacked(each[:-1], len(row))
-        return count.astype(row.dtype) * unit, rest
+        return self.decode(codes, len(row), row.dtype), kept if codes[:, -1].any() else rest
+
+    def _quantized(self, row: Array, kept: Array) -> tuple[Array, Array]:
+        """Returns -1, 0 or 1 for each element, and what they leave of it and the remainder."""
+        unit = row.dtype.type(self.threshold)
+        total = row + kept
+        sign = (total >= unit).astype(np.int8) - (total <= -unit).astype(np.int8)
+        return sign, total - sign.astype(row.dtype) * unit
 
 
 def packed(sign: Array) -> Array:

@@ -20,6 +20,8 @@ HALVES = ("float16", "bfloat16")
 KINDS = (NONE, *HALVES, TWO_BIT)
 THRESHOLD = 0.1
 """Default threshold of 2bit: an element is sent as this value, its negative, or 0."""
+LEAST_BYTES = 1024
+"""Gradients of fewer bytes per rank are sent as they are: for them, latency dominates."""
 
 _MOVES = frozenset(
     (

@@ -28,6 +28,7 @@ SOURCES = {
     "torch/elastic/__init__.py": "elastic.",
     "torch/elastic/sampler.py": "elastic.",
     "keras/callbacks.py": "callbacks.",
+    "tensorflow/__init__.py": "callbacks.",
 }
 """Files of the package horovod, with the prefix of their names in our `hvd`."""
 PARTS_OF_HOROVOD = ("HorovodBasics", "MPI")
@@ -36,7 +37,7 @@ PARTS_OF_HOROVOD = ("HorovodBasics", "MPI")
 
 def signatures(tree: ast.Module, prefix: str = "") -> Iterator[str]:
     """The public functions, classes and methods of a module, one a line."""
-    for node in tree.body:
+    for node in hooks if (hooks := hooks_of(tree)) else tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield f"{prefix}{node.name}{arguments(node)}"
         if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
@@ -51,6 +52,12 @@ def signatures(tree: ast.Module, prefix: str = "") -> Iterator[str]:
                     yield f"{prefix}{node.name}{arguments(method)}"
                 elif not method.name.startswith("_"):
                     yield f"{prefix}{inner}{method.name}{arguments(method)}"
+
+
+def hooks_of(tree: ast.Module) -> list[ast.stmt]:
+    """The hooks of a module, which TensorFlow's defines under conditions; the rest is not ours."""
+    hooks = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name.endswith("Hook"))
+    return list(hooks)
 
 
 def arguments(node: ast.FunctionDef) -> str:

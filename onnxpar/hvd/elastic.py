@@ -1,0 +1,346 @@
+"""Elastic training: a failed collective takes the ranks back to their last commit.
+
+    @hvd.elastic.run
+    def train(state):
+        while state.batch < 1000:
+            ...
+            state.batch += 1
+            state.commit()
+
+    train(hvd.elastic.ArrayState(params=params, optimizer=optimizer, batch=0))
+
+When a rank dies, each other rank restores what it committed, connects again with `shutdown` and
+`init`, and waits there for a process that takes the place of the lost one, up to the timeout. Then
+all take the latest committed state and call the function again. Whoever started the ranks starts
+the new process.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import queue
+import random
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from onnxpar.errors import RankError
+from onnxpar.hvd.communicator import rank as own_rank
+from onnxpar.hvd.communicator import shutdown, size
+from onnxpar.hvd.initialization import again
+from onnxpar.hvd.objects import (
+    Stateful,
+    allgather_object,
+    broadcast_object,
+    broadcast_parameters,
+    named_arrays,
+)
+
+R = TypeVar("R")
+
+REMOVED = 2
+"""The `update_res` of `on_hosts_updated` if hosts were only removed; 1 is for added ones."""
+
+
+class HostsUpdatedInterrupt(Exception):
+    """Raised by `commit` on all ranks after `on_hosts_updated` on rank 0."""
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__("the hosts have changed")
+        self.skip_sync = skip_sync
+
+
+class State:
+    """What ranks keep between resets. A subclass defines `save`, `restore` and `sync`.
+
+    bcast_object  broadcasts an object from rank 0
+    get_rank      returns the number of this rank
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._messages: queue.Queue[tuple[float, int]] = queue.Queue()
+        self._updated = 0.0
+        self._callbacks: list[Callable[[], object]] = []
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], object]]) -> None:
+        """Adds functions to call after each reset, for instance to set the learning rate."""
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Called after the ranks have connected again."""
+        self._messages = queue.Queue()
+        self.reset()
+        for callback in self._callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Lets the next commits of all ranks raise HostsUpdatedInterrupt. Call it on rank 0, from
+        any thread, after the environment of all ranks describes the new hosts."""
+        self._messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Saves the state in memory. Errors: HostsUpdatedInterrupt if hosts have changed."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Errors: HostsUpdatedInterrupt, on all ranks, if hosts have changed."""
+        before, last, result = self._updated, self._updated, 0
+        while not self._messages.empty():
+            timestamp, update = self._messages.get()
+            if timestamp > last:
+                last, result = timestamp, result | update
+        before, self._updated, result = self._bcast_object((before, last, result))
+        if self._updated > before:
+            raise HostsUpdatedInterrupt(result == REMOVED)
+
+    def save(self) -> None:
+        """Keeps the state for `restore`."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to the last saved state."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Takes the state of rank 0."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Called after the ranks have connected again, before `sync`."""
+
+
+class ObjectState(State):
+    """State of plain objects, which are attributes: `state.batch` for the argument `batch=0`."""
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+        self._saved_state = kwargs
+        self._set_attrs()
+
+    def save(self) -> None:
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        self._set_attrs()
+
+    def sync(self) -> None:
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._set_attrs()
+
+    def _set_attrs(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, copy.deepcopy(value))
+
+
+class _Kept(Protocol):
+    """One of the things of an ArrayState."""
+
+    def save(self) -> None: ...
+    def restore(self) -> None: ...
+    def sync(self, root: int) -> None: ...
+
+
+class _Arrays:
+    """Parameters, which are restored in place."""
+
+    def __init__(self, value: Any) -> None:
+        self._named = named_arrays(value, "ArrayState")
+        self.save()
+
+    def save(self) -> None:
+        self._saved = {name: array.copy() for name, array in self._named.items()}
+
+    def restore(self) -> None:
+        for name, array in self._saved.items():
+            np.copyto(self._named[name], array)
+
+    def sync(self, root: int) -> None:
+        broadcast_parameters(self._named, root)
+        self.save()
+
+
+class _Stateful:
+    """An optimizer or a sampler."""
+
+    def __init__(self, value: Stateful) -> None:
+        self._value = value
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self._value.state_dict())
+
+    def restore(self) -> None:
+        self._value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self, root: int) -> None:
+        state = broadcast_object(self._value.state_dict(), root, "elastic state")
+        self._value.load_state_dict(state)
+        self.save()
+
+
+class ArrayState(ObjectState):
+    """State of a training run: arrays, an optimizer, and plain objects.
+
+    params     the parameters, as for `broadcast_parameters`; they are restored in place
+    optimizer  an optimizer, or any object with `state_dict` and `load_state_dict`
+    kwargs     more of either (mappings of arrays, samplers), and plain objects that
+               `broadcast_object` can send
+    """
+
+    def __init__(
+        self, params: Any = None, optimizer: Stateful | None = None, **kwargs: Any
+    ) -> None:
+        given = {"params": params, "optimizer": optimizer, **kwargs}
+        self._handlers: dict[str, _Kept] = {}
+        plain: dict[str, Any] = {}
+        for name, value in given.items():
+            if _is_arrays(value):
+                self._handlers[name] = _Arrays(value)
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                self._handlers[name] = _Stateful(value)
+            else:
+                plain[name] = value
+                continue
+            setattr(self, name, value)
+        self._commits = 0
+        super().__init__(broadcast_object, own_rank, **plain)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+        self._commits += 1
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Takes the state of the rank that has saved most often, the first of several: a process
+        that takes the place of a lost one has saved nothing yet."""
+        commits = allgather_object(self._commits, "elastic commits")
+        self._commits = max(commits)
+        root = commits.index(self._commits)
+        for handler in self._handlers.values():
+            handler.sync(root)
+        if self._saved_state:
+            self._saved_state = broadcast_object(self._saved_state, root, "elastic objects")
+            self._set_attrs()
+
+    def reset(self) -> None:
+        for name in self._handlers:
+            value = getattr(self, name)
+            if isinstance(value, ElasticSampler):
+                value.reset()
+
+
+def _is_arrays(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif isinstance(value, list):
+        value = [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in value]
+    else:
+        return False
+    return bool(value) and all(isinstance(each, np.ndarray) for each in value)
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Decorates a training function, whose first argument is a `State`: when a collective fails, or
+    hosts change, all ranks reset, take the same state, and call it again.
+
+    The number of resets is not limited, but each waits for the other ranks no longer than the
+    timeout of `init`. Errors: RankError if they do not come.
+    """
+    return run_fn(func, _reset)
+
+
+def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[..., R]:
+    """Like `run`, with a function that connects the ranks again."""
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        skip_sync = False
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except RankError:
+                state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            reset()
+            state.on_reset()
+
+    return wrapper
+
+
+def _reset() -> None:
+    shutdown()
+    again()
+
+
+class ElasticSampler:
+    """The indices of this rank's samples that no rank has processed in this epoch.
+
+    dataset  the number of samples, or something with a length
+    shuffle  gives the samples another order in each epoch
+    seed     the same on all ranks
+
+    Call `record_batch` after each batch, and `set_epoch` at the end of each epoch. As part of an
+    `ArrayState`, it divides the rest of an epoch among the ranks that there are after a reset.
+    """
+
+    def __init__(self, dataset: int | Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self._count = dataset if isinstance(dataset, int) else len(dataset)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch: no sample is processed."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Counts the samples of a batch as processed, on this and on all other ranks."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the epoch and the number of processed samples."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Restores a state that `state_dict` returned."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divides the samples that are left among the ranks."""
+        self.num_replicas, self.rank = size(), own_rank()
+        indices = list(range(self._count))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        self.remaining_indices = indices[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        left, total = self.remaining_indices, self.num_samples * self.num_replicas
+        padded = left + left[: total - len(left)]
+        return iter(padded[self.rank : total : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
