@@ -52,6 +52,7 @@ def grad(args: argparse.Namespace) -> int:
         args.precision,
         LossScale.parse(args.loss_scale, args.precision),
         args.recompute,
+        args.lazy,
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate

@@ -133,6 +133,11 @@ def _add_trained(to: argparse.ArgumentParser) -> None:
     for name, text in (
         ("params", "train the weights whose names match, instead of those that onnxpar finds"),
         ("frozen", "do not train the weights whose names match"),
+        (
+            "lazy",
+            "update only the rows that a step looks up of the tables whose names match, and their "
+            "optimizer state; with adam, as PyTorch's SparseAdam",
+        ),
     ):
         to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=text)
     to.add_argument(

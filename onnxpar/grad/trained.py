@@ -117,8 +117,8 @@ def find_trained(
     Errors: StrategyError for a glob that matches no weight, or if no weight is left.
     """
     readers = _readers(model.graph)
-    asked = {n for glob in params for n in _matching(glob, readers, "--params")}
-    kept_out = {n for glob in frozen for n in _matching(glob, readers, "--frozen")}
+    asked = {n for glob in params for n in matching(glob, readers, "--params")}
+    kept_out = {n for glob in frozen for n in matching(glob, readers, "--frozen")}
     judge = _Judge(model, outputs)
     found = Weights([], [], frozenset(asked))
     for name, (tensor, node, index) in readers.items():
@@ -138,7 +138,9 @@ def find_trained(
     return found
 
 
-def _matching(glob: str, names: Collection[str], option: str) -> list[str]:
+def matching(glob: str, names: Collection[str], option: str) -> list[str]:
+    """Returns the names of weights that a glob matches, which `option` gives. Errors: StrategyError
+    if there is none."""
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
         some = ", ".join(list(names)[:5]) + (" ..." if len(names) > 5 else "") if names else "none"

@@ -64,6 +64,7 @@ class Step:
     precision    dtype of computation; None for that of the parameters
     evaluation   outputs that measure the model without updating it; they can be computed alone
     gradients    tensors of the graph that are gradients of the loss, by parameter
+    rows         sums of the gradients of looked-up rows, by lazily trained table
     deal         sharding of the tensors, if the step is a program per rank
     compression  compression of gradients that ranks exchange; empty for none
     cautions     sentences on differences between training this step and the exported network
@@ -79,6 +80,7 @@ class Step:
     evaluation: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     gradients: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, str] = field(default_factory=dict)
     deal: StepSharding | None = None
     compression: str = ""
     cautions: list[str] = field(default_factory=list)

@@ -3,13 +3,13 @@ the rows instead of the sum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import bytes_sent
-from onnxpar.ir.tensors import shape_bytes
+from onnxpar.ir.tensors import numel, numpy_dtype, shape_bytes
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.sharding.factors import OpFactors
@@ -22,17 +22,18 @@ _KEEPS = ("Cast", "Div", "Identity", "Mul", "Reshape", "Transpose")
 
 @dataclass(frozen=True)
 class WholeSum:
-    """Keeps a scatter whole along the rows that it adds, together with the nodes that expand its
-    indices, so that rows and indices are gathered."""
+    """Keeps the nodes that compute the indices of a scatter whole along the rows that it adds, and
+    with `is_gathered` also the scatter, so that rows and indices are gathered."""
 
     op: OpFactors
+    is_gathered: bool
 
     def apply(self, sharding: ShardingState) -> bool:
         """Closes these leaves where they are still open."""
         producers = {op.node.name: op for op in sharding.factors.ops}
-        expanding = [producers[node.name] for node in _expanding(self.op.node)]
+        nodes = [*([self.op.node] if self.is_gathered else []), *_index_nodes(self.op.node)]
         atoms = {leaf.atom for i, leaf in enumerate(self.op.leaves) if self.op.reduction(i)}
-        for op in (self.op, *expanding):
+        for op in (producers[node.name] for node in nodes if node.name in producers):
             for i, leaf in enumerate(op.leaves):
                 if leaf.atom in atoms:
                     sharding.close(op, i)
@@ -42,12 +43,14 @@ class WholeSum:
 def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[WholeSum]:
     """Yields an annotation for each scatter that adds rows to the gradient of a parameter, if it
     takes less time to gather rows and indices over `axes` than to all-reduce the gradient. A
-    gradient that is also a sum of other things is all-reduced."""
+    gradient that is also a sum of other things is all-reduced. Indices of a lazily trained table
+    are gathered in any case, because each rank needs all of them."""
     ops = {t.name: op for op in sharding.factors.ops for t in op.node.outputs}
-    for name in step.gradients.values():
+    for name in (*step.gradients.values(), *step.rows.values()):
         addends = list(_addends(ops[name].node)) if name in ops else []
-        if addends and all(_adds_few_rows(node, sharding, axes) for node in addends):
-            yield from (WholeSum(ops[node.outputs[0].name]) for node in addends)
+        is_few = all(_adds_few_rows(node, sharding, axes) for node in addends)
+        for node in addends if is_few or name in step.rows.values() else ():
+            yield WholeSum(ops[node.outputs[0].name], is_few)
 
 
 def _addends(node: gs.Node) -> Iterator[gs.Node]:
@@ -77,10 +80,32 @@ def _adds_few_rows(node: gs.Node, sharding: ShardingState, axes: Axes) -> bool:
 
 
 def _expanding(scatter: gs.Node) -> list[gs.Node]:
-    """The nodes that make the scatter's indices from the indices of rows, last one first."""
+    """The nodes that expand indices of rows to those of elements, last one first."""
     found: list[gs.Node] = []
     at = scatter.inputs[1]
     while at.inputs and at.inputs[0].op in _EXPANDS and len(at.outputs) == 1:
         found.append(at.inputs[0])
         at = found[-1].inputs[0]
     return found
+
+
+def _index_nodes(scatter: gs.Node) -> list[gs.Node]:
+    """The nodes that compute a scatter's indices, back to the first that read something other than
+    integers, or more of them than there are rows."""
+    found = _expanding(scatter)
+    ends = [found[-1].inputs[0] if found else scatter.inputs[1]]
+    rows = numel(ends[0].shape)
+    for tensor in ends:
+        node = tensor.inputs[0] if tensor.inputs else None
+        if node is not None and node not in found and _are_indices(node.inputs, rows):
+            found.append(node)
+            ends += node.inputs
+    return found
+
+
+def _are_indices(tensors: Sequence[gs.Tensor], most: int) -> bool:
+    known = [t for t in tensors if t.name]
+    return all(
+        t.shape is not None and numpy_dtype(t).kind in "iub" and numel(t.shape) <= most
+        for t in known
+    )

@@ -41,6 +41,7 @@ def grad(
     class_axis: int | None = None,
     params: Sequence[str] = (),
     frozen: Sequence[str] = (),
+    lazy: Sequence[str] = (),
     batch_norm: str | None = None,
     groups: int | None = None,
     precision: str | None = None,
@@ -67,6 +68,8 @@ def grad(
     class_axis  the dimension of classes: by default the last, or the second of four or more
     params      globs of the weights to train; by default, onnxpar finds them
     frozen      globs of weights not to train
+    lazy        globs of tables of which a step updates only the rows that it looks up, with their
+                optimizer state: sgd, adagrad, or adam (then as PyTorch's SparseAdam)
     batch_norm  the samples over which BatchNormalization takes statistics: global (the batch), node
                 (those of a host) or local (those of a rank); by default as in the model
     groups      for node, the number of hosts; for local, the number of ranks
@@ -106,6 +109,7 @@ def grad(
         precision,
         LossScale.parse(loss_scale, precision),
         recompute,
+        lazy,
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -23,6 +23,7 @@ from onnxpar.training.batch_norm import settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
+from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.losses import Targets, add_loss
 from onnxpar.training.precision import lower_precision
@@ -50,6 +51,7 @@ class LossOptions:
     precision   one of PRECISIONS, in which the model computes; its weights keep their types
     scale       factor of the loss; gradients are divided by it again
     recompute   True to compute activations again in the backward pass instead of keeping them
+    lazy        globs of tables of which a step updates only the rows that it looks up
     """
 
     loss: str
@@ -62,6 +64,7 @@ class LossOptions:
     precision: str | None = None
     scale: LossScale | None = None
     recompute: bool = False
+    lazy: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Backward:
     parameters  the trained weights, as graph inputs with default values
     running     pairs of a running statistic, also such an input, and its next value
     scale       the factor by which gradients must be divided
+    rows        the looked-up rows, by lazily trained table; the gradient of such a table is by slot
     """
 
     loss: Value
@@ -82,6 +86,7 @@ class Backward:
     gradients: dict[str, Value]
     running: list[tuple[gs.Variable, gs.Variable]]
     scale: Value | None = None
+    rows: Mapping[str, Rows] = field(default_factory=dict)
 
 
 def add_backward(model: Model, options: LossOptions, program: Program | None = None) -> Backward:
@@ -127,15 +132,17 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     if scale is not None:
         share = scale.cast(loss.dtype) * share
-    values = _add_gradients(graph, loss.tensor, share, parameters, options.recompute)
+    lazy = lazy_lookups(weights.trained, options.lazy, parameters)
+    values, rows = _add_gradients(graph, loss.tensor, share, parameters, options.recompute, lazy)
     weights = _settle_lost(graph, weights, values, parts)
     parameters = [p for p in parameters if p.name in values]
-    results = [loss, *evaluated.values(), *values.values()]
+    of_rows = [value for each in rows.values() for value in (each.indices, each.slots)]
+    results = [loss, *evaluated.values(), *values.values(), *of_rows]
     merge_equal(graph, [*(v.tensor for v in results), *(after for _, after in running)])
     befores = {before.name: before for before, _ in running}  # nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
-    return Backward(loss, evaluated, weights, parameters, values, kept, scale)
+    return Backward(loss, evaluated, weights, parameters, values, kept, scale, rows)
 
 
 def _add_gradients(
@@ -144,19 +151,31 @@ def _add_gradients(
     seed: Value,
     parameters: list[gs.Variable],
     recomputes: bool,
-) -> dict[str, Value]:
+    lazy: Mapping[str, list[gs.Node]],
+) -> tuple[dict[str, Value], dict[str, Rows]]:
     """Appends the gradients of `loss`, times `seed`, and returns them by parameter, without
-    parameters on which the loss does not depend. Errors: StrategyError."""
+    parameters on which the loss does not depend. `lazy` has the lookups of each lazily trained
+    table; also returns the rows of these tables. Errors: StrategyError."""
     forward = len(graph.nodes)
     names = [p.name for p in parameters]
     blocks = find_blocks(needed(graph, [loss.name]), names, loss.name) if recomputes else []
     ends = [block.after for block in blocks]
-    found = gradients(graph, {loss.name: seed}, [*parameters, *ends])
+    dense = [p for p in parameters if p.name not in lazy]
+    looked_up = [node.outputs[0] for nodes in lazy.values() for node in nodes]
+    found = gradients(graph, {loss.name: seed}, [*dense, *ends, *looked_up])
     followed = {t.name: found.pop(t.name) for t in ends}
     recompute(graph, forward, blocks, {n: g for n, g in followed.items() if g is not None})
-    values = {name: g for name, g in found.items() if g is not None}
+    values: dict[str, Value] = {}
+    rows: dict[str, Rows] = {}
+    for parameter in parameters:
+        name = parameter.name
+        gradient = found.get(name)
+        if name in lazy and (of_rows := lookup_gradient(graph, parameter, lazy[name], found)):
+            gradient, rows[name] = of_rows
+        if gradient is not None:
+            values[name] = gradient
     _read_again(graph, forward, [p for p in parameters if p.name in values])
-    return values
+    return values, rows
 
 
 def _ends(graph: gs.Graph, renamed: Mapping[str, str], options: LossOptions) -> list[str] | None:

@@ -37,8 +37,12 @@ class RankProgram(Program):
         return self.manual.mesh.size
 
     def check(self, options: LossOptions) -> None:
-        """Errors: StrategyError if BatchNormalization is to take statistics over more samples than
-        those of a rank."""
+        """Errors: StrategyError for lazily trained tables, or if BatchNormalization is to take
+        statistics over more samples than those of a rank."""
+        if options.lazy:
+            raise StrategyError(
+                "--lazy: ranks of a manual program look up different rows; leave --lazy out"
+            )
         if options.statistics not in (None, "local"):
             raise StrategyError(
                 f"--batch-norm {options.statistics}: the program of a rank takes statistics over "

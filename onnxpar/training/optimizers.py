@@ -49,6 +49,23 @@ class Optimizer:
         its next state. `step`, a float64, counts updates from 1; it is None unless `counts`."""
         raise NotImplementedError
 
+    def lazy(self) -> Optimizer:
+        """Returns the form of this optimizer that updates only the rows that a step looks up.
+        Errors: StrategyError if it has none, because each step changes all rows."""
+        raise StrategyError(
+            f"--lazy: {type(self).__name__.lower()} changes rows that a step does not look up; use "
+            "sgd, adam or adagrad"
+        )
+
+    def _undecayed(self) -> Optimizer:
+        """Returns this optimizer. Errors: StrategyError if it decays weights."""
+        if self.weight_decay:
+            raise StrategyError(
+                f"--lazy: a weight decay of {self.weight_decay} changes rows that a step does not "
+                "look up; leave it out"
+            )
+        return self
+
     def _decayed(self, p: Value, g: Value) -> Value:
         """Returns the gradient plus weight decay (L2 regularization)."""
         return g + p * self.weight_decay if self.weight_decay else g
@@ -57,6 +74,10 @@ class Optimizer:
 @dataclass(frozen=True)
 class Sgd(Optimizer):
     """Plain gradient descent."""
+
+    def lazy(self) -> Optimizer:
+        """Returns itself: a row without a gradient stays as it is."""
+        return self._undecayed()
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         return p - self._decayed(p, g) * rate, {}
@@ -108,8 +129,26 @@ class Adam(Optimizer):
             (1.0 - step.builder.constant(beta, step.dtype) ** step).cast(g.dtype)
             for beta in (self.beta1, self.beta2)
         )
-        direction = (mean / of_mean) / ((square / of_square).sqrt() + self.epsilon)
+        direction = self._ratio(mean, square, of_mean, of_square)
         return direction, {"exp_avg": mean, "exp_avg_sq": square}
+
+    def _ratio(self, mean: Value, square: Value, of_mean: Value, of_square: Value) -> Value:
+        return (mean / of_mean) / ((square / of_square).sqrt() + self.epsilon)
+
+    def lazy(self) -> Optimizer:
+        """Returns PyTorch's SparseAdam."""
+        self._undecayed()
+        return SparseAdam(0.0, self.beta1, self.beta2, self.epsilon)
+
+
+@dataclass(frozen=True)
+class SparseAdam(Adam):
+    """Adam of the rows that a step looks up. As in PyTorch's class of this name and in TensorFlow's
+    LazyAdam, the bias correction counts all steps, and epsilon is added to the root of the mean
+    square before its correction."""
+
+    def _ratio(self, mean: Value, square: Value, of_mean: Value, of_square: Value) -> Value:
+        return mean / (square.sqrt() + self.epsilon) * (of_square.sqrt() / of_mean)
 
 
 @dataclass(frozen=True)
@@ -117,6 +156,10 @@ class AdamW(Adam):
     """Adam with decoupled weight decay."""
 
     weight_decay: float = 0.01
+
+    def lazy(self) -> Optimizer:
+        """Errors: StrategyError; Adam has a lazy form."""
+        return Optimizer.lazy(self)
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         direction, following = self._direction(g, state, step)
@@ -131,6 +174,10 @@ class Lamb(Adam):
 
     weight_decay: float = 0.01
     epsilon: float = 1e-6
+
+    def lazy(self) -> Optimizer:
+        """Errors: StrategyError; Adam has a lazy form."""
+        return Optimizer.lazy(self)
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         direction, following = self._direction(g, state, step)
@@ -148,6 +195,10 @@ class Adagrad(Optimizer):
     epsilon: float = 1e-10
 
     slots: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def lazy(self) -> Optimizer:
+        """Returns itself: a row without a gradient stays as it is, and so does its sum."""
+        return self._undecayed()
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         g = self._decayed(p, g)

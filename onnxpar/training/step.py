@@ -7,7 +7,7 @@ state. The metadata `onnxpar.training` of the model lists the role of each input
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,9 @@ from onnxpar.model.interchange import default_of
 from onnxpar.training.accumulate import accumulate
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
 from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm
+from onnxpar.training.lazy import Rows
 from onnxpar.training.loss_scale import GOOD, is_finite
-from onnxpar.training.optimizers import Optimizer
+from onnxpar.training.optimizers import Optimizer, State, Update
 from onnxpar.training.program import Program
 
 
@@ -57,6 +58,16 @@ class StepOptions:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise StrategyError(f"--clip-norm {self.clip_norm}: must be above 0")
 
+    def check_lazy(self) -> None:
+        """Errors: StrategyError if no table can be trained lazily with these options."""
+        if self.optimizer is None:
+            raise StrategyError("--lazy is for steps that update; give an --optimizer")
+        if self.accumulate != 1:
+            raise StrategyError(
+                "--lazy and --accumulate: micro-batches look up different rows; leave one out"
+            )
+        self.optimizer.lazy()
+
 
 def make_step(
     model: Model, loss: LossOptions, options: StepOptions, program: Program | None = None
@@ -66,6 +77,8 @@ def make_step(
     untrained weights. Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
+    if loss.lazy:
+        options.check_lazy()
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
     cautions = list(cautions_of_batch_norm(model, loss.statistics))
@@ -82,7 +95,9 @@ def make_step(
         back = accumulate(graph, back, step.data, options.accumulate)
         step.turns = options.accumulate
     back = program.over_ranks(graph, back)
-    step.gradients = {name: g.tensor.name for name, g in back.gradients.items()}
+    for name, gradient in back.gradients.items():
+        of = step.rows if name in back.rows else step.gradients
+        of[name] = gradient.tensor.name
     add_output(graph, back.loss, step.loss)
     _Update(graph, step, loss, options, back, program).run()
     for name, value in back.evaluated.items():
@@ -117,6 +132,7 @@ class _Update:
         self.parameters = back.parameters
         self.gradients = back.gradients
         self.running = back.running
+        self.rows = back.rows
         self.scale = back.scale
         self.loss_scale = loss.scale
         self.finite: Value | None = None
@@ -147,14 +163,14 @@ class _Update:
         for parameter in self.parameters:
             name = parameter.name
             p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
-            g = p.builder.value(self.gradients[parameter.name].tensor)
-            state = {
-                s: self._input(f"{parameter.name}.{s}", p.dtype, p.shape) for s in optimizer.slots
-            }
-            following, changed = optimizer.update(p, g, state, rate.cast(p.dtype), count)
-            self._slot(p, following, "parameter", parameter.name)
-            for name, value in changed.items():
-                self._slot(state[name], value, name, parameter.name)
+            g = p.builder.value(self.gradients[name].tensor)
+            state = {s: self._input(f"{name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
+            rows = self.rows.get(name)
+            update = optimizer.update if rows is None else _lazily(optimizer.lazy(), rows)
+            following, changed = update(p, g, state, rate.cast(p.dtype), count)
+            self._slot(p, following, "parameter", name)
+            for slot, value in changed.items():
+                self._slot(state[slot], value, slot, name)
 
     def _unscale(self, scale: Value) -> None:
         """Divides all gradients by the loss scale, and adds the update of a dynamic scale."""
@@ -206,3 +222,15 @@ class _Update:
         add_output(self.graph, after, f"{name}.next")
         default = getattr(before.tensor, "onnx_default", None) is not None
         self.step.slots.append(Slot(name, f"{name}.next", kind, of, default))
+
+
+def _lazily(optimizer: Optimizer, rows: Rows) -> Callable[..., Update]:
+    """Returns the update of a table and its state that changes only these rows."""
+
+    def update(p: Value, g: Value, state: State, rate: Value, count: Value | None) -> Update:
+        read = {name: rows.read(value) for name, value in state.items()}
+        row, changed = optimizer.update(rows.read(p), rows.copies(g), read, rate, count)
+        states = {name: rows.written(state[name], value) for name, value in changed.items()}
+        return rows.written(p, row), states
+
+    return update

@@ -1,0 +1,118 @@
+"""Lazily trained tables: a step updates only the rows that it looks up, and their optimizer state.
+
+The gradient of such a table is never built whole. It is a sum per distinct row: the indices of all
+lookups are sorted, equal ones share a slot, and the gradients of the lookups are added up by slot.
+The optimizer works on these rows. If a row is looked up several times, each of its copies has the
+same new value, so the order in which they are written does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.indexing import scatter_add
+from onnxpar.grad.trained import Trained, matching
+from onnxpar.grad.value import Builder, Value
+
+_CASTS = ("Cast", "Identity")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a table that a step looks up, in ascending order and as often as it does.
+
+    indices  the index of each row, of shape [lookups]
+    slots    the slot of each row in the gradient, of shape [lookups]
+    """
+
+    indices: Value
+    slots: Value
+
+    def read(self, table: Value) -> Value:
+        """Returns these rows of a table."""
+        return table.op("Gather", self.indices, axis=0)
+
+    def copies(self, gradient: Value) -> Value:
+        """Returns the gradient of each row, from the gradients by slot."""
+        return gradient.op("Gather", self.slots, axis=0)
+
+    def written(self, table: Value, rows: Value) -> Value:
+        """Returns the table with these rows replaced."""
+        return table.op("ScatterND", self.indices.reshape([-1, 1]), rows)
+
+
+def lazy_lookups(
+    trained: Sequence[Trained], globs: Sequence[str], parameters: Sequence[gs.Variable]
+) -> dict[str, list[gs.Node]]:
+    """Returns the nodes that look up rows, by name of each trained table that a glob matches.
+    Errors: StrategyError for a glob that matches no trained weight, or if another node reads a
+    table."""
+    names = [t.name for t in trained]
+    chosen = {name for glob in globs for name in matching(glob, names, "--lazy")}
+    return {p.name: _lookups(p, p.name) for p in parameters if p.name in chosen}
+
+
+def _lookups(tensor: gs.Tensor, table: str) -> list[gs.Node]:
+    found: list[gs.Node] = []
+    for node in {id(n): n for n in tensor.outputs}.values():
+        if node.op in _CASTS:
+            found += _lookups(node.outputs[0], table)
+        elif node.op == "Gather" and node.inputs[1] is not tensor and _axis(node) == 0:
+            found.append(node)
+        else:
+            raise StrategyError(
+                f"--lazy {table}: {node.op} '{node.name}' reads the whole table, so every step "
+                "changes all its rows; leave this table out"
+            )
+    return found
+
+
+def _axis(gather: gs.Node) -> int:
+    return int(gather.attrs.get("axis", 0)) % len(gather.inputs[0].shape)
+
+
+def lookup_gradient(
+    graph: gs.Graph,
+    table: gs.Variable,
+    lookups: Collection[gs.Node],
+    found: Mapping[str, Value | None],
+) -> tuple[Value, Rows] | None:
+    """Returns the gradient of a table by slot, and the rows that have gradients; None if the loss
+    depends on no lookup. `found` has the gradients of the results of `lookups`, by name. A slot
+    without a row is zero."""
+    builder = Builder(graph, f"lazy/{table.name}")
+    height, *width = table.shape
+    indices, rows = [], []
+    for node in lookups:
+        gradient = found[node.outputs[0].name]
+        if gradient is not None:
+            index = builder.value(node.inputs[1]).cast(np.int64)
+            count = prod(index.shape)
+            index = index.reshape([count])
+            indices.append((index < 0).where(index + height, index))
+            of_rows = builder.value(gradient.tensor).reshape([count, *width])
+            rows.append(of_rows.cast(table.dtype))
+    if not rows:
+        return None
+    index, of_rows = _joined(indices), _joined(rows)
+    count = index.size
+    ordered, order = builder.add_each(
+        "TopK", [index, np.array([count], np.int64)], 2, axis=0, largest=0, sorted=1
+    )
+    before = ordered.slice(0, count - 1, 0)
+    is_next = ordered.slice(1, count, 0).op("Equal", before).op("Not").cast(np.int64)
+    slots = is_next.op("CumSum", np.array(0, np.int64)).pad([1], [0])
+    slot_of = builder.zeros([count], np.int64).op("ScatterElements", order, slots, axis=0)
+    gradient = scatter_add(of_rows, slot_of, 0, [count, *width])
+    return gradient, Rows(ordered, slots)
+
+
+def _joined(values: Sequence[Value]) -> Value:
+    first, *others = values
+    return first.op("Concat", *others, axis=0) if others else first
