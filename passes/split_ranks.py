@@ -218,9 +218,7 @@ def _instantiate(
         if varying:
             del node.attribute[:]
             node.attribute.extend(kept)
-            node.attribute.extend(
-                onnx.helper.make_attribute(k, f(rank)) for k, f in varying.items()
-            )
+            node.attribute.extend(_attribute(k, f(rank)) for k, f in varying.items())
     for port in _ports(model.graph, ctx):
         layout = ctx.layouts.get(port.name)
         if layout is not None:
@@ -230,6 +228,13 @@ def _instantiate(
                     dim.Clear()
                 else:
                     dim.dim_value = size
+
+
+def _attribute(name: str, value: Any) -> onnx.AttributeProto:
+    """An attribute of a rank's node."""
+    if isinstance(value, gs.Constant):
+        value = numpy_helper.from_array(value.values, value.name)
+    return onnx.helper.make_attribute(name, value)
 
 
 def _ports(graph: onnx.GraphProto, ctx: PassContext) -> Iterator[onnx.ValueInfoProto]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.attribute_weights import conceal
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
@@ -41,6 +42,7 @@ def localize_node(
     """
     view = NodeView.of(op, layouts, mesh, open_atoms)
     if not any(map(view.is_split, view.factors)):
+        conceal([op.node])
         return
     breach = view.breach(op.rule)
     assert breach is None, f"{op.node.op} '{op.node.name}': {breach}"
@@ -63,6 +65,7 @@ def localize_node(
                 op.node.inputs.append(gs.Variable.empty())
             op.node.inputs[key] = rank_constant(name, value, by_rank, per_rank)
             note_stand_ins(name, view, per_rank)
+    conceal([op.node])
     if op.node.op == "Reshape":
         keep_zeros(graph, op, view, per_rank)
 

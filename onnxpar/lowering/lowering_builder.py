@@ -184,6 +184,19 @@ class LoweringBuilder:
         self._append(op, name, inputs, [result], attrs)
         return result
 
+    def make_each(
+        self,
+        op: str,
+        inputs: Sequence[Any],
+        types: Sequence[tuple[Any, Sequence[int]]],
+        **attrs: Any,
+    ) -> list[gs.Variable]:
+        """Adds a node with one result of each of these types; see `make`."""
+        name = self._fresh(op)
+        results = [gs.Variable(f"{name}:{i}", *type_) for i, type_ in enumerate(types)]
+        self._append(op, name, inputs, results, attrs)
+        return results
+
     def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
         """Adds the node that computes the rank's shards of all results."""
         self._append(op, self.view.node.name, inputs, self._outputs, attrs)
@@ -242,7 +255,7 @@ class LoweringBuilder:
         key = "split" if op == "Split" else "axes"
         if key in attrs and axes_are_input(op, self._graph.opset):
             operands.append(self._sizes(attrs.pop(key)))
-        node = gs.Node(op, name, {}, operands, results)
+        node = gs.Node(op, name, {}, operands, results, attrs.pop("domain", None))
         for key, value in attrs.items():
             by_rank = None
             if callable(value):

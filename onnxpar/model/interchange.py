@@ -25,6 +25,7 @@ from onnx import (
 )
 
 from onnxpar.errors import ModelError
+from onnxpar.ir.attribute_weights import AT, conceal, expose, has_attribute_weights
 from onnxpar.ir.stored import ExternalValues, graphs_of, stored_proto, subgraphs_of
 
 gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that we keep ourselves
@@ -146,6 +147,7 @@ def import_graph(
         tensor.onnx_default = defaults.get(tensor.name)
     graph.ir_version = model.ir_version
     _read_constant_outputs(graph)
+    expose(graph)
     return graph
 
 
@@ -156,6 +158,8 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     intermediate values are left to the runtime to infer.
     """
     graphs = list(_gs_graphs(graph))
+    shown = [(node, list(node.inputs)) for node in _gs_nodes(graph) if has_attribute_weights(node)]
+    conceal(node for node, _ in shown)
     for inner in graphs:
         for tensor in _constants(inner):
             if not isinstance(tensor._values, gs.ir.tensor.LazyValues):
@@ -177,6 +181,8 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     _describe(model, header)
     for field in ("domain", "model_version", "producer_name", "producer_version"):
         setattr(model, field, getattr(header, field))
+    for node, operands in shown:
+        node.inputs.append(operands[AT])
     return model
 
 

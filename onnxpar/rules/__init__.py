@@ -16,6 +16,10 @@ from onnxpar.rules import elementwise as elementwise
 from onnxpar.rules import index_tuples as index_tuples
 from onnxpar.rules import indexing as indexing
 from onnxpar.rules import losses as losses
+from onnxpar.rules import ml_features as ml_features
+from onnxpar.rules import ml_linear as ml_linear
+from onnxpar.rules import ml_svm as ml_svm
+from onnxpar.rules import ml_trees as ml_trees
 from onnxpar.rules import movement as movement
 from onnxpar.rules import no_empty_shards as no_empty_shards
 from onnxpar.rules import normalization as normalization

@@ -7,6 +7,7 @@ Factors whose lowering communicates are not listed: it handles empty shards itse
 
 from __future__ import annotations
 
+from onnxpar.ir.attribute_weights import ML
 from onnxpar.rules.rule import no_empty_parts
 
 CONTRIB = "com.microsoft"
@@ -29,3 +30,4 @@ no_empty_parts("GatedAdd LinearAttentionGate MoE QMoE", domain=CONTRIB)
 no_empty_parts("RotaryEmbedding", "h", domain=CONTRIB)
 no_empty_parts("QLinearConv", "g", domain=CONTRIB)
 no_empty_parts("NhwcMaxPool QLinearAveragePool MaxpoolWithMask", "c", domain=CONTRIB)
+no_empty_parts("OneHotEncoder", "c", domain=ML)

@@ -75,7 +75,8 @@ class Lowering(Protocol):
 
     Operands may be tensors or arrays, which become constants. `axes=` of Unsqueeze, Squeeze,
     ReduceSum and the like, and `split=` of Split, become attributes or operands as the opset wants.
-    Functions given to `per_rank` run after the node is gone: they must not read `local.node`.
+    An op of another domain is given with `domain=`. Functions given to
+    `per_rank` run after the node is gone: they must not read `local.node`.
     """
 
     local: Local
@@ -157,6 +158,16 @@ class Lowering(Protocol):
     ) -> gs.Variable:
         """Adds a node whose result has the given type, (dtype, shape on rank 0), and returns the
         result; for ops whose types cannot be inferred."""
+        ...
+
+    def make_each(
+        self,
+        op: str,
+        inputs: Sequence[Any],
+        types: Sequence[tuple[Any, Sequence[int]]],
+        **attrs: Any,
+    ) -> list[gs.Variable]:
+        """Adds a node with one result of each of these types; see `make`."""
         ...
 
     def shape(self, x: gs.Tensor) -> list[int]:
@@ -376,7 +387,7 @@ def rule_of(node: gs.Node) -> Rule:
         lack = f"{_NO_RULE} for {domain + '.' if domain else ''}{node.op}"
         return whole_rule(node, _WHOLE.get((domain, node.op), lack))
     if (domain, node.op) in _ANY_RANK:
-        return _called(function, node)
+        return _with_kernel(_called(function, node), domain, node.op)
     tensors = [t for t in [*node.inputs, *node.outputs] if t.name]
     if any(str(t.dtype) == "object" for t in tensors):
         return whole_rule(node, "collectives cannot send strings")

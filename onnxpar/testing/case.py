@@ -32,6 +32,7 @@ class Case:
     outputs: int = 1
     opset: int = 20
     domain: str = ""
+    version: int = 1
 
     @cached_property
     def values(self) -> dict[str, Array]:
@@ -51,14 +52,14 @@ class Case:
         feeds = [self._operand(i) for i in range(len(self.operands))]
         made = [gs.Variable(f"y{i}") for i in range(self.outputs)]
         for tensor, value in zip(made, results, strict=False):
-            tensor.dtype, tensor.shape = value.dtype, value.shape
+            tensor.dtype, tensor.shape = value.dtype, _known_shape(value)
         attrs = dict(self.attrs)
         if self.opset < 13:
             attrs["onnxpar.opset"] = self.opset
         node = gs.Node(self.op, "node", attrs, feeds, made, domain=self.domain or None)
         inputs = [t for t in feeds if isinstance(t, gs.Variable) and t.name]
         domains = [onnx.helper.make_opsetid("", self.opset)]
-        domains += [onnx.helper.make_opsetid(self.domain, 1)] if self.domain else []
+        domains += [onnx.helper.make_opsetid(self.domain, self.version)] if self.domain else []
         return gs.Graph(
             [node], inputs, made, opset=self.opset, import_domains=domains, ir_version=10
         )
@@ -69,8 +70,13 @@ class Case:
             return gs.Variable.empty()
         value = self.values[name]
         if isinstance(self.operands[index], tuple) or index in self.fed:
-            return gs.Variable(name, value.dtype, value.shape)
+            return gs.Variable(name, value.dtype, _known_shape(value))
         return gs.Constant(name, value)
+
+
+def _known_shape(value: Array) -> tuple[int, ...] | None:
+    """The shape of an array; None of strings and maps, which have none in a graph."""
+    return None if value.dtype == object else value.shape
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ class Program:
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Runs the graph, and returns its results; `feeds` are operands by name."""
         given = {**self.values, **feeds}
-        return list(self.session.run(None, {k: np.asarray(given[k]) for k in self.operands}))
+        found = self.session.run(None, {k: np.asarray(given[k]) for k in self.operands})
+        return [np.array(v, object) if isinstance(v, list) else v for v in found]
 
 
 def compiled(graph: gs.Graph) -> Program:
@@ -156,7 +163,7 @@ def compiled(graph: gs.Graph) -> Program:
     return Program(_SESSIONS[model], frozenset(t.name for t in operands), values)
 
 
-def _open_shape(tensor: gs.Tensor) -> list[int | str]:
+def _open_shape(tensor: gs.Tensor) -> list[int | str] | None:
     """Returns a shape with open sizes, or the tensor's own if shape inference needs it: for tables,
     and for operands of a Resize other than the first."""
     if isinstance(tensor, gs.Constant) and any(
@@ -165,6 +172,8 @@ def _open_shape(tensor: gs.Tensor) -> list[int | str]:
         return list(tensor.shape)
     if any(n.op == "Resize" and n.inputs[0] is not tensor for n in tensor.outputs):
         return list(tensor.shape)
+    if tensor.shape is None:
+        return None
     return [f"{tensor.name}_{i}" for i in range(len(tensor.shape))]
 
 

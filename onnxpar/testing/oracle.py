@@ -18,6 +18,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
+from onnxpar.ir.attribute_weights import expose
 from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import all_nodes
@@ -60,6 +61,7 @@ class Oracle:
 
     def _analysed(self) -> tuple[gs.Graph, GraphFactors]:
         graph = self.case.graph(self.whole)
+        expose(graph)
         if self.cut is None:
             return graph, analyse(graph)
         self.cut.apply(graph)
@@ -164,7 +166,8 @@ class Oracle:
         localize_node(graph, op, layouts, split.mesh, per_rank, open_atoms)
         parts = self._run_ranks(graph, layouts, split.mesh, per_rank)
         for i, expected in enumerate(self.whole):
-            problem = compare_parts(layouts[f"y{i}"], expected, [p[i] for p in parts], split.mesh)
+            layout = layouts.get(f"y{i}") or Layout.whole(expected.shape)
+            problem = compare_parts(layout, expected, [p[i] for p in parts], split.mesh)
             if problem:
                 where = ", ".join(
                     f"{op.leaves[k].factor}: {v[1] or 'even'}" for k, v in split.leaves.items()

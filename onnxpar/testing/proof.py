@@ -133,7 +133,8 @@ def _cuts(oracle: Oracle) -> Iterator[Cut]:
     blocked = set()
     for i, (tensor, links) in enumerate(zip(oracle.op.node.inputs, oracle.op.inputs, strict=True)):
         dims: list[int | None] = [None]
-        if i < len(oracle.op.rule.inputs) and oracle.op.rule.inputs[i] is not None and tensor.name:
+        has_layout = i < len(oracle.op.rule.inputs) and oracle.op.rule.inputs[i] is not None
+        if has_layout and tensor.name in oracle.feeds:
             of_leaf = oracle.factors.tensors[tensor.name].dim_of_leaf
             for dim, size in enumerate(tensor.shape):
                 if size >= 2:

@@ -1,0 +1,250 @@
+"""Forests: cuts the attributes of tree ensembles to the trees that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.attribute_weights import numbers, tree_starts
+
+Array = np.ndarray[Any, Any]
+
+NODE_LISTS = (
+    "nodes_treeids",
+    "nodes_nodeids",
+    "nodes_featureids",
+    "nodes_values",
+    "nodes_values_as_tensor",
+    "nodes_hitrates",
+    "nodes_hitrates_as_tensor",
+    "nodes_modes",
+    "nodes_truenodeids",
+    "nodes_falsenodeids",
+    "nodes_missing_value_tracks_true",
+)
+"""Attributes with one element per node, before TreeEnsemble."""
+BRANCH_LISTS = (
+    "nodes_featureids",
+    "nodes_splits",
+    "nodes_hitrates",
+    "nodes_modes",
+    "nodes_truenodeids",
+    "nodes_trueleafs",
+    "nodes_falsenodeids",
+    "nodes_falseleafs",
+    "nodes_missing_value_tracks_true",
+)
+"""Attributes of TreeEnsemble with one element per node that is not a leaf."""
+_MEMBER = 6
+"""The mode of a node of TreeEnsemble that asks whether a value is in a set."""
+
+
+class Forest:
+    """The trees of a TreeEnsembleRegressor or TreeEnsembleClassifier, whose leaves give weights to
+    targets (classes); `side` is "target" or "class"."""
+
+    def __init__(self, node: gs.Node) -> None:
+        self.attrs: Mapping[str, Any] = dict(node.attrs)  # the node gets those of a rank
+        self.side = "class" if node.op == "TreeEnsembleClassifier" else "target"
+        starts = tree_starts(node)
+        self._tree_of_node = np.zeros(len(node.attrs["nodes_treeids"]), np.int64)
+        self._tree_of_node[starts[1:]] = 1
+        self._tree_of_node = np.cumsum(self._tree_of_node)
+        ids = numbers(node.attrs["nodes_treeids"])[starts]
+        places = {int(tree): place for place, tree in enumerate(ids)}
+        owners = node.attrs[f"{self.side}_treeids"]
+        self._tree_of_weight = np.array([places.get(tree, -1) for tree in owners], np.int64)
+        self.count = len(starts)
+        self._cut: tuple[bytes, dict[str, Any]] = (b"", {})
+
+    @property
+    def targets(self) -> Array:
+        """The target of each weight."""
+        return numbers(self.attrs[f"{self.side}_ids"]).astype(np.int64)
+
+    @property
+    def weights(self) -> Array:
+        """The weights of all leaves."""
+        names = (f"{self.side}_weights", f"{self.side}_weights_as_tensor")
+        found = [numbers(self.attrs[name]) for name in names if name in self.attrs]
+        return max(found, key=len)
+
+    def always(self, count: int) -> Array:
+        """For each of `count` targets, True if every row gets a weight for it: there is a tree all
+        of whose leaves give one."""
+        leaves = np.array([mode in ("LEAF", b"LEAF") for mode in self.attrs["nodes_modes"]])
+        per_tree = np.bincount(self._tree_of_node[leaves], minlength=self.count)
+        given = np.zeros((self.count, count), np.int64)
+        nodes = numbers(self.attrs[f"{self.side}_nodeids"])
+        each = np.stack([self._tree_of_weight, nodes, self.targets], axis=1)
+        unique = np.unique(each, axis=0)
+        np.add.at(given, (unique[:, 0], unique[:, 2]), 1)
+        found: Array = (given == per_tree[:, None]).any(axis=0)
+        return found
+
+    def cut(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
+        """The attributes of a TreeEnsembleRegressor with these trees. With `stand_in`, it has one
+        more tree, a single leaf that gives this weight to each of `count` targets; a regressor must
+        have a tree."""
+        key = trees.tobytes()
+        if self._cut[0] != key or not self._cut[1]:
+            self._cut = (key, self._taken(trees, 0.0 if not len(trees) else stand_in, count))
+        return self._cut[1]
+
+    def _taken(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
+        held = np.zeros(self.count, bool)
+        held[trees] = True
+        nodes = np.flatnonzero(held[self._tree_of_node])
+        weights = np.flatnonzero(held[self._tree_of_weight])
+        made = {
+            key: _pick(self.attrs[key], nodes)
+            for key in NODE_LISTS
+            if key in self.attrs and len(numbers(self.attrs[key])) == len(self._tree_of_node)
+        }
+        for name in ("treeids", "nodeids", "ids", "weights", "weights_as_tensor"):
+            if len(numbers(self.attrs.get(f"{self.side}_{name}", ()))):
+                made[f"target_{name}"] = _pick(self.attrs[f"{self.side}_{name}"], weights)
+        if stand_in is not None:
+            _add_leaf(made, stand_in, count, int(max(self.attrs["nodes_treeids"])) + 1)
+        return made
+
+
+def _add_leaf(made: dict[str, Any], weight: float, count: int, tree: int) -> None:
+    """Adds a tree that is a single leaf, with one weight for each target."""
+    values = {"nodes_treeids": tree, "nodes_modes": "LEAF", "target_treeids": tree}
+    for name, value in made.items():
+        own: list[Any] = [values.get(name, 0)]
+        if name.startswith("target"):
+            own = [values.get(name, 0)] * count
+        if name == "target_ids":
+            own = list(range(count))
+        if name.startswith("target_weights"):
+            own = [float(weight)] * count
+        if isinstance(value, gs.Tensor):
+            joined = np.concatenate([value.values, np.array(own, value.values.dtype)])
+            made[name] = gs.Constant("", joined)
+        else:
+            is_float = name in ("nodes_values", "nodes_hitrates")
+            made[name] = [*value, *(map(float, own) if is_float else own)]
+
+
+def _pick(value: Any, at: Array) -> Any:
+    """These elements of an attribute, in the attribute's form."""
+    if isinstance(value, gs.Tensor):
+        return gs.Constant("", np.ascontiguousarray(np.asarray(value.values)[at]))
+    return [value[i] for i in at.tolist()]
+
+
+class Ensemble:
+    """The trees of a TreeEnsemble (version 5)."""
+
+    def __init__(self, node: gs.Node) -> None:
+        self.attrs: Mapping[str, Any] = dict(node.attrs)  # the node gets those of a rank
+        self.count = len(node.attrs["tree_roots"])
+        self._true, self._false = (
+            (numbers(node.attrs[f"nodes_{side}nodeids"]), numbers(node.attrs[f"nodes_{side}leafs"]))
+            for side in ("true", "false")
+        )
+        self._cut: tuple[bytes, dict[str, Any]] = (b"", {})
+
+    @property
+    def targets(self) -> Array:
+        """The target of each leaf."""
+        return numbers(self.attrs["leaf_targetids"]).astype(np.int64)
+
+    def always(self, count: int) -> Array:
+        """For each of `count` targets, True if every row gets a weight for it: there is a tree all
+        of whose leaves give one."""
+        found = np.zeros(count, bool)
+        for root in self.attrs["tree_roots"]:
+            given = np.unique(self.targets[self._reached([root])[1]])
+            if len(given) == 1:
+                found[given] = True
+        return found
+
+    def cut(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
+        """The attributes of a TreeEnsemble with these trees. With `stand_in`, it has one more tree
+        for each of `count` targets, whose leaves give this weight to the target; an ensemble must
+        have a tree."""
+        key = trees.tobytes()
+        if self._cut[0] != key or not self._cut[1]:
+            self._cut = (key, self._taken(trees, 0.0 if not len(trees) else stand_in, count))
+        return self._cut[1]
+
+    def _reached(self, roots: Any) -> tuple[Array, Array]:
+        """The nodes and leaves of the trees with these roots, in order."""
+        nodes = np.zeros(len(self._true[0]), bool)
+        leaves = np.zeros(len(self.attrs["leaf_targetids"]), bool)
+        front = np.unique(np.asarray(roots, np.int64))
+        while len(front):
+            nodes[front] = True
+            following = []
+            for ids, is_leaf in (self._true, self._false):
+                to_leaf = is_leaf[front].astype(bool)
+                leaves[ids[front][to_leaf]] = True
+                following.append(ids[front][~to_leaf])
+            front = np.unique(np.concatenate(following))
+            front = front[~nodes[front]]
+        return np.flatnonzero(nodes), np.flatnonzero(leaves)
+
+    def _taken(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
+        roots = numbers(self.attrs["tree_roots"])[trees]
+        nodes, leaves = self._reached(roots)
+        place, leaf_place = (np.zeros(n, np.int64) for n in (len(self._true[0]), self._leaf_count))
+        place[nodes], leaf_place[leaves] = np.arange(len(nodes)), np.arange(len(leaves))
+        made = {
+            key: _pick(self.attrs[key], nodes)
+            for key in BRANCH_LISTS
+            if key in self.attrs and len(numbers(self.attrs[key])) == len(self._true[0])
+        }
+        for side, (ids, is_leaf) in (("true", self._true), ("false", self._false)):
+            new = np.where(is_leaf[nodes] != 0, leaf_place[ids[nodes] * (is_leaf[nodes] != 0)], 0)
+            new = new + np.where(is_leaf[nodes] != 0, 0, place[ids[nodes] * (is_leaf[nodes] == 0)])
+            made[f"nodes_{side}nodeids"] = new.tolist()
+        made["tree_roots"] = place[roots].tolist()
+        for name in ("leaf_targetids", "leaf_weights"):
+            made[name] = _pick(self.attrs[name], leaves)
+        if len(numbers(self.attrs.get("membership_values", ()))):
+            made["membership_values"] = self._members(nodes)
+        if stand_in is not None:
+            for target in range(count):
+                _add_stump(made, stand_in, target)
+        return made
+
+    @property
+    def _leaf_count(self) -> int:
+        return len(self.attrs["leaf_targetids"])
+
+    def _members(self, nodes: Array) -> Any:
+        """The sets of the nodes that ask for membership; each set ends with NaN."""
+        values = numbers(self.attrs["membership_values"])
+        ends = np.flatnonzero(np.isnan(values))
+        asks = np.flatnonzero(numbers(self.attrs["nodes_modes"]) == _MEMBER)
+        sets = dict(zip(asks.tolist(), np.split(values, ends + 1), strict=False))
+        own = [sets[n] for n in nodes.tolist() if n in sets]
+        return gs.Constant("", np.concatenate([*own, values[:0]]))
+
+
+def _add_stump(made: dict[str, Any], weight: float, target: int) -> None:
+    """Adds a tree of one node, both of whose leaves are one leaf with this weight."""
+    at, leaf = len(made["nodes_featureids"]), len(made["leaf_targetids"])
+    values: dict[str, Any] = {
+        "nodes_truenodeids": leaf,
+        "nodes_falsenodeids": leaf,
+        "nodes_trueleafs": 1,
+        "nodes_falseleafs": 1,
+        "tree_roots": at,
+        "leaf_targetids": target,
+        "leaf_weights": weight,
+    }
+    for name, value in made.items():
+        if name == "membership_values":
+            continue
+        own = values.get(name, 0)
+        if isinstance(value, gs.Tensor):
+            made[name] = gs.Constant("", np.append(value.values, value.values.dtype.type(own)))
+        else:
+            made[name] = [*value, own]

@@ -1,0 +1,209 @@
+"""Ops of ai.onnx.ml that prepare features, most of them element by element.
+
+Strings are whole on every rank. An op that turns strings into numbers computes only the rank's
+elements of its result, of the strings of these elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.attribute_weights import ML
+from onnxpar.ir.tensors import dtype_of, tensor_shape
+from onnxpar.rules.communicate import FLOAT, communicating, like
+from onnxpar.rules.ml_labels import in_order, matrix
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule, whole_op, whole_rule
+
+STRINGS = "collectives cannot send strings"
+
+whole_op("CastMap DictVectorizer", "a map is a single row", ML)
+
+
+def _is_text(tensor: gs.Tensor) -> bool:
+    return str(dtype_of(tensor)) == "object"
+
+
+def _dims(tensor: gs.Tensor, prefix: str = "d") -> list[str] | None:
+    shape = tensor_shape(tensor)
+    return None if shape is None else names(prefix, len(shape))
+
+
+def _own_text(build: Lowering, dims: Sequence[str]) -> gs.Tensor:
+    """The strings of the rank's shard, whose dimensions are these factors, of operand 0.
+
+    They are cut by Slice: a Gather of rows of strings returns only the first string of each row in
+    onnxruntime 1.32.
+    """
+    x, shape = build.input(0), list(build.local.output_shape())[: len(dims)]
+    for axis, factor in enumerate(dims):
+        if build.local.is_split(factor):
+            ends = [build.per_rank(partial(_bound, factor, end)) for end in (0, 1)]
+            x = build.make("Slice", [x, *ends, np.array([axis])], (np.dtype(object), shape))
+    return x
+
+
+def _bound(factor: str, end: int, local: Local) -> Any:
+    return np.array([local.interval(factor)[end]], np.int64)
+
+
+@rule("Binarizer", domain=ML)
+def binarizer(node: gs.Node) -> Rule:
+    """`d0 d1 -> d0 d1`."""
+    text = dims_text(_dims(node.inputs[0]) or ())
+    return einsum(node, f"{text} -> {text}")
+
+
+@rule("Imputer Scaler", domain=ML)
+def per_feature(node: gs.Node) -> Rule:
+    """`d0 d1 -> d0 d1`; a rank has the attributes of its features."""
+    dims = _dims(node.inputs[0]) or []
+    text = dims_text(dims)
+    at = dims[-1:] if len(dims) < 2 else dims[1:2]
+    keys = ("imputed_value_floats", "imputed_value_int64s", "offset", "scale")
+    lists = {k: v for k, v in node.attrs.items() if k in keys and len(v) > 1}
+
+    def own(values: Sequence[Any]) -> Callable[[Local], Any]:
+        return lambda local: [values[i] for i in local.positions(at[0]).tolist()] or [values[0]]
+
+    return einsum(node, f"{text} -> {text}", local={k: own(v) for k, v in lists.items()})
+
+
+@rule("Normalizer", domain=ML)
+def normalizer(node: gs.Node) -> Rule:
+    """`n f -> n f`; the ranks communicate if the features of a row are split."""
+    dims = _dims(node.inputs[0]) or []
+    text, factor = dims_text(dims), dims[-1:]
+    norm = node.attrs.get("norm", "MAX")
+    norm = norm.decode() if isinstance(norm, bytes) else norm
+    if len(dims) != 2:
+        return einsum(node, f"{text} -> {text}", whole=dict.fromkeys(dims, "it is a single row"))
+
+    def lower(build: Lowering) -> None:
+        x = build.add("Cast", [build.input(0)], to=FLOAT)
+        if norm == "MAX":
+            found = build.add("ReduceMax", [x], axes=[1], keepdims=1)
+            size: gs.Tensor = build.all_reduce(found, factor, "max")
+        else:
+            sizes = build.add("Abs", [x]) if norm == "L1" else build.add("Mul", [x, x])
+            size = build.all_reduce(build.add("ReduceSum", [sizes], axes=[1], keepdims=1), factor)
+            size = size if norm == "L1" else build.add("Sqrt", [size])
+        is_zero = build.add("Equal", [size, like(x, 0)])
+        build.finish("Div", [x, build.add("Where", [is_zero, like(x, 1), size])])
+
+    return einsum(node, f"{text} -> {text}", **communicating(node, factor, (), lower))
+
+
+@rule("LabelEncoder CategoryMapper", domain=ML, ranks_known=False)
+def encoder(node: gs.Node) -> Rule:
+    """`d0 d1 -> d0 d1`; `_ -> d0 d1` of strings, which are whole; a result of strings is whole."""
+    (x,), (y,) = node.inputs, node.outputs
+    if _is_text(y) or tensor_shape(y) is None:
+        return whole_rule(node, STRINGS)
+    dims = _dims(y) or []
+    text = dims_text(dims)
+    if _is_text(x):
+        return einsum(node, f"_ -> {text}", **_of_own_text(node, dims))
+    return einsum(node, f"{text} -> {text}")
+
+
+def _of_own_text(node: gs.Node, dims: list[str]) -> dict[str, Any]:
+    """The fields of a rule if the only operand has strings: the rank takes those of its shard."""
+    op, attrs = node.op, dict(node.attrs)
+
+    def lower(build: Lowering) -> None:
+        build.finish(op, [_own_text(build, dims)], domain=ML, **attrs)
+
+    return {"lowered": frozenset(dims), "lower": lower, "contiguous": frozenset(dims)}
+
+
+@rule("OneHotEncoder", domain=ML, ranks_known=False)
+def one_hot(node: gs.Node) -> Rule:
+    """`d0 d1 -> d0 d1 c`; `_ -> d0 d1 c` of strings, which are whole."""
+    (x,), shape = node.inputs, tensor_shape(node.outputs[0])
+    if shape is None:
+        return whole_rule(node, "an operand of unknown rank")
+    dims = names("d", len(shape) - 1)
+    text = dims_text(dims)
+    key = "cats_strings" if _is_text(x) else "cats_int64s"
+    categories = list(node.attrs.get(key, ()))
+    # without zeros, the op reports a value that is in no category, which a shard of them cannot
+    is_lenient = bool(node.attrs.get("zeros", 1))
+    whole = (
+        {} if is_lenient and categories else {"c": "every value must be in one of all categories"}
+    )
+    local: dict[str | int, Callable[[Local], Any]] = {
+        key: lambda local: [categories[i] for i in local.positions("c").tolist()]
+    }
+    if not _is_text(x):
+        return einsum(node, f"{text} -> {text} c", whole=whole, local={} if whole else local)
+    attrs = dict(node.attrs)
+
+    def lower(build: Lowering) -> None:
+        own = {**attrs, **({} if whole else local)}
+        build.finish("OneHotEncoder", [_own_text(build, dims)], domain=ML, **own)
+
+    lowered = frozenset({*dims, *([] if whole else ["c"])})
+    return einsum(
+        node,
+        f"_ -> {text} c",
+        whole=whole,
+        lowered=lowered,
+        lower=lower,
+        contiguous=frozenset(dims),
+    )
+
+
+@rule("FeatureVectorizer", domain=ML)
+def feature_vectorizer(node: gs.Node) -> Rule:
+    """`n s0, n s1 -> n s0 + s1`."""
+    if not all(map(matrix, node.inputs)):
+        return whole_rule(node, "it joins single values")
+    parts = names("s", len(node.inputs))
+    text = ", ".join(f"n {s}" for s in parts)
+
+    def sizes(local: Local) -> list[int]:
+        return [local.input_shape(i)[1] for i in range(len(parts))]
+
+    return einsum(node, f"{text} -> n {' + '.join(parts)}", local={"inputdimensions": sizes})
+
+
+@rule("ArrayFeatureExtractor", domain=ML)
+def array_feature_extractor(node: gs.Node) -> Rule:
+    """`n f, 1 m -> n m`; f must stay whole, or each column is taken from the rank that has it."""
+    x, index = (_dims(t) or [] for t in node.inputs)
+    if not x or not index:
+        return whole_rule(node, "a single value")
+    rows, chosen = names("d", len(x) - 1), names("i", len(index))
+    last = chosen[0] if len(chosen) == 1 else f"({' '.join(chosen)})"
+    result = f"{dims_text(rows)} {last}" if rows else f"1 {last}"
+    whole = {"f": "it is looked up by index"}
+    return einsum(node, f"{' '.join([*rows, 'f'])}, {dims_text(chosen)} -> {result}", whole=whole)
+
+
+def _size(factor: str, local: Local) -> int:
+    return local.size(factor)
+
+
+@rule("ZipMap", domain=ML, ranks_known=False)
+def zip_map(node: gs.Node) -> Rule:
+    """`n c -> _ {communicating: n c}`: every rank makes the maps of all rows."""
+    dims = _dims(node.inputs[0])
+    if dims is None:
+        return whole_rule(node, "an operand of unknown rank")
+    attrs = dict(node.attrs)
+
+    def lower(build: Lowering) -> None:
+        x = build.input(0)
+        for axis, factor in enumerate(dims):
+            x = build.all_gather(x, factor, axis, partial(_size, factor))
+            x = in_order(build, x, factor, axis)
+        build.finish("ZipMap", [x], domain=ML, **attrs)
+
+    sizes = tensor_shape(node.inputs[0]) or ()
+    return einsum(node, f"{dims_text(dims)} -> _", **communicating(node, dims, sizes, lower))

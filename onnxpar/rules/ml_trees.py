@@ -1,0 +1,282 @@
+"""Forests of ai.onnx.ml: split by rows, and by trees, whose results are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.attribute_weights import ML, has_attribute_weights, numbers
+from onnxpar.ir.tensors import dtype_of
+from onnxpar.rules.forests import Ensemble, Forest
+from onnxpar.rules.ml_labels import finish_labels, has_text_labels, labels_of, matrix, row_fields
+from onnxpar.rules.rule import Local, Lowering, Rule, einsum, rule, whole_rule
+
+ANY_FEATURE = "a tree may ask for any feature"
+FEW_TARGETS = "some leaves give no weight to a target"
+ONE_TREE = "a row of the attributes is a tree"
+
+_NUMBERED = "onnxruntime and ONNX number its post-transform differently"
+
+_SUM, _AVERAGE = ("SUM", 1), ("AVERAGE", 0)
+_NONE = ("NONE", 0, None)
+_NEUTRAL = {"MIN": np.inf, 2: np.inf, "MAX": -np.inf, 3: -np.inf}
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+@rule("TreeEnsembleRegressor TreeEnsemble", domain=ML)
+def tree_regressor(node: gs.Node) -> Rule:
+    """`n f, t _ -> n c {sum: t}`: partial sums of the ranks' trees (partial minima or maxima where
+    these are aggregated); the ranks communicate before a post-transform or an average."""
+    if not matrix(node.inputs[0]):
+        return whole_rule(node, "a single row")
+    whole = {"f": ANY_FEATURE, "c": "a tree gives weights to any target"}
+    if not has_attribute_weights(node):
+        return einsum(node, "n f -> n c", whole=whole)
+    text, whole["b"] = "n f, t b -> n c", ONE_TREE
+    count = int(node.attrs.get("n_targets", 1))
+    forest = Ensemble(node) if node.op == "TreeEnsemble" else Forest(node)
+    how = _text(node.attrs.get("aggregate_function", _SUM[node.op == "TreeEnsemble"]))
+    post = _text(node.attrs.get("post_transform"))
+    stand_in = _NEUTRAL.get(how)
+    if stand_in is not None and not forest.always(count).all():
+        return einsum(node, text, whole={**whole, "t": FEW_TARGETS})
+    if post in _NONE and how not in _AVERAGE:
+        reduce = "sum" if stand_in is None else ("min" if stand_in > 0 else "max")
+        local = _local(forest, node, stand_in, count)
+        return einsum(node, text, whole=whole, reduce={"t": reduce}, local=local)
+    if node.op == "TreeEnsemble" and post in (1, 2):
+        return einsum(node, text, whole={**whole, "t": _NUMBERED})
+    if post not in _NONE and dtype_of(node.outputs[0]) != np.float32:
+        return einsum(node, text, whole={**whole, "t": "a post-transform of float64"})
+    return einsum(
+        node,
+        text,
+        whole=whole,
+        communicating=frozenset({"t"}),
+        lowered=frozenset({"t"}),
+        lower=_lower_regressor(forest, node, stand_in, count),
+    )
+
+
+def _local(
+    forest: Forest | Ensemble, node: gs.Node, stand_in: float | None, count: int
+) -> dict[str | int, Callable[[Local], Any]]:
+    """The attributes of a rank's trees. Only the first rank that holds trees adds the base values
+    to its sums; every rank adds them to its extremes."""
+    local: dict[str | int, Callable[[Local], Any]] = {}
+    for key in forest.cut(np.arange(forest.count), stand_in, count):
+        local[key] = _own_trees(forest, key, stand_in, count, node.attrs.get(key))
+    for key in ("base_values", "base_values_as_tensor"):
+        base = node.attrs.get(key)
+        if stand_in is None and base is not None and len(numbers(base)):
+            local[key] = _base(base)
+    return local
+
+
+def _own_trees(
+    forest: Forest | Ensemble, key: str, stand_in: float | None, count: int, whole: Any = None
+) -> Callable[[Local], Any]:
+    """An attribute of the rank's trees; `whole` if trees are not split."""
+
+    def taken(local: Local) -> Any:
+        if not local.is_split("t"):
+            return whole
+        return forest.cut(local.positions("t"), stand_in, count)[key]
+
+    return taken
+
+
+def _base(base: Any) -> Callable[[Local], Any]:
+    """The base values on the first rank along t, zeros on the others."""
+
+    def value(local: Local) -> Any:
+        if not local.is_split("t"):
+            return base
+        held = numbers(base) * (local.member("t") == 0)
+        if isinstance(base, gs.Tensor):
+            return gs.Constant("", held.astype(numbers(base).dtype))
+        return [float(b) for b in held]
+
+    return value
+
+
+def _lower_regressor(
+    forest: Forest | Ensemble, node: gs.Node, stand_in: float | None, count: int
+) -> Callable[[Lowering], None]:
+    """A lowering to the rank's trees, an all-reduce, the average, the base values and the
+    post-transform."""
+    attrs, op = dict(node.attrs), node.op
+    how = _text(attrs.get("aggregate_function", _SUM[op == "TreeEnsemble"]))
+    post = _text(attrs.get("post_transform"))
+
+    def lower(build: Lowering) -> None:
+        out = node_output(build, 0)
+        reduce = "sum" if stand_in is None else ("min" if stand_in > 0 else "max")
+        raw = partial_results(build, op, forest, attrs, stand_in, count, dtype_of(out))
+        x: gs.Tensor = build.all_reduce(raw, ["t"], reduce)
+        if how in _AVERAGE:
+            x = build.add("Div", [x, np.array(forest.count, dtype_of(out))])
+        base = base_of(attrs)
+        if base is not None:
+            x = build.add("Add", [x, base.astype(dtype_of(out))])
+        transformed(build, x, _POSTS.get(post, post), 0)
+
+    return lower
+
+
+_POSTS = {3: "SOFTMAX_ZERO", 4: "PROBIT", 0: "NONE", None: "NONE"}
+
+
+def node_output(build: Lowering, index: int) -> gs.Tensor:
+    """A result of the node."""
+    found: gs.Tensor = build.local.node.outputs[index]
+    return found
+
+
+def base_of(attrs: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
+    """The base values; None if there are none."""
+    for key in ("base_values", "base_values_as_tensor"):
+        if key in attrs and len(numbers(attrs[key])):
+            return numbers(attrs[key])
+    return None
+
+
+def partial_results(
+    build: Lowering,
+    op: str,
+    forest: Forest | Ensemble,
+    attrs: Mapping[str, Any],
+    stand_in: float | None,
+    count: int,
+    dtype: Any,
+) -> gs.Variable:
+    """The rank's trees, aggregated without base values and post-transform."""
+    made = forest.cut(np.arange(forest.count), stand_in, count)
+    own: dict[str, Any] = {key: _own_trees(forest, key, stand_in, count) for key in made}
+    how = attrs.get("aggregate_function")
+    if op == "TreeEnsemble":
+        kind = "TreeEnsemble"
+        own["aggregate_function"] = 1 if how in (None, *_AVERAGE) else how
+    else:
+        kind = "TreeEnsembleRegressor"
+        own["aggregate_function"] = "SUM" if _text(how) in (None, *_AVERAGE) else _text(how)
+    rows = build.shape(build.input(0))[0]
+    return build.make(
+        kind, [build.input(0)], (dtype, [rows, count]), domain=ML, n_targets=count, **own
+    )
+
+
+def transformed(build: Lowering, x: gs.Tensor, post: str, output: int) -> None:
+    """Computes a result from scores [n, c] by a post-transform, with onnxruntime's own kernel."""
+    if post == "NONE":
+        build.finish("Identity", [x], output)
+        return
+    count = build.shape(x)[1]
+    build.finish(
+        "LinearRegressor",
+        [x],
+        output,
+        domain=ML,
+        coefficients=np.eye(count).reshape(-1).tolist(),
+        intercepts=[0.0] * count,
+        targets=count,
+        post_transform=post,
+    )
+
+
+@rule("TreeEnsembleClassifier", domain=ML, ranks_known=False)
+def tree_classifier(node: gs.Node) -> Rule:
+    """`n f, t _ -> n; n c {communicating: t}`: an all-reduce adds the scores of all trees."""
+    if not matrix(node.inputs[0]):
+        return whole_rule(node, "a single row")
+    labels = "_" if has_text_labels(node) else "n"
+    whole = {"f": ANY_FEATURE, "c": "a label is the best of all classes"}
+    if not has_attribute_weights(node):
+        return einsum(node, f"n f -> {labels}; n c", whole=whole, **row_fields(node))
+    whole["b"] = ONE_TREE
+    text = f"n f, t b -> {labels}; n c"
+    forest = Forest(node)
+    count = len(labels_of(node))
+    always = forest.always(count)
+    reason = _unknown(node, forest, always, count)
+    if reason:
+        return einsum(node, text, whole={**whole, "t": reason}, **row_fields(node))
+    over = frozenset({"t"})
+    fields = row_fields(node)
+    lower = _lower_classifier(forest, node, always, count, fields.get("lower"))
+    return einsum(
+        node,
+        text,
+        whole=whole,
+        communicating=over | fields.get("communicating", over),
+        lowered=over | fields.get("lowered", over),
+        lower=lower,
+    )
+
+
+def _unknown(node: gs.Node, forest: Forest, always: Any, count: int) -> str:
+    """Why the trees cannot be split; empty if they can. A label is chosen among the classes that
+    got a weight, so these must be the same for each row."""
+    given = np.isin(np.arange(count), forest.targets)
+    base = base_of(node.attrs)
+    if count < 2 or (always != given).any():
+        return FEW_TARGETS
+    if count == 2 and (given[1] or (base is not None and len(base) == 2)):
+        return "it has two classes, both with weights"
+    if count == 2 and _text(node.attrs.get("post_transform")) == "PROBIT":
+        return "two classes share one score"
+    return ""
+
+
+def _lower_classifier(
+    forest: Forest, node: gs.Node, always: Any, count: int, by_rows: Any
+) -> Callable[[Lowering], None]:
+    """A lowering to a regressor of the rank's trees, an all-reduce of the scores, and the choice of
+    labels as in onnxruntime's kernel. `by_rows` is the lowering if only rows are split."""
+    attrs, base = dict(node.attrs), base_of(node.attrs)
+    weights, post = forest.weights, _text(node.attrs.get("post_transform", "NONE"))
+    labels = labels_of(node)
+
+    def lower(build: Lowering) -> None:
+        if not build.local.is_split("t"):
+            by_rows(build)
+            return
+        raw = partial_results(build, "", forest, attrs, None, count, np.dtype(np.float32))
+        x: gs.Tensor = build.all_reduce(raw, ["t"])
+        if base is not None:
+            x = build.add("Add", [x, np.resize(base, count).astype(np.float32)])
+        if count == 2:
+            chosen = _two_classes(build, x, bool((weights >= 0).all()), post)
+        else:
+            seen = x
+            if base is None and not always.all():
+                lowest = np.where(always, 0, -np.inf).astype(np.float32)
+                seen = build.add("Add", [x, lowest])
+            chosen = build.add("ArgMax", [seen], axis=1, keepdims=0)
+            transformed(build, x, post, 1)
+        finish_labels(build, chosen, labels)
+
+    return lower
+
+
+def _two_classes(build: Lowering, x: gs.Tensor, positive: bool, post: str) -> gs.Tensor:
+    """Computes the scores of two classes from the only score in column 0; returns which class each
+    row has. If no weight is negative, the score is a probability, else a margin around 0."""
+    score = build.add("Slice", [x, np.array([0]), np.array([1]), np.array([1])])
+    limit = np.array(0.5 if positive else 0, np.float32)
+    above = build.add("Greater", [score, limit])
+    other = build.add("Sub", [np.float32(1), score]) if positive else build.add("Neg", [score])
+    if post == "LOGISTIC":
+        pair = build.add("Concat", [build.add("Neg", [score]), score], axis=1)
+        build.finish("Sigmoid", [pair], 1)
+    else:
+        build.finish("Concat", [other, score], 1, axis=1)
+    number = build.add("Cast", [above], to=onnx.TensorProto.INT64)
+    return build.add("Squeeze", [number], axes=[1])
