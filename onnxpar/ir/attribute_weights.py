@@ -50,6 +50,12 @@ def expose(graph: gs.Graph) -> None:
         node.inputs.append(gs.Constant(name, np.broadcast_to(np.uint8(0), (count, row))))
 
 
+def attribute_weights(graph: gs.Graph) -> frozenset[str]:
+    """The names of the operands, which cannot be resharded, as they have no data."""
+    nodes = filter(has_attribute_weights, all_nodes(graph))
+    return frozenset(node.inputs[AT].name for node in nodes)
+
+
 def conceal(nodes: Iterable[gs.Node]) -> None:
     """Removes the operand from nodes."""
     for node in nodes:
@@ -71,11 +77,11 @@ def tree_starts(node: gs.Node) -> np.ndarray[Any, Any]:
 def _count(node: gs.Node) -> int:
     """The number of trees or vectors; 0 if the attributes cannot be cut into these."""
     if node.op == "TreeEnsemble":
-        return len(node.attrs.get("tree_roots", ()))
+        return len(numbers(node.attrs.get("tree_roots", ())))
     if node.op == "SVMRegressor":
         return int(node.attrs.get("n_supports", 0))
     if node.op == "SVMClassifier":
-        return int(sum(node.attrs.get("vectors_per_class", ())))
+        return int(np.sum(node.attrs.get("vectors_per_class", ())))
     starts = tree_starts(node)
     named = {node.attrs["nodes_treeids"][i] for i in starts}
     return len(starts) if len(named) == len(starts) else 0
@@ -84,7 +90,7 @@ def _count(node: gs.Node) -> int:
 def _bytes(value: Any) -> int:
     """Bytes of an attribute in memory."""
     if isinstance(value, gs.Tensor):
-        return int(np.prod(value.shape)) * np.dtype(value.dtype).itemsize
+        return int(np.prod(value.shape) * np.dtype(value.dtype).itemsize)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return (4 if len(value) and isinstance(value[0], float) else 8) * len(value)
     return 0

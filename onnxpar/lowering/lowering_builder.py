@@ -262,7 +262,7 @@ class LoweringBuilder:
                 value, by_rank = self.view.value(value)
             set_attribute(node, key, value, by_rank, self._per_rank)
         self._built.append(node)
-        if results[0].shape is None:
+        if results[0].shape is None and not node.domain:
             self._infer(node)
 
     def _infer(self, node: gs.Node) -> None:

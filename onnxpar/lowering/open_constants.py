@@ -361,4 +361,5 @@ def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, gs.Graph) or isinstance(b, gs.Graph):
         return True
-    return np.array_equal(np.asarray(a), np.asarray(b))
+    a, b = (np.asarray(x.values if isinstance(x, gs.Constant) else x) for x in (a, b))
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == b.dtype.kind == "f")

@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from onnxpar.ir.attribute_weights import ML
 from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded
 from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.model.table_reads import reads_beyond
@@ -256,6 +257,9 @@ class Walk:
         ):
             self.conflicts.append(node)
             return {}
+        if node.domain == ML and any(_static_shape(found.get(o)) is None for o in node.output if o):
+            # of many of these ops, ONNX infers no shape, or none of a result's columns
+            found |= self.runtime.infer(node, self.types, self.protos)
         return {name: type_ for name, type_ in found.items() if name}
 
     def declare(self, graph: onnx.GraphProto) -> None:

@@ -16,6 +16,8 @@ import onnx
 import onnxruntime as ort
 from onnx import AttributeProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto
 
+from onnxpar.ir.attribute_weights import ML
+
 RUN_LIMIT = 1 << 22
 """Most elements, over all operands, with which a node is run to find its shapes."""
 
@@ -197,6 +199,15 @@ def _element(text: str) -> int:
     return int(TensorProto.DataType.Value(text.upper()))
 
 
+def _is_value_alone(node: NodeProto) -> bool:
+    """True for an op whose integer operands do not determine sizes of its results."""
+    return node.op_type in _NO_SIZES or node.domain == ML
+
+
+def _zeros(dims: list[int], dtype: np.dtype[Any]) -> Any:
+    return np.full(dims, "", object) if dtype.hasobject else np.zeros(dims, dtype)
+
+
 def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
     """Shapes of the results of a run on zeros; None if they could depend on values, or if the
     operands are too large."""
@@ -204,14 +215,14 @@ def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
     for port in graph.input:
         tensor = port.type.tensor_type
         dims = [d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim]
-        may_be_size = tensor.elem_type in _SIZES and graph.node[0].op_type not in _NO_SIZES
+        may_be_size = tensor.elem_type in _SIZES and not _is_value_alone(graph.node[0])
         if not tensor.HasField("shape") or -1 in dims or may_be_size:
             return None
         feeds[port.name] = (dims, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     if sum(int(np.prod(dims)) for dims, _ in feeds.values()) > RUN_LIMIT:
         return None
     try:
-        results = session.run(None, {n: np.zeros(dims, t) for n, (dims, t) in feeds.items()})
+        results = session.run(None, {n: _zeros(dims, t) for n, (dims, t) in feeds.items()})
     except REFUSED:
         return None
     return [list(np.shape(r)) for r in results]

@@ -43,7 +43,7 @@ class SplitAlone:
         if any(sharding.tensors[self.tensor]):
             return False
         readers = [op for op in sharding.factors.ops if _reads(op, self.tensor)]
-        chosen = self._leaves(sharding)
+        chosen = self._leaves(sharding, readers)
         if not chosen:
             return False
         links = [(o, link) for o in readers for i in chosen for link in _links(o, self.tensor, i)]
@@ -77,13 +77,18 @@ class SplitAlone:
     def _store(self, sharding: ShardingState, chosen: Sequence[int]) -> bool:
         return all([sharding.assign_tensor(self.tensor, i, self.axes) for i in chosen])
 
-    def _leaves(self, sharding: ShardingState) -> list[int]:
+    def _leaves(self, sharding: ShardingState, readers: Sequence[OpFactors]) -> list[int]:
         """The leaves of the dimension that splits best: one that splits evenly, or else the
-        longest."""
+        longest. If the weight must not be gathered, only of dimensions that all readers can
+        split."""
+        kept = any(_packs(op, self.tensor) for op in readers)
         factors = sharding.factors.tensors[self.tensor]
         n = parts_over(self.axes)
         choices = []
         for chosen in covering_leaves(factors, n):
+            links = [link for op in readers for i in chosen for link in _links(op, self.tensor, i)]
+            if kept and None in links:
+                continue
             sizes = [factors.leaves[i].size for i in chosen]
             choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
         return min(choices, default=(False, 0, []))[2]

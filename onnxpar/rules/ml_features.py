@@ -161,16 +161,22 @@ def one_hot(node: gs.Node) -> Rule:
 
 @rule("FeatureVectorizer", domain=ML)
 def feature_vectorizer(node: gs.Node) -> Rule:
-    """`n s0, n s1 -> n s0 + s1`."""
+    """`n s0, n s1 -> n s0 + s1`: ranks cast and join, as onnxruntime's kernel aborts the process if
+    it gets an empty tensor."""
     if not all(map(matrix, node.inputs)):
         return whole_rule(node, "it joins single values")
     parts = names("s", len(node.inputs))
+    taken = list(node.attrs.get("inputdimensions", ()))
+    if taken and taken != [(tensor_shape(t) or (0, 0))[1] for t in node.inputs]:
+        return whole_rule(node, "it takes only some of the features")
+
+    def lower(build: Lowering) -> None:
+        casts = [build.add("Cast", [build.input(i)], to=FLOAT) for i in range(len(parts))]
+        build.finish("Concat", casts, axis=1)
+
     text = ", ".join(f"n {s}" for s in parts)
-
-    def sizes(local: Local) -> list[int]:
-        return [local.input_shape(i)[1] for i in range(len(parts))]
-
-    return einsum(node, f"{text} -> n {' + '.join(parts)}", local={"inputdimensions": sizes})
+    lowered = frozenset({"n", *parts})
+    return einsum(node, f"{text} -> n {' + '.join(parts)}", lowered=lowered, lower=lower)
 
 
 @rule("ArrayFeatureExtractor", domain=ML)

@@ -38,7 +38,7 @@ def linear_regressor(node: gs.Node) -> Rule:
 
     def own(local: Local) -> list[float]:
         held = matrix_[local.positions("c")][:, local.positions("f")]
-        return [float(v) for v in held.reshape(-1)]
+        return [float(v) for v in held.reshape(-1)] or [0.0]  # the kernel refuses an empty list
 
     def own_bias(local: Local) -> list[float]:
         assert bias is not None

@@ -10,10 +10,11 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import ML, has_attribute_weights, numbers
+from onnxpar.ir.attribute_weights import AT, ML, has_attribute_weights, numbers
 from onnxpar.rules.ml_labels import classify, has_text_labels, labels_of, matrix, row_fields
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, rule, whole_rule
 
+STORED = frozenset({AT})
 _FEATURES = "a kernel compares all features of a row"
 _ONE = "a row of the attributes is a support vector"
 _DOUBLE = onnx.TensorProto.DOUBLE
@@ -57,7 +58,7 @@ def svm_regressor(node: gs.Node) -> Rule:
         "rho": rho,
     }
     if not attrs.get("one_class"):
-        return einsum(node, text, whole=whole, local=local)
+        return einsum(node, text, constants=STORED, whole=whole, local=local)
 
     def lower(build: Lowering) -> None:
         own = {**{k: v for k, v in attrs.items() if k != "one_class"}, **local}
@@ -68,7 +69,9 @@ def svm_regressor(node: gs.Node) -> Rule:
         build.finish("Where", [inside, np.float32(1), np.float32(-1)])
 
     over = frozenset({"s"})
-    return einsum(node, text, whole=whole, communicating=over, lowered=over, lower=lower)
+    return einsum(
+        node, text, constants=STORED, whole=whole, communicating=over, lowered=over, lower=lower
+    )
 
 
 def _floats(values: Array) -> list[float]:
@@ -101,6 +104,7 @@ def svm_classifier(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"n f, s b -> {labels}; n p",
+        constants=STORED,
         whole=whole,
         communicating=over | fields.get("communicating", over),
         lowered=over | fields.get("lowered", over),

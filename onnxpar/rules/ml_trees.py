@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import ML, has_attribute_weights, numbers
+from onnxpar.ir.attribute_weights import AT, ML, has_attribute_weights, numbers
 from onnxpar.ir.tensors import dtype_of
 from onnxpar.rules.forests import Ensemble, Forest
 from onnxpar.rules.ml_labels import finish_labels, has_text_labels, labels_of, matrix, row_fields
@@ -21,6 +21,7 @@ ONE_TREE = "a row of the attributes is a tree"
 
 _NUMBERED = "onnxruntime and ONNX number its post-transform differently"
 
+STORED = frozenset({AT})
 _SUM, _AVERAGE = ("SUM", 1), ("AVERAGE", 0)
 _NONE = ("NONE", 0, None)
 _NEUTRAL = {"MIN": np.inf, 2: np.inf, "MAX": -np.inf, 3: -np.inf}
@@ -46,18 +47,21 @@ def tree_regressor(node: gs.Node) -> Rule:
     post = _text(node.attrs.get("post_transform"))
     stand_in = _NEUTRAL.get(how)
     if stand_in is not None and not forest.always(count).all():
-        return einsum(node, text, whole={**whole, "t": FEW_TARGETS})
+        return einsum(node, text, constants=STORED, whole={**whole, "t": FEW_TARGETS})
     if post in _NONE and how not in _AVERAGE:
         reduce = "sum" if stand_in is None else ("min" if stand_in > 0 else "max")
         local = _local(forest, node, stand_in, count)
-        return einsum(node, text, whole=whole, reduce={"t": reduce}, local=local)
+        return einsum(node, text, constants=STORED, whole=whole, reduce={"t": reduce}, local=local)
     if node.op == "TreeEnsemble" and post in (1, 2):
-        return einsum(node, text, whole={**whole, "t": _NUMBERED})
+        return einsum(node, text, constants=STORED, whole={**whole, "t": _NUMBERED})
     if post not in _NONE and dtype_of(node.outputs[0]) != np.float32:
-        return einsum(node, text, whole={**whole, "t": "a post-transform of float64"})
+        return einsum(
+            node, text, constants=STORED, whole={**whole, "t": "a post-transform of float64"}
+        )
     return einsum(
         node,
         text,
+        constants=STORED,
         whole=whole,
         communicating=frozenset({"t"}),
         lowered=frozenset({"t"}),
@@ -207,13 +211,16 @@ def tree_classifier(node: gs.Node) -> Rule:
     always = forest.always(count)
     reason = _unknown(node, forest, always, count)
     if reason:
-        return einsum(node, text, whole={**whole, "t": reason}, **row_fields(node))
+        return einsum(
+            node, text, constants=STORED, whole={**whole, "t": reason}, **row_fields(node)
+        )
     over = frozenset({"t"})
     fields = row_fields(node)
     lower = _lower_classifier(forest, node, always, count, fields.get("lower"))
     return einsum(
         node,
         text,
+        constants=STORED,
         whole=whole,
         communicating=over | fields.get("communicating", over),
         lowered=over | fields.get("lowered", over),

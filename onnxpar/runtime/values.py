@@ -50,10 +50,15 @@ def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
     """Returns the arrays that a value consists of, by name: `s.0`, `s.1` ... for a list, `m.keys`
     and `m.values` for a map.
 
-    `type_`, onnxruntime's type of the value, gives the values of a map their dtype.
+    A list of maps with equal keys gives the same two arrays, with a row of values per map. `type_`,
+    onnxruntime's type of the value, gives the values of a map their dtype.
     """
     if value is None:
         return {}
+    if isinstance(value, list) and _is_table(value):
+        each = [arrays_in(name, item, type_) for item in value]
+        rows = np.stack([arrays[f"{name}.values"] for arrays in each])
+        return {**each[0], f"{name}.values": rows}
     if isinstance(value, list):
         items = [arrays_in(f"{name}.{i}", item, type_) for i, item in enumerate(value)]
         return {key: array for item in items for key, array in item.items()}
@@ -63,6 +68,12 @@ def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
         keys, values = np.array(list(value)), np.array(list(value.values()), dtype)
         return {f"{name}.keys": keys, f"{name}.values": values}
     return {name: np.asarray(value)}
+
+
+def _is_table(items: list[Any]) -> bool:
+    """True for two or more maps with the same keys in the same order, as ZipMap makes them."""
+    maps = len(items) > 1 and all(isinstance(item, dict) for item in items)
+    return maps and all(list(item) == list(items[0]) for item in items)
 
 
 def checked_value(type_: str, value: Any) -> Any:

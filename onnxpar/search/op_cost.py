@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.attribute_weights import AT, has_attribute_weights
 from onnxpar.ir.tensors import shape_bytes
 from onnxpar.layout.mesh import parts_over
 from onnxpar.presets.contraction import convolves, is_contraction
@@ -36,6 +37,10 @@ _ROW_AXIS = {
 _STEPS = 4
 """Number of ops that replace an op that is split along a dimension that it normalizes or looks up;
 each of them reads and writes as many bytes as the op returns."""
+_NODE = 64
+"""Bytes of a node of a tree in the attributes of a forest."""
+_VISIT = 40
+"""Operations that take as long as a visit to a node of a tree, which is a jump in memory."""
 _ROUNDS = 2
 """Number of small all-reduces among the ops that replace such an op."""
 
@@ -78,6 +83,8 @@ def _op_cost(
     if is_recurrence(node):
         weights = sum(math.prod(held[i].shape) for i in WEIGHTS)
         count = 2 * weights * math.prod(held[0].shape[:2])
+    elif has_attribute_weights(node):
+        count = _attribute_flops(node, held)
     elif is_contraction(op):
         count = flops_on_rank_0(op, strategy.axes, sharding.mesh)
     seconds = costs.compute(count, read + written, convolves(op)) + costs.rows(
@@ -94,6 +101,16 @@ def _op_cost(
     return seconds, _communication(
         op, strategy, sharding, max((part.bytes for part in produced), default=0.0)
     )
+
+
+def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
+    """Operations of a forest, which walks down each tree for each row, or of an SVM, which compares
+    each row with each vector."""
+    rows = held[0].shape[0] if held[0].shape else 1
+    count, row = held[AT].shape
+    if node.op.startswith("SVM"):
+        return rows * count * row // 2  # 4 bytes a feature, subtracted or multiplied, and added
+    return round(rows * count * math.log2(2 + row / _NODE) * _VISIT)
 
 
 def _part(

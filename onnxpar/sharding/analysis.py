@@ -13,6 +13,7 @@ from dataclasses import replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.canonicalize.fused_units import fused_tensors
+from onnxpar.ir.attribute_weights import attribute_weights
 from onnxpar.ir.subgraphs import bodies, is_random
 from onnxpar.ir.tensors import Whole, tensor_shape
 from onnxpar.rules.rule import rule_of, whole_rule
@@ -68,7 +69,7 @@ class _Analysis:
         for tensor in [*self.graph.inputs, *self.graph.outputs]:
             if tensor.name not in tensors and tensor_shape(tensor) is not None:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
-        fused = fused_tensors(self.graph)
+        fused = fused_tensors(self.graph) | attribute_weights(self.graph)
         return GraphFactors(tensors, self._ops(tensors, fused), fused=fused)
 
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:

@@ -142,7 +142,8 @@ class GraphFactors:
 
     ops         in graph order; nodes of a body come before the node that has the body
     open_atoms  atoms whose size is data-dependent
-    fused       tensors between nodes that onnxruntime fuses; they are never resharded
+    fused       tensors between nodes that onnxruntime fuses, and weights in attributes; they are
+                never resharded
     """
 
     tensors: dict[str, TensorFactors]

@@ -202,7 +202,11 @@ SVMS = [
     *((svr(kernel), "n f, s b -> n 1 {sum: s, whole: f b}") for kernel in KERNELS),
     (svr("RBF", one_class=1), "n f, s b -> n 1 {communicating: s, whole: f b}"),
     (
-        case("SVMRegressor", [X], {"coefficients": floats(4), "rho": [0.5], "kernel_params": []}),
+        case(
+            "SVMRegressor",
+            [X],
+            {"coefficients": floats(4), "rho": [0.5], "kernel_params": [0.0] * 3},
+        ),
         "n f -> n 1 {whole: f}",
     ),
     *(
@@ -223,7 +227,7 @@ SVMS = [
                 "classlabels_ints": [3, 5],
                 "coefficients": floats(2, 4),
                 "rho": [0.5],
-                "kernel_params": [],
+                "kernel_params": [0.0] * 3,
             },
             outputs=2,
         ),
