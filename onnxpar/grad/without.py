@@ -1,6 +1,7 @@
 """Ops that have no gradient, with the reason for the error message."""
 
 from onnxpar.grad.vjp import no_gradient
+from onnxpar.ir.attribute_weights import ML
 
 no_gradient("Unique", "the number of its results is data-dependent")
 no_gradient("BitCast", "it reads the same bits as another type of number")
@@ -16,5 +17,13 @@ no_gradient(
 no_gradient(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearMatMul",
     "the slope of rounding is zero; train the model before it is quantized",
+    carries=True,
+)
+no_gradient(
+    "ArrayFeatureExtractor Binarizer CastMap CategoryMapper DictVectorizer FeatureVectorizer "
+    "Imputer LabelEncoder LinearClassifier LinearRegressor Normalizer OneHotEncoder SVMClassifier "
+    "SVMRegressor Scaler TreeEnsemble TreeEnsembleClassifier TreeEnsembleRegressor ZipMap",
+    "models of ai.onnx.ml are trained by the libraries that export them",
+    ML,
     carries=True,
 )

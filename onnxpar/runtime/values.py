@@ -71,9 +71,10 @@ def arrays_in(name: str, value: Any, type_: str = "") -> dict[str, Array]:
 
 
 def _is_table(items: list[Any]) -> bool:
-    """True for two or more maps with the same keys in the same order, as ZipMap makes them."""
-    maps = len(items) > 1 and all(isinstance(item, dict) for item in items)
-    return maps and all(list(item) == list(items[0]) for item in items)
+    """True for maps with the same keys in the same order, as ZipMap makes them."""
+    return bool(items) and all(
+        isinstance(item, dict) and list(item) == list(items[0]) for item in items
+    )
 
 
 def checked_value(type_: str, value: Any) -> Any:
