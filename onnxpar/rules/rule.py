@@ -3,184 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.rules.lowering_interface import Local as Local
+from onnxpar.rules.lowering_interface import Lowering as Lowering
+from onnxpar.rules.lowering_interface import Step as Step
 from onnxpar.rules.notation import Spec, Var, expr_vars, parse_spec, spec_text
 
 FIRST = frozenset({0})
 """Operand 0 alone, for `Rule.linear` and `Rule.monotone`."""
-
-
-class Local(Protocol):
-    """A rank's view of a node, from which `Rule.local` computes new constants and attributes.
-
-    `node` is still the global node: its tensors have global shapes.
-    """
-
-    node: gs.Node
-
-    def input_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of the rank's shard of an operand."""
-        ...
-
-    def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of the rank's shard of a result."""
-        ...
-
-    def size(self, factor: str) -> int:
-        """The size of the rank's shard of a factor."""
-        ...
-
-    def positions(self, factor: str) -> np.ndarray[Any, Any]:
-        """The global indices of the rank's shard of a factor, in the rank's order."""
-        ...
-
-    def is_run(self, factor: str) -> bool:
-        """True if the shards of a factor are contiguous on every rank."""
-        ...
-
-    def interval(self, factor: str) -> tuple[int, int]:
-        """The global start and end (exclusive) of the rank's shard of a factor, which must be
-        contiguous."""
-        ...
-
-    def member(self, factor: str) -> int:
-        """The position of the rank's shard among the shards of a factor: 0 for the first."""
-        ...
-
-    def is_split(self, factor: str) -> bool:
-        """True if a factor is sharded."""
-        ...
-
-    def may_be_empty(self, factor: str) -> bool:
-        """True if a rank's shard of a factor may be empty: its size is open, or smaller than the
-        number of shards."""
-        ...
-
-
-Step = Callable[[list[gs.Tensor], list[gs.Tensor]], tuple[Sequence[gs.Tensor], Sequence[gs.Tensor]]]
-"""Adds the nodes of a Scan's body: takes states and elements, returns new states and result
-elements."""
-
-
-class Lowering(Protocol):
-    """Builds the nodes that a rank runs in place of one node; see `lowering/lowering_builder.py`.
-
-    Operands may be tensors or arrays, which become constants. `axes=` of Unsqueeze, Squeeze,
-    ReduceSum and the like, and `split=` of Split, become attributes or operands as the opset wants.
-    An op of another domain is given with `domain=`. Functions given to
-    `per_rank` run after the node is gone: they must not read `local.node`.
-    """
-
-    local: Local
-    opset: int
-
-    def input(self, index: int) -> gs.Tensor:
-        """The rank's shard of an operand of the node."""
-        ...
-
-    def per_rank(self, value: Callable[[Local], Any]) -> gs.Tensor:
-        """A constant that each rank computes from its own view."""
-        ...
-
-    def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
-        """Adds a node with one result, and returns that; an attribute may be a function of the
-        rank's view."""
-        ...
-
-    def add_each(
-        self, op: str, inputs: Sequence[Any], count: int, **attrs: Any
-    ) -> list[gs.Variable]:
-        """Adds a node with `count` results, and returns these."""
-        ...
-
-    def all_reduce(self, x: gs.Tensor, factors: Iterable[str], op: str = "sum") -> gs.Tensor:
-        """The reduction of `x` by `op` over the ranks that hold different shards of these factors;
-        `x` itself if none of them is split."""
-        ...
-
-    def all_gather(
-        self, x: gs.Tensor, factor: str, axis: int, extent: Callable[[Local], int]
-    ) -> gs.Tensor:
-        """The `x` of all ranks that hold shards of the factor, concatenated along `axis` in the
-        order of the shards; `extent` is the size of a rank's `x` along that axis."""
-        ...
-
-    def gathered(self, factor: str) -> np.ndarray[Any, Any]:
-        """The global indices of a factor, in the order in which `all_gather` joins its shards."""
-        ...
-
-    def scan(
-        self, step: Step, states: Sequence[gs.Tensor], sequences: Sequence[gs.Tensor], **attrs: Any
-    ) -> tuple[list[gs.Tensor], list[gs.Tensor]]:
-        """Adds a Scan along the first dimension of `sequences`; returns its last states and its
-        results. `step` adds the nodes of its body, which may be collectives."""
-        ...
-
-    def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
-        """`x` itself; on ranks with an empty shard of the factor, which is dimension `axis` of `x`,
-        a tensor with one element `value` along that axis."""
-        ...
-
-    def fetch(
-        self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Local], tuple[int, int]]
-    ) -> gs.Tensor:
-        """The elements of `x` from position `wanted[0]` up to (not including) `wanted[1]` of
-        dimension `axis`, fetched from the ranks that hold them. This dimension is the factor, in
-        contiguous shards; positions are global."""
-        ...
-
-    def is_open(self, factor: str) -> bool:
-        """True if the factor's size may differ between runs; then nodes, not constants, must give
-        all values that depend on it."""
-        ...
-
-    def fetch_between(
-        self, x: gs.Tensor, factor: str, axis: int, bounds: gs.Tensor, extent: int
-    ) -> gs.Tensor:
-        """The result of `fetch`, with bounds that nodes compute: an int64 tensor [start, end]
-        within the dimension. `extent` is the number of fetched elements on rank 0."""
-        ...
-
-    def finish(self, op: str, inputs: Sequence[Any], output: int = 0, **attrs: Any) -> None:
-        """Adds the node that computes the rank's shard of result `output`."""
-        ...
-
-    def make(
-        self, op: str, inputs: Sequence[Any], type_: tuple[Any, Sequence[int]], **attrs: Any
-    ) -> gs.Variable:
-        """Adds a node whose result has the given type, (dtype, shape on rank 0), and returns the
-        result; for ops whose types cannot be inferred."""
-        ...
-
-    def make_each(
-        self,
-        op: str,
-        inputs: Sequence[Any],
-        types: Sequence[tuple[Any, Sequence[int]]],
-        **attrs: Any,
-    ) -> list[gs.Variable]:
-        """Adds a node with one result of each of these types; see `make`."""
-        ...
-
-    def shape(self, x: gs.Tensor) -> list[int]:
-        """The shape of a tensor on rank 0."""
-        ...
-
-    def is_graph_output(self, output: int) -> bool:
-        """True if a result is also an output of the graph."""
-        ...
-
-    def finish_each(self, op: str, inputs: Sequence[Any], **attrs: Any) -> None:
-        """Adds the node that computes the rank's shards of all results."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of a user's request before it is sent to the ranks."""
+"""Checks of the ranks' models, and of a user's request before it is sent to the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, ModelError
+from onnxpar.runtime import collectives, groups
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.ort_values import array_of, is_ort_value
 from onnxpar.runtime.values import checked_value, is_optional
@@ -140,4 +141,16 @@ def check_timeout(seconds: float) -> None:
     if not 0 < seconds <= LONGEST:
         raise InputError(
             f"timeout {seconds:g}: give a number of seconds above 0 and at most {LONGEST:,.0f}"
+        )
+
+
+def check_same(bundle: Bundle, world: groups.World) -> None:
+    """Errors: ModelError, on all ranks with the same text, if the ranks have different models."""
+    each = collectives.gather_bytes(world, bundle.digest.encode(), "plan.json")
+    odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
+    if odd is not None:
+        first, other = (each[rank][:8].decode() for rank in (0, odd))
+        raise ModelError(
+            f"{bundle.path}: the ranks disagree on the model: the SHA-256 of plan.json begins with "
+            f"{first} on rank 0 and {other} on rank {odd}; copy the same folder to all hosts"
         )

@@ -11,12 +11,13 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import ModelError, RankError, RunError
+from onnxpar.errors import RankError, RunError
 from onnxpar.files.digests import Digests
 from onnxpar.ir.training_spec import EVALUATION
-from onnxpar.runtime import collectives, groups
+from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Room, Slot, Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
+from onnxpar.runtime.checks import check_same
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.options import SessionSpec, run_options
 from onnxpar.runtime.profile import Record
@@ -56,18 +57,6 @@ class Request:
     sizes: Sizes = ()
 
 
-def _check_same(bundle: Bundle, world: groups.World) -> None:
-    """Errors: ModelError, on all ranks with the same text, if the ranks have different models."""
-    each = collectives.gather_bytes(world, bundle.digest.encode(), "plan.json")
-    odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
-    if odd is not None:
-        first, other = (each[rank][:8].decode() for rank in (0, odd))
-        raise ModelError(
-            f"{bundle.path}: the ranks disagree on the model: the SHA-256 of plan.json begins with "
-            f"{first} on rank 0 and {other} on rank {odd}; copy the same folder to all hosts"
-        )
-
-
 class Executor:
     """Runs one rank's graph.
 
@@ -86,7 +75,7 @@ class Executor:
         everywhere: bool = False,
     ) -> None:
         bundle.check_files(world.rank)
-        _check_same(bundle, world)
+        check_same(bundle, world)
         self._sessions = RankSessions(bundle, world, spec, threads, spin)
         self.session = self._sessions.open()
         self._apart = bundle.apart
