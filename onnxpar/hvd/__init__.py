@@ -37,6 +37,7 @@ from onnxpar.hvd.arrays import (
     grouped_allgather_async,
     grouped_reducescatter,
     grouped_reducescatter_async,
+    join,
     reducescatter,
     reducescatter_async,
 )
@@ -173,6 +174,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "kv",
     "local_rank",
     "local_size",

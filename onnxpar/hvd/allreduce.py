@@ -10,16 +10,20 @@ RankError, all further calls fail.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
+from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor, prepared
 from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
-from onnxpar.hvd.handles import Handle, synchronize
+from onnxpar.hvd.handles import Handle, Together, synchronize
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
+from onnxpar.hvd.reduce_work import Reduce
 from onnxpar.hvd.reductions import ReduceOp, Reduction, op_of
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse, gather_sparse
 from onnxpar.runtime import collectives
@@ -103,7 +107,7 @@ def allreduce_async_(
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     work = _one(writable(tensor, what), name, what, Compression.none, reduction, process_set)
     here = members_of(process_set, what).communicator
-    return Handle(here.begin(lambda: overwritten(tensor, work()), KIND, [name or ""]))
+    return Handle(here.begin(_then(work, partial(overwritten, tensor)), KIND, [name or ""]))
 
 
 def grouped_allreduce(
@@ -125,6 +129,8 @@ def grouped_allreduce(
     """
     what = _what("grouped_allreduce", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    if current().cycles is not None:
+        return _in_a_cycle(tensors, name, what, compression, reduction).result()
     work, names = _many(tensors, name, what, compression, reduction, process_set, fusion_threshold)
     return members_of(process_set, what).communicator.ordered(work, KIND, names)
 
@@ -141,6 +147,8 @@ def grouped_allreduce_async(
     """Starts a grouped_allreduce. Do not change the arrays until `synchronize` returns."""
     what = _what("grouped_allreduce_async", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
+    if current().cycles is not None:
+        return Handle(_in_a_cycle(tensors, name, what, Compression.none, reduction))
     work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
     return Handle(members_of(process_set, what).communicator.begin(work, KIND, names))
 
@@ -176,6 +184,8 @@ def grouped_allreduce_async_(
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     for index, tensor in enumerate(tensors):
         writable(tensor, f"{what}[{index}]")
+    if current().cycles is not None:
+        return Handle(_in_a_cycle(tensors, name, what, Compression.none, reduction, in_place=True))
     work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
 
     def run() -> list[Array]:
@@ -226,12 +236,42 @@ def _one(
     checked = collectives.as_exchangeable(tensor, what)
     reduction.check(checked.dtype, members.size, what)
 
-    def run() -> Array:
-        wire, context = compression.compress(checked)
-        wire = collectives.as_exchangeable(wire, what)
-        return compression.decompress(reduction.all_reduce(members, wire, name or ""), context)
+    wire, context = compression.compress(checked)
+    wire = collectives.as_exchangeable(wire, what)
 
-    return run
+    def finish(received: Array) -> Array:
+        return compression.decompress(received, context)
+
+    return Reduce(members, name or "", wire, reduction, finish)
+
+
+def _then(work: Callable[[], Any], last: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Returns work whose result is what `last` makes of that of `work`."""
+    if isinstance(work, Reduce):
+        finish = work.finish
+        return replace(work, finish=lambda received: last(finish(received)))
+    return lambda: last(work())
+
+
+def _in_a_cycle(
+    tensors: Sequence[Any],
+    name: str | None,
+    what: str,
+    compression: Compressor,
+    reduction: Reduction,
+    in_place: bool = False,
+) -> Together[list[Array]]:
+    """Starts to reduce many tensors, which cycles fuse with what else there is."""
+    works = []
+    for index, tensor in enumerate(tensors):
+        called = f"{name or 'group'}.{index}"
+        if isinstance(tensor, IndexedSlices):
+            raise InputError(f"{what}[{index}]: give sparse tensors to allreduce, one at a time")
+        work = _one(tensor, called, f"{what}[{index}]", compression, reduction, global_process_set)
+        works.append(_then(work, partial(overwritten, tensor)) if in_place else work)
+    cycles = current().cycles
+    assert cycles is not None
+    return Together(cycles.submit(works, KIND, name or ""), list)
 
 
 def _many(

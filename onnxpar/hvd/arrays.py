@@ -16,6 +16,7 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.allreduce import overwritten, writable
+from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.handles import Handle, synchronize
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
@@ -219,6 +220,19 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when all ranks have called it."""
     members = members_of(process_set, "barrier")
     members.communicator.ordered(lambda: collectives.barrier(members.world), "BARRIER", ["barrier"])
+
+
+def join(device: int = -1) -> int:
+    """Lets this rank, which has no more data, contribute zeros to the allreduces of the others
+    until all ranks have called it; returns the rank that was the last. `device` is not used.
+
+    Averages still divide by the number of all ranks. Errors: InputError without cycles; on every
+    rank that starts another collective than an allreduce, InputError from that.
+    """
+    here = current()
+    if here.cycles is None:
+        raise InputError("join needs cycles: set HOROVOD_CYCLE_TIME, or call init(cycle_time_ms=1)")
+    return here.cycles.join()
 
 
 def check_root(root_rank: int, ranks: Sequence[int], what: str) -> None:

@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from onnxpar.errors import RankError
 from onnxpar.hvd.timeline import Timeline
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import Group, World, thread_worlds
 from onnxpar.runtime.launch import Launched, bind_address
+
+if TYPE_CHECKING:
+    from onnxpar.hvd.cycles import Cycles
 
 T = TypeVar("T")
 
@@ -37,6 +40,8 @@ class Communicator:
         self.added = 0
         """The number of the last process set that was added."""
         self.timeline: Timeline | None = None
+        self.cycles: Cycles | None = None
+        """What runs collectives in cycles, if the ranks have cycles."""
         self._groups: dict[tuple[int, ...], World | Group] = {self.process_sets[0]: world}
         self._queue: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
@@ -58,13 +63,15 @@ class Communicator:
     def ordered(self, work: Callable[[], T], kind: str = "", names: Sequence[str] = ()) -> T:
         """Runs `work` after all work that was started earlier, and returns its result. `kind` and
         `names` of the tensors are for the timeline."""
-        if self._last is None or self._last.done():
+        if self.cycles is None and (self._last is None or self._last.done()):
             return self._timed(work, kind, names)()
         return self.begin(work, kind, names).result()
 
     def begin(self, work: Callable[[], T], kind: str = "", names: Sequence[str] = ()) -> Future[T]:
         """Starts `work` in the queue thread, which runs one piece of work after another; returns a
         handle for its result."""
+        if self.cycles is not None:
+            return self.cycles.submit([work], kind, ", ".join(names))[0]
         if self._queue is None:
             self._queue = ThreadPoolExecutor(1, thread_name_prefix="onnxpar-hvd")
         future = self._queue.submit(self._timed(work, kind, names))
@@ -86,6 +93,8 @@ class Communicator:
             group.close()
         if self._queue is not None:
             self._queue.shutdown()
+        if self.cycles is not None:
+            self.cycles.stop()
         if self.timeline is not None:
             self.timeline.close()
             self.timeline = None

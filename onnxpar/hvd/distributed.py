@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import current, size
 from onnxpar.hvd.compression import Compression, Compressor
-from onnxpar.hvd.fusion import FUSION_THRESHOLD
+from onnxpar.hvd.fusion import default_threshold
 from onnxpar.hvd.gradients import GradientReducer, Gradients, Groups, compression_of
 from onnxpar.hvd.objects import Parameters, Stateful, named_arrays
 from onnxpar.hvd.optimizers import fitted
@@ -96,7 +95,7 @@ class DistributedOptimizer:
             reduction=Reduction(op, 1 / factor, factor),
             process_set=process_set,
             compression=compression_of(compression, gc_type),
-            threshold=_default_threshold() if fusion_threshold is None else fusion_threshold,
+            threshold=default_threshold() if fusion_threshold is None else fusion_threshold,
             groups=(num_groups or None) if groups is None else groups,
             named=self._named or {},
             sparse_as_dense=sparse_as_dense,
@@ -214,10 +213,3 @@ class DistributedOptimizer:
             else:
                 sums[name] = np.array(grad)
         self._passed += 1
-
-
-def _default_threshold() -> int:
-    text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
-    if text and not text.isdecimal():
-        raise InputError(f"HOROVOD_FUSION_THRESHOLD={text!r} must be a number of bytes")
-    return int(text) if text else FUSION_THRESHOLD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,15 @@ from onnxpar.runtime import collectives
 
 FUSION_THRESHOLD = 64 << 20
 """The default size of a buffer, in bytes."""
+
+
+def default_threshold() -> int:
+    """Returns the environment variable HOROVOD_FUSION_THRESHOLD, or FUSION_THRESHOLD. Errors:
+    InputError if it is not a number."""
+    text = os.environ.get("HOROVOD_FUSION_THRESHOLD", "")
+    if text and not text.isdecimal():
+        raise InputError(f"HOROVOD_FUSION_THRESHOLD={text!r} must be a number of bytes")
+    return int(text) if text else FUSION_THRESHOLD
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.hvd.compression import Compression, Compressor, prepared
+from onnxpar.hvd.cycles import Cycles
 from onnxpar.hvd.fusion import Fusion, Layout, layout_of
 from onnxpar.hvd.process_sets import Members, ProcessSet, members_of
+from onnxpar.hvd.reduce_work import Reduce
 from onnxpar.hvd.reductions import Average, Reduction, Sum, scaled
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse, gather_sparse
 from onnxpar.hvd.two_bit import TwoBit
@@ -78,14 +81,38 @@ class GradientReducer:
             dense[name] = collectives.as_exchangeable(array, what)
             self.reduction.check(dense[name].dtype, members.size, what)
 
+        if members.communicator.cycles is not None and not self.two_bit:
+            return self._in_cycles(members.communicator.cycles, members, dense, sparse)
+
         def run() -> dict[str, Any]:
             reduced: dict[str, Any] = self._dense(members, dense) if dense else {}
             for name, grad in sparse.items():
-                plain = Reduction(self.reduction.op)
-                reduced[name] = gather_sparse(members, grad, plain, name).merged()
+                reduced[name] = _gathered(members, grad, Reduction(self.reduction.op), name)
             return reduced
 
         return members.communicator.ordered(run, "ALLREDUCE", list(grads))
+
+    def _in_cycles(
+        self,
+        cycles: Cycles,
+        members: Members,
+        dense: Mapping[str, Array],
+        sparse: Mapping[str, IndexedSlices],
+    ) -> dict[str, Any]:
+        """Starts each gradient by itself: cycles fuse them."""
+        works: dict[str, Any] = {}
+        for name, array in dense.items():
+            small = array.nbytes < self.least_bytes
+            compression = Compression.none if small else self.compression
+            wire, context = compression.compress(array)
+            finish = partial(_decompressed, compression, context)
+            wire = np.ascontiguousarray(wire).reshape(np.shape(wire))
+            works[name] = Reduce(members, name, wire, self.reduction, finish)
+        plain = Reduction(self.reduction.op)
+        for name, grad in sparse.items():
+            works[name] = partial(_gathered, members, grad, plain, name)
+        futures = cycles.submit(list(works.values()), "gradients", ", ".join(works))
+        return {name: each.result() for name, each in zip(works, futures, strict=True)}
 
     def _dense(self, members: Members, grads: Mapping[str, Array]) -> dict[str, Array]:
         small = {n: array for n, array in grads.items() if array.nbytes < self.least_bytes}
@@ -146,3 +173,13 @@ class GradientReducer:
             if array is parameter:
                 return name
         raise InputError("groups: list names of parameters, or arrays of named_parameters")
+
+
+def _decompressed(compression: Compressor, context: Any, received: Array) -> Array:
+    return compression.decompress(received, context)
+
+
+def _gathered(
+    members: Members, grad: IndexedSlices, reduction: Reduction, name: str
+) -> IndexedSlices:
+    return gather_sparse(members, grad, reduction, name).merged()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Waiting(Protocol[T_co]):
+    """What a handle needs of a future."""
+
+    def result(self) -> T_co: ...
+    def done(self) -> bool: ...
 
 
 class Handle(Generic[T]):
     """A collective that was started. Calling a handle waits for its result, like `synchronize`."""
 
-    def __init__(self, future: Future[T]) -> None:
+    def __init__(self, future: Waiting[T]) -> None:
         self._future = future
 
     def __call__(self) -> T:
@@ -20,6 +29,20 @@ class Handle(Generic[T]):
     def done(self) -> bool:
         """Returns True if the result, or an error, is ready."""
         return self._future.done()
+
+
+class Together(Generic[T]):
+    """Several futures as one, whose result `finish` makes of theirs."""
+
+    def __init__(self, futures: Sequence[Future[Any]], finish: Callable[[list[Any]], T]) -> None:
+        self._futures = futures
+        self._finish = finish
+
+    def result(self) -> T:
+        return self._finish([future.result() for future in self._futures])
+
+    def done(self) -> bool:
+        return all(future.done() for future in self._futures)
 
 
 def synchronize(handle: Handle[T]) -> T:

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnxpar.errors import InputError, RankError
+from onnxpar.hvd.autotune import Autotune, number
 from onnxpar.hvd.communicator import connect, current, is_initialized
-from onnxpar.hvd.process_sets import ProcessSet, add_process_set
+from onnxpar.hvd.cycles import Cycles
+from onnxpar.hvd.fusion import default_threshold
+from onnxpar.hvd.process_sets import Members, ProcessSet, add_process_set
 from onnxpar.hvd.timeline import Timeline
 from onnxpar.runtime.launch import Launched, launched_rank
 
@@ -22,6 +25,7 @@ def init(
     process_sets: Sequence[ProcessSet] | str | None = None,
     *,
     timeout: float | None = None,
+    cycle_time_ms: float | None = None,
 ) -> None:
     """Connects this process with the others that mpirun, srun or torchrun started, or that the
     environment variables in `onnxpar.runtime.launch.HELP` describe. Without a launcher, this
@@ -31,9 +35,13 @@ def init(
     process_sets  process sets to add; "dynamic" is accepted, as sets can always be added later
     timeout       limit in seconds of this and every later wait for another rank; the default is
                   the environment variable ONNXPAR_TIMEOUT, or 60
+    cycle_time_ms lets ranks run what they have started in cycles, each so many milliseconds after
+                  the last, and fuses allreduces of a cycle; the default is the environment
+                  variable HOROVOD_CYCLE_TIME, or no cycles. `join` and autotuning need them
 
-    The environment variable HOROVOD_TIMELINE names a file for the timeline. A second call only adds
-    process sets. Errors: RankError if another process does not connect in time.
+    The environment variable HOROVOD_TIMELINE names a file for the timeline, HOROVOD_AUTOTUNE=1
+    tunes the fusion threshold and the cycle time. A second call only adds process sets, and cycles.
+    Errors: RankError if another process does not connect in time.
     """
     global _last
     if isinstance(process_sets, str):
@@ -51,10 +59,12 @@ def init(
         if path := os.environ.get("HOROVOD_TIMELINE"):
             start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") != "0")
         _last = {"comm": comm, "process_sets": process_sets, "timeout": timeout}
+        _last["cycle_time_ms"] = cycle_time_ms
     registered = current().process_sets
     for each in process_sets or ():
         if registered.get(each.process_set_id or -1) != tuple(each.ranks):
             add_process_set(each)
+    _start_cycles(cycle_time_ms)
 
 
 def again() -> None:
@@ -62,7 +72,7 @@ def again() -> None:
     for ranks that are threads, which `run_on_threads` connects once."""
     if is_initialized():
         raise RankError("ranks that are threads cannot connect again; use processes")
-    init(_last.get("comm"), _last.get("process_sets"), timeout=_last.get("timeout"))
+    init(**_last)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -83,6 +93,21 @@ def stop_timeline() -> None:
     if here.timeline is not None:
         here.ordered(here.timeline.close)
         here.timeline = None
+
+
+def _start_cycles(milliseconds: float | None) -> None:
+    """Starts cycles, if they are requested and there are none."""
+    here = current()
+    tune = Autotune.of_environment()
+    if milliseconds is None and (os.environ.get("HOROVOD_CYCLE_TIME") or tune):
+        milliseconds = number("HOROVOD_CYCLE_TIME", 1.0)
+    if milliseconds is None or here.cycles is not None:
+        return
+    if not 0 <= milliseconds < math.inf:
+        raise InputError(f"cycle_time_ms={milliseconds} must be a number of at least 0")
+    members = Members(here, here.process_sets[0])
+    tune = tune if here.rank == 0 else None
+    here.cycles = Cycles(members, default_threshold(), milliseconds, tune)
 
 
 def _are_all(comm: Any, size: int) -> bool:

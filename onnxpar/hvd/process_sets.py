@@ -101,6 +101,8 @@ def members_of(process_set: ProcessSet, what: str) -> Members:
             f"{what}: {process_set} is not registered; pass it to hvd.init(process_sets=[...]) or "
             "hvd.add_process_set on all ranks"
         )
+    if here.cycles is not None and number != 0:
+        raise InputError(f"{what}: process sets have no cycles; leave HOROVOD_CYCLE_TIME out")
     if here.rank not in ranks:
         raise InputError(f"{what}: rank {here.rank} is not in {process_set}")
     return Members(here, ranks)

@@ -50,12 +50,16 @@ class Timeline:
 
         def run() -> T:
             self._all(names, "E", QUEUE)
-            if self._mark_cycles:
-                self._event({"ph": "i", "name": "CYCLE_START", "pid": 0, "s": "g"})
+            self.mark_cycle()
             with self.span(names, kind):
                 return work()
 
         return run
+
+    def mark_cycle(self) -> None:
+        """Marks the start of a piece of work, or of a cycle, if the timeline shows them."""
+        if self._mark_cycles:
+            self._event({"ph": "i", "name": "CYCLE_START", "pid": 0, "s": "g"})
 
     @contextmanager
     def span(self, names: Sequence[str], activity: str) -> Iterator[None]:

@@ -22,8 +22,6 @@ LACKING = {
     "callbacks.BestModelCheckpoint": "an option of Keras's ModelCheckpoint",
 }
 """What we do not have, and why."""
-LATER = ("join",)
-LINES = [line for line in LINES if not line.startswith(LATER)]
 
 
 def of_horovod(line: str) -> inspect.Signature:
