@@ -74,7 +74,7 @@ class KeepCollectives(Pass):
                 written.settle(node)
         check_order(written.events, manual.mesh.size)
         ctx.lowered.collectives += [
-            _entry(node, manual, ctx)
+            _entry(node, written, ctx)
             for node in graph.nodes
             if node.domain == DOMAIN and node.inputs
         ]
@@ -132,16 +132,16 @@ def _gather_replicas(graph: gs.Graph, ctx: PassContext, manual: Manual) -> None:
         ctx.layouts[name] = Layout((Factor(copies), *layout.dims))
 
 
-def _entry(node: gs.Node, manual: Manual, ctx: PassContext) -> Collective:
+def _entry(node: gs.Node, written: Handwritten, ctx: PassContext) -> Collective:
     """The plan's entry for a hand-written collective; it names no layouts, which only the program's
     author knows."""
-    x = node.inputs[0]
-    group = tuple(node.attrs.get("group") or range(manual.mesh.size))
-    if "peer" in node.attrs:
-        group = (0, node.attrs["peer"]) if node.attrs["peer"] >= 0 else (0,)
+    x, mesh = node.inputs[0], written.mesh
+    groups = {written.members(node, rank) for rank in range(mesh.size)}
+    working = sorted((g for g in groups if len(g) > 1), key=lambda g: 0 not in g) or [*groups]
     known = x.dtype is not None and x.shape and all(isinstance(s, int) for s in x.shape)
     layout = ctx.layouts.get(x.name) or Layout.whole(x.shape if known else ())
-    size = shard_bytes(x, layout, manual.mesh) if known else 0
-    sent = size if node.op == "Send" else int(bytes_sent(node.op, len(group), size))
-    groups = manual.mesh.size // len(group)
-    return Collective(node.op, node.name, group, groups, sent, x.name, "by hand", "by hand")
+    size = shard_bytes(x, layout, mesh) if known else 0
+    sent = size if node.op == "Send" else int(bytes_sent(node.op, len(working[0]), size))
+    return Collective(
+        node.op, node.name, working[0], len(working), sent, x.name, "by hand", "by hand"
+    )

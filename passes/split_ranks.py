@@ -218,7 +218,8 @@ def _instantiate(
         if varying:
             del node.attribute[:]
             node.attribute.extend(kept)
-            node.attribute.extend(_attribute(k, f(rank)) for k, f in varying.items())
+            values = {key: function(rank) for key, function in varying.items()}
+            node.attribute.extend(_attribute(k, v) for k, v in values.items() if v is not None)
     for port in _ports(model.graph, ctx):
         layout = ctx.layouts.get(port.name)
         if layout is not None:

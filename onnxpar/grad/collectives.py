@@ -90,9 +90,12 @@ def all_to_all(v: Vjp) -> Grads:
 
 @vjp("Broadcast", domain=DOMAIN)
 def broadcast(v: Vjp) -> Grads:
-    """The root gets the sum over all ranks, other ranks get zero."""
+    """The root gets the sum over all ranks, the others zero; a rank alone is its own root."""
     total = _add(v, "AllReduce", v.dy, v.x.shape)
-    return [_rank(v).equal(v.node.attrs.get("root", 0)).where(total, 0.0)]
+    is_root = _rank(v).equal(v.node.attrs.get("root", 0))
+    if "group" in v.node.attrs:
+        is_root = is_root.op("Or", _size(v).equal(1))
+    return [is_root.where(total, 0.0)]
 
 
 @vjp("CollectivePermute", domain=DOMAIN)
@@ -115,12 +118,14 @@ def neighbor_exchange(v: Vjp) -> Grads:
     sizes = [int(n) for n in table.reshape(-1)]
     moved = _add(v, "AllToAll", v.dy, wide, split_axis=axis, concat_axis=axis, split_sizes=sizes)
     rank = _rank(v)
+    if "group" in v.node.attrs:  # the last entries are those of a rank that is alone
+        rank = _size(v).equal(1).where(count, rank)
 
     def by_rank(values: Any) -> Value:
         return v.builder.constant(values, np.int64).op("Gather", rank, axis=0)
 
-    low = np.array([0, *after[:-1]])
-    high = np.array([*before[1:], 0])
+    low = np.array([0, *after[:-1], 0])
+    high = np.array([*before[1:], 0, 0])
     at = v.builder.constant([axis], np.int64)
 
     def piece(start: Any, length: Any, edge: int) -> Value:
@@ -132,7 +137,7 @@ def neighbor_exchange(v: Vjp) -> Grads:
         pads = by_rank(np.stack([rest, 0 * rest] if edge else [0 * rest, rest], axis=1))
         return _node(v, "Pad", [cut, pads, None, at], shape)
 
-    own = piece(low, np.full(count, extent), 0)
+    own = piece(low, np.full(count + 1, extent), 0)
     return [own + piece(0 * low, low, 0) + piece(low + extent, high, 1)]
 
 
@@ -176,6 +181,11 @@ def _rank(v: Vjp, in_group: bool = True) -> Value:
         domain=DOMAIN,
         **_attrs(v, "axes", "group") if in_group else {},
     )
+
+
+def _size(v: Vjp) -> Value:
+    """Returns the number of ranks in the node's group."""
+    return _node(v, "GroupSize", [], [], dtype=np.int64, domain=DOMAIN, **_attrs(v, "group"))
 
 
 def _add(v: Vjp, op: str, x: Value, shape: _Shape, /, in_group: bool = True, **attrs: Any) -> Value:

@@ -43,6 +43,7 @@ class Kind:
     by_message     True if each rank sends its whole shard in one message, unchanged
     joins, cuts    the dimensions along which an op joins the members' shards, and cuts its operand
     shapes         the attribute for the shape of each member's operand; None if there is none
+    lists          other attributes with entries for each member of the group
     awaits         the members without which no rank gets its result: the group, the neighbors, the
                    root, the source of a rank's shard; None if the nodes of two ranks meet, and
                    only these two
@@ -61,6 +62,7 @@ class Kind:
     joins: Along | None = None
     cuts: Along | None = None
     shapes: str | None = None
+    lists: tuple[str, ...] = ()
     awaits: Literal["group", "neighbors", "root", "source"] | None = "group"
     ends_together: bool = False
     is_late: bool = False
@@ -73,6 +75,11 @@ class Kind:
     def reduces(self) -> bool:
         """True if it adds up partial sums (or takes their maximum, ...)."""
         return self.change is not None and self.change[0] == PARTIAL
+
+    @property
+    def by_member(self) -> tuple[str, ...]:
+        """The attributes with entries for each member of the group."""
+        return (*(a.sizes for a in (self.joins, self.cuts) if a), *self.lists)
 
     @property
     def makes_whole(self) -> bool:
@@ -125,6 +132,7 @@ _ROWS = (
         (SPLIT, SPLIT),
         by_message=True,
         shapes="shapes",
+        lists=("sources", "shapes"),
         awaits="source",
     ),
     Kind(
@@ -137,7 +145,7 @@ _ROWS = (
     ),
     Kind("Send", awaits=None),
     Kind("Recv", awaits=None, has_link=False),  # the link is the sender's
-    Kind("NeighborExchange", awaits="neighbors"),
+    Kind("NeighborExchange", lists=("before", "after"), awaits="neighbors"),
     Kind("HaloExchange", by_hand=False),  # lowering computes its bounds
     Kind("LocalSlice", (WHOLE, SPLIT), has_link=False, by_hand=False),
     Kind("Select", (WHOLE, PARTIAL), has_link=False, by_hand=False),

@@ -16,7 +16,8 @@ from onnxpar.layout.mesh import Axes, Mesh
 @dataclass
 class PerRank:
     """Constants (by name) and attributes (by node and attribute) as functions of the rank. The
-    graph itself has rank 0's values.
+    graph itself has rank 0's values. A rank for which an attribute's function returns None does not
+    have the attribute.
 
     `stand_ins` maps a constant to the sizes, with the axes that split them, for which the constant
     counts an empty shard as one element.

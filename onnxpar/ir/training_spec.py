@@ -48,11 +48,13 @@ class StepSharding:
 
     tensors  an entry for each tensor, as in strategies
     like     tensors that are sharded like another one
+    groups   lists of ranks of each named group
     """
 
     mesh: list[tuple[str, int]]
     tensors: dict[str, list[Any]]
     like: dict[str, str]
+    groups: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 @dataclass

@@ -20,8 +20,9 @@ def result_types(
 ) -> dict[str, TypeProto]:
     """The types of a node's results, by name, as far as they are the same on all ranks.
 
-    `members` is the size of the node's group. A size that differs between ranks, or is
-    data-dependent, stays open. Errors: ValueError for an axis that the operand does not have.
+    `members` is the size of the node's group; a rank that is alone keeps its operand. A size that
+    differs between ranks, or is data-dependent, stays open. Errors: ValueError for an axis that the
+    operand does not have.
     """
     names = list(node.output)
     if node.op_type in RANK_CONSTANTS:
@@ -35,7 +36,7 @@ def result_types(
         return found
     if not x.tensor_type.HasField("shape"):
         return found | {names[0]: _typed(x.tensor_type.elem_type, None)}
-    dims = _result_dims(node, _dims(x), members)
+    dims = _dims(x) if members == 1 else _result_dims(node, _dims(x), members)
     return found | {names[0]: _typed(x.tensor_type.elem_type, dims)}
 
 

@@ -1,7 +1,8 @@
 """Handwritten collectives of a manual program: their groups, tags, peers and order.
 
-In the model, the attribute `axes` names the mesh axes over which a collective runs, as text;
-without it, the collective runs over all ranks. `peer` of Send and Recv is a list with the peer of
+In the model, the attribute `axes` names the mesh axes over which a collective runs, as text, or
+`group` lists its ranks or names a group of the strategy; without both, the collective runs over all
+ranks. `peer` of Send and Recv is a list with the peer of
 each rank, or -1 for a rank that takes no part. An AllToAll along one axis moves the bounds between
 parts; its `split_sizes` is a table with a row for each member: the sizes that it sends to each
 member. Tags and tokens may be left out, as all collectives run in graph order.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import onnx_graphsurgeon as gs
 
@@ -22,6 +23,7 @@ from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.ir.tensors import tensor_shape
 from onnxpar.manual.collective_shapes import OPS
 from onnxpar.manual.manual import Manual
+from onnxpar.manual.rank_groups import GroupOf
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Handwritten:
         self.mesh = manual.mesh
         self.manual = manual
         self.per_rank = per_rank
+        self._groups: dict[str, GroupOf] = {}
         self.events: list[list[Event]] = [[] for _ in range(self.mesh.size)]
         self._outputs = {id(t) for t in graph.outputs}
         nodes = [n for n in graph.nodes if n.domain == DOMAIN]
@@ -70,8 +73,9 @@ class Handwritten:
                 self._table(node)
             if node.op == "CollectivePermute":
                 self._permute(node)
+            self._lists(node)
             for rank in range(self.mesh.size):
-                members = self._members(node, rank)
+                members = self.members(node, rank)
                 key = (node.name, members)
                 self.events[rank].append(Event(f"{node.op} '{node.name}'", key, members))
 
@@ -119,26 +123,63 @@ class Handwritten:
             node.outputs.pop()
 
     def _group(self, node: gs.Node) -> None:
-        """Sets the ranks of the group: by mesh axes, or all ranks in a given order."""
-        names = node.attrs.pop("axes", None)
-        if names is None:
-            group = node.attrs.get("group")
-            if group is not None and sorted(group) != list(range(self.mesh.size)):
+        """Sets the ranks of each rank's group: by mesh axes, by ranks or by name."""
+        of = self._groups[node.name] = self.manual.group_of(f"{node.op} '{node.name}'", node.attrs)
+        is_given = "axes" in node.attrs or bool(node.attrs.get("group"))
+        node.attrs.pop("axes", None)
+        if is_given:
+            node.attrs["group"] = list(of(0))
+            if len(of(0)) < self.mesh.size:
+                self.per_rank.attributes[node.name, "group"] = lambda rank: list(of(rank))
+
+    def members(self, node: gs.Node, rank: int) -> tuple[int, ...]:
+        """The ranks that run the node together with this one, itself included; the ends of a
+        message are in rising order."""
+        peer = self.per_rank.attributes.get((node.name, "peer"))
+        if peer is not None:
+            return tuple(sorted({rank, peer(rank)} - {-1}))
+        return self._groups[node.name](rank)
+
+    def _count_members(self, node: gs.Node) -> int:
+        """The number of ranks of a group that is not a rank alone."""
+        return max(len(self.members(node, rank)) for rank in range(self.mesh.size))
+
+    def _lists(self, node: gs.Node) -> None:
+        """Checks that attributes with entries for each member suit all groups; a rank that is alone
+        gets those of a group of one."""
+        counts = {len(self.members(node, rank)) for rank in range(self.mesh.size)}
+        several = sorted(counts - {1})
+        lists = [key for key in KINDS[node.op].by_member if node.attrs.get(key)]
+        if lists and len(several) > 1:
+            self._fail(
+                node,
+                f"{lists[0]} has an entry for each member, but the groups have {several[0]} and "
+                f"{several[-1]} members; give groups of one size, or leave {lists[0]} out",
+            )
+        for key in lists:
+            entries = node.attrs[key]
+            if key != KINDS[node.op].shapes and len(entries) != self._count_members(node):
                 self._fail(
                     node,
-                    f"group={list(group)} leaves out some of the {self.mesh.size} ranks, but all "
-                    "ranks run this node; name mesh axes instead: axes=['tp']",
+                    f"{key}={list(entries)} must have an entry for each of the "
+                    f"{self._count_members(node)} members of a group",
                 )
-            return
-        axes = self.manual.group_axes(f"{node.op} '{node.name}'", names)
-        node.attrs["group"] = list(self.mesh.group(axes, 0))
-        self.per_rank.attributes[node.name, "group"] = lambda rank: list(
-            self.mesh.group(axes, rank)
-        )
+        for key in (*lists, "root"):
+            if 1 in counts and several and key in node.attrs:
+                self._give_alone(node, key)
 
-    def _members(self, node: gs.Node, rank: int) -> tuple[int, ...]:
-        own = self.per_rank.attributes.get((node.name, "group"))
-        return tuple(own(rank) if own else node.attrs.get("group") or range(self.mesh.size))
+    def _give_alone(self, node: gs.Node, key: str) -> None:
+        """Changes an attribute on ranks that are alone."""
+        value = node.attrs[key]
+        given = self.per_rank.attributes.get((node.name, key))
+        alone = {"root": 0, "sources": [0]}.get(key)
+
+        def on(rank: int) -> Any:
+            if len(self.members(node, rank)) == 1:
+                return alone
+            return given(rank) if given else value
+
+        self.per_rank.attributes[node.name, key] = on
 
     def _tag(self, node: gs.Node) -> None:
         tag = node.attrs.setdefault("tag", None)
@@ -152,7 +193,7 @@ class Handwritten:
         """Gives each member of an AllToAll its row of the table (the sizes that it sends) and its
         column (the sizes that it receives)."""
         sizes = node.attrs.get("split_sizes") or []
-        count = len(self._members(node, 0))
+        count = self._count_members(node)
         if len(sizes) != count * count or "concat_sizes" in node.attrs:
             self._fail(
                 node,
@@ -161,11 +202,11 @@ class Handwritten:
             )
 
         def row(rank: int) -> list[int]:
-            at = self._members(node, rank).index(rank)
+            at = self.members(node, rank).index(rank)
             return list(sizes[at * count : (at + 1) * count])
 
         def column(rank: int) -> list[int]:
-            return list(sizes[self._members(node, rank).index(rank) :: count])
+            return list(sizes[self.members(node, rank).index(rank) :: count])
 
         node.attrs["split_sizes"], node.attrs["concat_sizes"] = row(0), column(0)
         self.per_rank.attributes[node.name, "split_sizes"] = row
@@ -175,7 +216,7 @@ class Handwritten:
         """Checks the sources; if the shape of X is the same on all ranks, says so, so that members
         need not tell each other their shapes."""
         sources = node.attrs.get("sources")
-        count = len(self._members(node, 0))
+        count = self._count_members(node)
         given = sources if isinstance(sources, list) else []
         named = [s for s in given if s != -1]
         if len(given) != count or len({*named} & {*range(count)}) != len(named):

@@ -7,10 +7,9 @@ into inputs and weights, and assembled from outputs; a tensor without an entry i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import onnx
@@ -25,12 +24,12 @@ from onnxpar.ir.training_spec import StepSharding
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.manual.collective_shapes import OPS, result_types
-from onnxpar.manual.rank_shapes import RankWalk
+from onnxpar.manual.rank_groups import GroupOf, group_of
+from onnxpar.manual.rank_shapes import RankWalk, common_type
 from onnxpar.model.shapes import Walk, keep_nodes
 from onnxpar.sharding.state import overlaps
 from onnxpar.strategy.entries import matching, read_ask
-from onnxpar.strategy.standard_shardings import parse_axes
-from onnxpar.strategy.strategy import Strategy
+from onnxpar.strategy.strategy import Groups, Strategy
 
 MANUAL = "manual"
 """The preset's name."""
@@ -61,6 +60,11 @@ class Manual:
         names = [*deal.tensors, *deal.like] if self.deal else list(names)
         for pattern in self.strategy.tensors:
             matching(str(pattern), names, "input, weight or output", self.strategy.source)
+        if self.deal and self.strategy.groups and dict(self.strategy.groups) != dict(self.groups):
+            raise StrategyError(
+                f"{self.strategy.source}: its groups are not those of the training step; leave "
+                "them out, or make the step again"
+            )
         for name, own in {n: self.deal_entry(n) for n in (*deal.tensors, *deal.like)}.items():
             entry = self._requested(name, exactly=name in deal.like)
             if entry is not None and self._read(name, entry, len(own)) != self.axes(name, len(own)):
@@ -120,12 +124,17 @@ class Manual:
                 free.append(Axis(axis, size // at, at))
         return tuple(free)
 
-    def group_axes(self, node: str, names: Sequence[str]) -> Axes:
-        """The axes of a collective's group. Errors: StrategyError, naming the node."""
-        try:
-            return tuple(a for axes in parse_axes(names, self.mesh) for a in axes)
-        except StrategyError as error:
-            raise StrategyError(f"{node}: axes={list(names)}: {error}") from None
+    @property
+    def groups(self) -> Mapping[str, Groups]:
+        """The named groups: those of the training step, or else of the strategy."""
+        if self.deal is None:
+            return self.strategy.groups
+        return {name: tuple(map(tuple, each)) for name, each in self.deal.groups.items()}
+
+    def group_of(self, what: str, attrs: Mapping[str, Any]) -> GroupOf:
+        """The groups of a node with these attributes. Errors: StrategyError that begins with
+        `what`."""
+        return group_of(what, attrs, self.mesh, self.groups)
 
     def infer(
         self,
@@ -154,10 +163,7 @@ class Manual:
                     onnx.helper.make_tensor_value_info(weight.name, weight.data_type, shape)
                 )
                 local.graph.initializer.remove(weight)
-        members = partial(self._group, rank=0)
-        walk = RankWalk(
-            local, self._places, self._types, lambda node: len(members(node)), for_training
-        ).walk
+        walk = RankWalk(local, self._members, self._types, for_training).walk
         _put_folded(model.graph, walk)
         del model.graph.value_info[:]
         for node in model.graph.node:
@@ -173,23 +179,19 @@ class Manual:
     def _types(self, node: NodeProto, walk: Walk) -> dict[str, onnx.TypeProto]:
         if node.op_type not in OPS:
             raise StrategyError(f"{_what(node)}: no such collective; use one of {', '.join(OPS)}")
+        counts = sorted({len(group) for group, _ in self._members(node)})
         try:
-            return result_types(node, walk.types, len(self._group(node, 0)))
+            each = [result_types(node, walk.types, count) for count in counts]
         except (ValueError, KeyError) as error:
             raise StrategyError(f"{_what(node)}: {error}") from None
+        common = {name: common_type([types.get(name) for types in each]) for name in each[0]}
+        return {name: found for name, found in common.items() if found is not None}
 
-    def _group(self, node: NodeProto, rank: int) -> Sequence[int]:
-        """The ranks of a collective's group that includes `rank`."""
+    def _members(self, node: NodeProto) -> list[tuple[tuple[int, ...], int]]:
+        """For each rank, the ranks of its group, and its position among them."""
         attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        names = [n.decode() if isinstance(n, bytes) else n for n in attrs.get("axes", [])]
-        if names:
-            return self.mesh.group(self.group_axes(_what(node), names), rank)
-        return attrs.get("group") or range(self.mesh.size)
-
-    def _places(self, node: NodeProto) -> list[int]:
-        """The position of each rank in its group."""
-        groups = [list(self._group(node, rank)) for rank in range(self.mesh.size)]
-        return [group.index(rank) if rank in group else -1 for rank, group in enumerate(groups)]
+        of = self.group_of(_what(node), attrs)
+        return [(of(rank), of(rank).index(rank)) for rank in range(self.mesh.size)]
 
     def axes(self, name: str, rank: int) -> list[Axes]:
         """The axes that split each dimension of a tensor with `rank` dimensions. Errors:

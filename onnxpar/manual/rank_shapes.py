@@ -9,7 +9,7 @@ import onnx
 from onnx import NodeProto, TypeProto, numpy_helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, RANK_CONSTANTS
 from onnxpar.model.shapes import Walk
 
 Results = list[tuple[TypeProto | None, Array | None]]
@@ -20,18 +20,16 @@ class RankWalk:
     """Infers types node by node. Values that are computed from a rank's number differ between
     ranks.
 
-    places        the result of a Rank node on each rank
+    members       for each rank, the ranks of a node's group, and its position among them
     types         a function that infers the results of collectives, Rank and GroupSize
-    size          the number of ranks in the group of a GroupSize node
     for_training  nodes are folded into their values, unless these depend on weights
     """
 
     def __init__(
         self,
         model: onnx.ModelProto,
-        places: Callable[[NodeProto], Sequence[int]],
+        members: Callable[[NodeProto], Sequence[tuple[Sequence[int], int]]],
         types: Callable[[NodeProto, Walk], dict[str, TypeProto]],
-        size: Callable[[NodeProto], int],
         for_training: bool,
     ) -> None:
         kept = {t.name for t in model.graph.initializer} if for_training else None
@@ -41,16 +39,22 @@ class RankWalk:
         for node in model.graph.node:
             if node.domain == DOMAIN:
                 self.walk.types.update(types(node, self.walk))
-                if node.op_type == "Rank":
-                    self._varying[node.output[0]] = [np.array(n) for n in places(node)]
-                elif node.op_type == "GroupSize":
-                    self._known(node, [np.array(size(node))])
+                if node.op_type in RANK_CONSTANTS:
+                    self._constant(node, members(node))
             elif any(name in self._varying for name in node.input):
                 self._by_rank(node)
             elif (values := self.walk.evaluate(node)) is not None:
                 self._known(node, values)
             else:
                 self.walk.infer(node)
+
+    def _constant(self, node: NodeProto, members: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Notes the result of a Rank or GroupSize node."""
+        values = [at if node.op_type == "Rank" else len(group) for group, at in members]
+        if node.op_type == "GroupSize" and len(set(values)) == 1:
+            self._known(node, [np.array(values[0])])
+        else:
+            self._varying[node.output[0]] = [np.array(value) for value in values]
 
     def _by_rank(self, node: NodeProto) -> None:
         """Infers a node once for each rank; keeps the sizes of its results that are the same on all
@@ -66,7 +70,7 @@ class RankWalk:
             ranks.append(found[key])
         for i, name in enumerate(node.output):
             types = [results[i][0] for results in found.values()]
-            common = _common(types)
+            common = common_type(types)
             if name and common is not None:
                 self.walk.types[name] = common
             values = [results[i][1] for results in ranks]
@@ -98,7 +102,7 @@ class RankWalk:
         return results
 
 
-def _common(types: Sequence[TypeProto | None]) -> TypeProto | None:
+def common_type(types: Sequence[TypeProto | None]) -> TypeProto | None:
     """A type that agrees with all of these, with differing sizes left open; None if one of them is
     unknown."""
     first = types[0]

@@ -162,11 +162,11 @@ class Redistribute : public Collective {
         axis_(AgreeInt(info, "split_axis")),
         gives_(NoteSizes(info, "split_sizes")),
         takes_(NoteSizes(info, "concat_sizes")) {
-    if (gives_.empty() || takes_.empty()) {
+    if (group_.ranks.size() > 1 && (gives_.empty() || takes_.empty())) {
       throw std::runtime_error(
           "if split_axis equals concat_axis, split_sizes and concat_sizes must be given");
     }
-    if (gives_[group_.me] != takes_[group_.me]) {
+    if (!gives_.empty() && !takes_.empty() && gives_[group_.me] != takes_[group_.me]) {
       throw std::runtime_error("split_sizes=" + ToText(gives_) +
                                " and concat_sizes=" + ToText(takes_) +
                                " give different sizes for the elements that this rank keeps");
@@ -178,7 +178,9 @@ class Redistribute : public Collective {
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t axis = NormalizeAxis(axis_, x.shape);
-    CheckExtent("the sum of split_sizes=" + ToText(gives_), SumOf(gives_), x.shape, axis);
+    if (!gives_.empty()) {
+      CheckExtent("the sum of split_sizes=" + ToText(gives_), SumOf(gives_), x.shape, axis);
+    }
     if (Alone(context, x)) return;
     const size_t element = ElementSize(x.type);
     const Shape y_shape = WithExtent(x.shape, axis, SumOf(takes_));
@@ -354,6 +356,7 @@ class NeighborExchange : public Collective {
         axis_(AgreeInt(info, "axis")),
         before_(AgreeSizes(info, "before")),
         after_(AgreeSizes(info, "after")) {
+    if (group_.ranks.size() == 1 && before_.empty() && after_.empty()) return;  // nothing to get
     if (before_.empty() || after_.empty()) {
       throw std::runtime_error("attributes 'before' and 'after' (ints) must be given");
     }
@@ -367,6 +370,7 @@ class NeighborExchange : public Collective {
  private:
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
+    if (Alone(context, x)) return;
     const size_t axis = NormalizeAxis(axis_, x.shape);
     const size_t element = ElementSize(x.type);
     const int me = group_.me;
@@ -389,7 +393,6 @@ class NeighborExchange : public Collective {
       sends.push_back(SliceOf(x.shape, axis, element, me + 1, extent - width, width));
       receives.push_back(SliceOf(y_shape, axis, element, me + 1, before_[me] + extent, after_[me]));
     }
-    if (Alone(context, x)) return;
     void* const y = context.Output(0, y_shape);
     Run(x, WithoutAxis(x.shape, axis), [&](Transport& transport, const Call& call) {
       transport.Exchange(call, x.data, sends, y, receives);

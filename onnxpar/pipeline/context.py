@@ -19,7 +19,11 @@ from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
 from onnxpar.pipeline.plugins import load_entry_points
 from onnxpar.pipeline.run_passes import Watch, open_sharding, run_passes
-from onnxpar.pipeline.unused_options import refuse_for_manual, refuse_without_search
+from onnxpar.pipeline.unused_options import (
+    refuse_for_manual,
+    refuse_groups,
+    refuse_without_search,
+)
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
@@ -103,6 +107,7 @@ def make_context(model: Model, options: Options) -> PassContext:
         refuse_for_manual(options)
         nothing = ShardingState.open(manual.mesh, GraphFactors({}, []), options.topology)
         return PassContext(model, nothing, Request(preset=MANUAL, manual=manual))
+    refuse_groups(options)
     options.objective.check(model.step)
     if not options.compared:
         refuse_without_search(options)

@@ -43,6 +43,15 @@ _INSTEAD = (
 )
 
 
+def refuse_groups(options: Options) -> None:
+    """Errors: StrategyError if the strategy names groups, which only manual programs have."""
+    if options.strategy is not None and options.strategy.groups:
+        raise StrategyError(
+            f"{options.strategy.source}: groups are for --preset manual; leave them out, and split "
+            "tensors over mesh axes"
+        )
+
+
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
     """Errors: StrategyError for an option of the search if there is no search."""
     is_open = options.preset is None and options.strategy is None and not is_annotated

@@ -17,8 +17,9 @@ from onnxpar.sharding.shard_bytes import reshard_bytes
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a plan. `group` is the group of rank 0, one of `groups` groups; `bytes` is
-    what each rank sends, over all iterations of a Scan."""
+    """One collective of a plan. `group` is the group of rank 0, or another one if rank 0 takes no
+    part; there are `groups` groups. `bytes` is what each of their ranks sends, over all iterations
+    of a Scan."""
 
     kind: str
     name: str

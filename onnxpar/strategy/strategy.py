@@ -15,6 +15,10 @@ from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 
+Groups = tuple[tuple[int, ...], ...]
+"""Lists of ranks that run collectives together."""
+_KEYS = ("mesh", "shard", "tensors", "groups")
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -31,6 +35,7 @@ class Strategy:
     shard: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Any] = field(default_factory=dict)
     source: str = "strategy"
+    groups: Mapping[str, Groups] = field(default_factory=dict)
 
     @staticmethod
     def given(
@@ -60,11 +65,11 @@ class Strategy:
         """The strategy of a mapping with the structure of a file. Errors: StrategyError."""
         if not isinstance(data, Mapping):
             raise StrategyError(f"{source}: expected a mapping with mesh, shard and tensors")
-        unknown = sorted(set(map(str, data)) - {"mesh", "shard", "tensors"})
+        unknown = sorted(set(map(str, data)) - set(_KEYS))
         if unknown:
-            raise StrategyError(f"{source}: unknown key {unknown[0]!r}; use mesh, shard, tensors")
+            raise StrategyError(f"{source}: unknown key {unknown[0]!r}; use {', '.join(_KEYS)}")
         mesh = data.get("mesh")
-        for key in ("mesh", "shard", "tensors"):
+        for key in _KEYS:
             if data.get(key) is not None and not isinstance(data[key], Mapping):
                 raise StrategyError(f"{source}: {key} must be a mapping")
         if mesh and not all(type(n) is int for n in mesh.values()):
@@ -76,7 +81,19 @@ class Strategy:
             data.get("shard") or {},
             data.get("tensors") or {},
             source,
+            {str(k): _groups(k, v, source) for k, v in (data.get("groups") or {}).items()},
         )
+
+
+def _groups(name: Any, entry: Any, source: str) -> Groups:
+    """A named group: one list of ranks, or several, of which each rank is in one."""
+    lists = entry if isinstance(entry, list) and entry and type(entry[0]) is list else [entry]
+    if not all(isinstance(r, list) and r and all(type(n) is int for n in r) for r in lists):
+        raise StrategyError(
+            f"{source}: group {name!r} is {entry!r}; give a list of ranks, as in [0, 3], or "
+            "several, as in [[0, 3], [1, 2]]"
+        )
+    return tuple(map(tuple, lists))
 
 
 class Annotation(Protocol):

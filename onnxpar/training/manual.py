@@ -121,7 +121,8 @@ class RankProgram(Program):
             for name, shape in {**shapes, **fed}.items()
         }
         like = {name: of for name, of in like.items() if name != of and of in tensors}
-        step.deal = StepSharding(list(self.manual.mesh.shape), tensors, like)
+        groups = {name: [list(g) for g in each] for name, each in self.manual.groups.items()}
+        step.deal = StepSharding(list(self.manual.mesh.shape), tensors, like, groups)
         replace(self.manual, deal=step.deal).check_names([])
 
 

@@ -34,8 +34,15 @@ class Ranks:
     so that every rank has its own."""
 
     def __init__(
-        self, folder: Path, mesh: str, nodes: Sequence[Any], inputs: Ports, outputs: Ports
+        self,
+        folder: Path,
+        mesh: str,
+        nodes: Sequence[Any],
+        inputs: Ports,
+        outputs: Ports,
+        groups: Mapping[str, Any] | None = None,
     ) -> None:
+        self.groups = dict(groups or {})
         ports = [
             [helper.make_tensor_value_info(n, DOUBLE, s) for n, s in p.items()]
             for p in (inputs, outputs)
@@ -89,7 +96,7 @@ class Ranks:
         ports = [*model.graph.input, *model.graph.output]
         ranks = {p.name: len(p.type.tensor_type.shape.dim) for p in ports}
         tensors = {name: [axes, *[None] * (rank - 1)] for name, rank in ranks.items()}
-        strategy = Strategy.of({"tensors": tensors})
+        strategy = Strategy.of({"tensors": tensors, "groups": self.groups})
         return Options(mesh=self.mesh, preset="manual", strategy=strategy, verify=True)
 
     def _sharded(self, model: onnx.ModelProto, path: Path) -> ThreadSession:
@@ -135,6 +142,35 @@ def test_zeros_in_a_product(tmp_path: Path, zeros: int) -> None:
     x = np.array([0.0, 2, 3]) if zeros == 1 else np.array([0.0, 0, 3])
     found = ranks._run(ranks.gradient, {"x": x, "seed.y": np.ones(3)})["grad.x"]
     np.testing.assert_array_equal(found, [18, 0, 0] if zeros == 1 else [0, 0, 0])
+
+
+GROUPED: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "AllReduce": ([3, 3], {"op": "prod"}),
+    "ReduceScatter": ([1, 2], {"axis": 1, "sizes": [1, 2]}),
+    "AllGather": ([6, 6], {"axis": 1, "sizes": [3, 3]}),
+    "AllToAll": ([4, 2], {"split_axis": 1, "concat_axis": 1, "split_sizes": [2, 1, 2, 1]}),
+    "Broadcast": ([3, 3], {"root": 1}),
+    "CollectivePermute": ([3, 3], {"sources": [-1, 0]}),
+    "NeighborExchange": ([4, 5], {"axis": 1, "before": [0, 2], "after": [1, 0]}),
+}
+"""Collectives of two ranks that hold 3 columns each: the columns that both hold then, and
+attributes for each member where there are any."""
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("group", ["ends", [2, 0]])
+def test_ranks_outside_a_group(tmp_path: Path, kind: str, group: Any) -> None:
+    """Two of three ranks run it together; the third keeps what it has."""
+    (first, last), attrs = GROUPED[kind]
+    sizes = [first, 3, last] if group == "ends" else [last, 3, first]
+    nodes = [
+        op("Sin", ["x"], ["s"]),
+        by_hand(kind, ["s"], ["c"], group=group, **attrs),
+        by_hand("AllGather", ["c"], ["g"], axis=1, sizes=sizes),
+        op("Mul", ["g", "w"], ["y"]),
+    ]
+    ports = {"x": [2, 3], "w": [1, sum(sizes)]}, {"y": [2, sum(sizes)]}
+    Ranks(tmp_path, "r=3", nodes, *ports, groups={"ends": [0, 2]}).check()
 
 
 @pytest.mark.parametrize("sources", [[1, 2, 0], [0, 2, 1], [-1, 0, 1], [2, -1, -1]])

@@ -271,9 +271,20 @@ SUM = by_hand("AllReduce", ["x"], ["y"], name="sum")
         ([by_hand("AllRedjuce", ["x"], ["y"], name="s")], {}, "AllRedjuce 's': no such collective"),
         ([by_hand("AllReduce", ["x"], ["y"], axes=["q"])], {}, "AllReduce 'y'.*no axis 'q'"),
         (
-            [by_hand("AllReduce", ["x"], ["y"], group=[0])],
+            [by_hand("AllReduce", ["x"], ["y"], group=[0, 2])],
             {},
-            r"group=\[0\] leaves out some of the 2 ranks.*axes=\['tp'\]",
+            r"AllReduce 'y': \[0, 2\] has rank 2, but the mesh r=2 has ranks 0 to 1",
+        ),
+        ([by_hand("AllReduce", ["x"], ["y"], group=[1, 1])], {}, "rank 1 is named twice"),
+        (
+            [by_hand("AllReduce", ["x"], ["y"], group="pair")],
+            {},
+            r"no group 'pair'; the strategy has no groups; add it.*groups: \{pair: \[0, 1\]\}",
+        ),
+        (
+            [by_hand("AllReduce", ["x"], ["y"], group=[0], axes=["r"])],
+            {},
+            "has both axes and group; give one of them",
         ),
         ([SUM], {"z": ["r", None]}, "'z' matches no input, weight or output"),
         ([SUM], {"x": ["r"]}, "tensor 'x' has 2 dimensions"),

@@ -196,7 +196,10 @@ def test_a_file_and_its_mesh(tmp_path: Path) -> None:
         ({"tensors": {"x": ["t p", 1]}}, ["'x'", "'t p' is not an axis"]),
         ({"shard": {"fc": {"q": "tp"}}}, ["Gemm 'fc'", "no factor 'q'", "m k, k n"]),
         ({"shard": {"fc": {"m": "tp", "n": "tp"}}}, ["Gemm 'fc'", "use each axis once"]),
-        ({"shard": {"fc": [[1, 1]]}, "sharding": {}}, ["'sharding'", "use mesh, shard, tensors"]),
+        (
+            {"shard": {"fc": [[1, 1]]}, "sharding": {}},
+            ["'sharding'", "use mesh, shard, tensors, groups"],
+        ),
     ],
 )
 def test_errors_name_the_place_and_the_remedy(

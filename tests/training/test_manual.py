@@ -135,16 +135,17 @@ def check(
     feeds: Sequence[Mapping[str, Array]] = (),
     whole: str = GLOBAL,
     options: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Step:
     """An AssertionError where ranks do not train as the global model does; `options` are of the
-    latter's gradients alone."""
+    latter's gradients alone, `own` of the former's."""
     given = {"loss": "mse", "optimizer": "sgd", **how, **(options or {})}
     step = folder / "global.step.onnx"
     grad(write(folder, "global", whole, dtype), step, **given)
     feeds = feeds or batches(dtype)
     told, spec = run_unsplit(step, [dict(f) for f in feeds], [RATE] * len(feeds))
-    with ThreadTrainer(shard(folder, case, dtype, **how)) as trainer:
+    with ThreadTrainer(shard(folder, case, dtype, **{**how, **(own or {})})) as trainer:
         for name, value in trainer.evaluate(feeds[0]).items() if trainer.spec.evaluation else ():
             agree(f"evaluation.{name}", value, told[0][f"evaluation.{name}"], dtype)
         for batch, wanted in zip(feeds, told, strict=True):
@@ -167,6 +168,17 @@ def agree(name: str, found: Any, wanted: Array, dtype: str) -> None:
 def test_twenty_steps(case: str, dtype: str, tmp_path: Path) -> None:
     """With gradients that are clipped by the norm of all, each part of which counts once."""
     check(tmp_path, CASES[case], dtype, optimizer="momentum", clip_norm=0.5)
+
+
+@pytest.mark.parametrize("group", ['"all"', "[7, 6, 5, 4, 3, 2, 1, 0]"])
+def test_a_step_remembers_its_groups(group: str, tmp_path: Path) -> None:
+    """`shard` gets no strategy; the step knows the ranks of the name."""
+    text = DEALT.replace("B", "16").replace('axes = ["tp"]', f"group = {group}")
+    strategy = {"tensors": COLUMNS, "groups": {"all": list(range(8))}}
+    check(tmp_path, Case(text, "tp=8", COLUMNS), own={"strategy": strategy})
+    other = Strategy.of({"groups": {"all": [0, 1]}})
+    with pytest.raises(StrategyError, match="its groups are not those of the training step"):
+        pipeline.plan(tmp_path / "manual.step.onnx", Options(preset="manual", strategy=other))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad"])
