@@ -106,6 +106,8 @@ def without_docstring(shown: Any) -> Iterator[str]:
         yield shown.canonical_path
     inherited = shown.inherited_members if shown.is_class else {}
     for name, member in {**shown.members, **inherited}.items():
+        if member.is_alias and not member.resolved:  # of a module that griffe has not read
+            continue
         is_code = member.is_function or member.is_class or "property" in member.labels
         is_shown = shown.is_class or name in (shown.exports or ())
         if not name.startswith("_") and is_code and is_shown:
