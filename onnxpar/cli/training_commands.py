@@ -217,6 +217,8 @@ def _step_lines(step: Step) -> Iterator[str]:
     """Yields lines about the states, inputs and outputs of a step."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each parameter: {', '.join(kinds) or 'none'}"
+    if step.rows:
+        yield f"only looked-up rows are updated: {', '.join(step.rows)}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""
     seed = f", {step.seed}" if step.seed else ""
     yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it returns {step.loss}{metrics}"

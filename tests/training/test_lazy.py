@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from committed import MODELS
 from onnx import numpy_helper
 from training.steps import (
     Array,
@@ -20,6 +21,7 @@ from training.steps import (
 )
 
 from onnxpar.checking.compare_training import compare_training
+from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
 
 ONE = """lookup (int64[3] ids) => (double[3,2] y)
@@ -113,6 +115,16 @@ def test_ranks_exchange_rows(tmp_path: Path) -> None:
     text = MODEL.replace("BATCH", "8").replace("40", "20000")
     plan = plan_of(write_step(text, tmp_path, "mse", "adam", lazy=["w"]), "data-parallel 4")
     assert sum(c.bytes for c in plan.collectives) < 8 * 5 * (6 * 4 * 2 + 8)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(MODELS / "dlrm.legacy.training.onnx")
+    step = str(tmp_path / "step.onnx")
+    how = ["--loss", "bce", "--optimizer", "adam", "--lazy", "*tables.[01]*", "-o", step]
+    assert main(["grad", model, *how]) == 0
+    told = "only looked-up rows are updated: network.tables.0.weight, network.tables.1.weight\n"
+    assert told in capsys.readouterr().out
+    assert main(["check", step, "--train", "--devices", "3", "--steps", "2"]) == 0
 
 
 @pytest.mark.parametrize(
