@@ -68,6 +68,7 @@ from onnxpar.errors import RankError as RankError
 from onnxpar.errors import StrategyError as StrategyError
 from onnxpar.layout.layout import Layout as Layout
 from onnxpar.layout.mesh import Mesh as Mesh
+from onnxpar.pipeline.auto_parallel_context import auto_parallel_context as auto_parallel_context
 from onnxpar.pipeline.plan_options import LayoutOptions as LayoutOptions
 from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
 from onnxpar.runtime.session import InferenceSession as InferenceSession
@@ -92,6 +93,7 @@ __all__ = [
     "StrategyError",
     "Topology",
     "annotate",
+    "auto_parallel_context",
     "calibrate",
     "candidates",
     "check",

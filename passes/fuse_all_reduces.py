@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import FUSED, LAYOUTS, LOCAL, Pass, PassContext, Stage
+from onnxpar.errors import StrategyError
 from onnxpar.ir.clone import needed, nodes_of_run
+from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.reshards import is_reshard
 from onnxpar.lowering.buckets import (
     BUCKET_BYTES,
@@ -20,10 +24,24 @@ from onnxpar.lowering.buckets import (
     first_of_buckets,
     fuse_collectives,
 )
+from onnxpar.lowering.compression import gradient_reductions
 from onnxpar.presets.contraction import is_contraction
 from onnxpar.sharding.flops import flops
 
 FUSIONS = ("size", "cost", "none")
+INDEX = "index:"
+"""What `by` starts with if the indices of gradients follow: index:20,35."""
+
+
+def indices_of(by: str) -> tuple[int, ...]:
+    """Returns the indices in `by`; none if that is another way. Errors: StrategyError."""
+    if not by.startswith(INDEX):
+        return ()
+    parts = by.removeprefix(INDEX).split(",")
+    found = tuple(int(part) for part in parts if part.strip().isdecimal())
+    if len(found) < len(parts) or not found[0] or list(found) != sorted(set(found)):
+        raise StrategyError(f"--fusion {by}: give rising whole numbers from 1, as {INDEX}20,35")
+    return found
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,9 @@ class FuseAllReduces(Pass):
     Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives. Runs
     only once, as MindSpore's fusion does; `plan` says how many collectives it joined.
 
-    by            size: up to so many bytes together; cost: as many as overlap with compute; none
+    by            size: up to so many bytes together; cost: as many as overlap with compute; none;
+                  index:20,35: the reductions of gradients before the 20th, then those before the
+                  35th, then the rest, in the order in which they run
     bucket_bytes  bytes per rank of all-reduces in a bucket; with cost, no limit
     shard_bytes   bytes per rank of reduce-scatters and all-gathers in a bucket; with cost, too
     tail_us       microseconds that the last bucket may take, with cost
@@ -90,13 +110,17 @@ class FuseAllReduces(Pass):
 
     def _fuse(self, graph: gs.Graph, ctx: PassContext) -> bool:
         costs, sizes = ctx.sharding.costs, ctx.choices.bytes
-        wanted = _wanted(graph, ctx)
+        wanted: Mapping[str, object] = _wanted(graph, ctx)
         first: set[str] = set()
         limit = self.bucket_bytes
         if self.by == "cost":
             ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
             seconds = {op.node.name: costs.compute(flops(op, ctx.sharding), 0) for op in ops}
             first = first_of_buckets(graph, costs, seconds, self.tail_us * 1e-6, sizes, wanted)
+            limit = sys.maxsize
+        indices = indices_of(self.by)
+        if indices:
+            wanted = _by_index(graph, ctx, indices, wanted)
             limit = sys.maxsize
         changed = fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first)
         if ctx.model.sizes is None:  # shards of equal size may differ at other sizes
@@ -111,6 +135,26 @@ def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
     step, kinds = ctx.model.step, (*REDUCTIONS, *PARTS)
     nodes = nodes_of_run(graph, step.evaluation if step is not None else ())
     return Counter(node.op for node in nodes if is_reshard(node) and node.op in kinds)
+
+
+def _by_index(
+    graph: gs.Graph, ctx: PassContext, indices: Sequence[int], wanted: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Adds to the purposes of collectives the bucket of each reduction of a gradient; any other
+    reduction is alone. Errors: StrategyError if the model is no training step."""
+    step = ctx.model.step
+    if step is None:
+        raise StrategyError(f"fuse-all-reduces: {INDEX} is for the gradients of a training step")
+    of = gradient_reductions(graph, step.gradients)
+    found = dict(wanted)
+    number = 0
+    for node in graph.nodes:
+        if node.name in of:
+            found[node.name] = (wanted.get(node.name), bisect_right(indices, number))
+            number += 1
+        elif is_reshard(node) and KINDS[node.op].reduces:
+            found[node.name] = node.name
+    return found
 
 
 def _wanted(graph: gs.Graph, ctx: PassContext) -> dict[str, tuple[bool, bool]]:

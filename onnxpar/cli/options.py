@@ -86,6 +86,13 @@ def _add_strategy_files(to: argparse.ArgumentParser) -> None:
         "tensors); a preset or --search, if given, decides the rest",
     )
     to.add_argument(
+        "--dataset-strategy",
+        metavar="LAYOUT",
+        help="layout of all data inputs, as in MindSpore: data_parallel (the first dimension over "
+        "all ranks), full_batch (every rank holds them whole), or the number of shards of each "
+        "dimension of each input: '[[8, 1], [8]]'",
+    )
+    to.add_argument(
         "--configuration",
         metavar="NAME",
         help="which multi-device annotations of the model to follow, or 'none'; default: those for "
@@ -172,10 +179,11 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
     """Adds options of collectives, and the option for additional passes."""
     to.add_argument(
         "--fusion",
-        choices=FUSIONS,
+        metavar="{" + ",".join((*FUSIONS, "index:N,..")) + "}",
         help="how to join collectives that do not wait for each other. size: up to --bucket-mb "
         "(default for training steps); cost: as many as overlap with compute by the cost model; "
-        "or none",
+        "index:20,35: the gradients' reductions before the 20th, then those before the 35th, then "
+        "the rest, in the order in which they run; or none",
     )
     to.add_argument(
         "--bucket-mb",

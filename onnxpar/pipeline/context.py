@@ -16,6 +16,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.load.load import InferTypes, Model, load
 from onnxpar.manual.manual import MANUAL, refuse_collectives
 from onnxpar.pipeline.choose_strategy import choose_strategy
+from onnxpar.pipeline.dataset import with_dataset
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
 from onnxpar.pipeline.plugins import load_entry_points
 from onnxpar.pipeline.run_passes import Watch, open_sharding, run_passes
@@ -102,6 +103,7 @@ def _rewriting_context(model: Model, options: Options) -> PassContext:
 
 def make_context(model: Model, options: Options) -> PassContext:
     """Analyses the model, and chooses the mesh and the strategy. Errors: StrategyError."""
+    options = with_dataset(options, model)
     manual = manual_of(options, model.step)
     if manual is not None:
         refuse_for_manual(options)

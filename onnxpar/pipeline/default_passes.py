@@ -10,7 +10,7 @@ from onnxpar.lowering.compression import NONE
 from onnxpar.manual.manual import MANUAL
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.compress_collectives import CompressCollectives
-from onnxpar.passes.fuse_all_reduces import FUSIONS, FuseAllReduces
+from onnxpar.passes.fuse_all_reduces import FUSIONS, INDEX, FuseAllReduces, indices_of
 from onnxpar.passes.gate_recomputation import GateRecomputation
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
@@ -65,8 +65,14 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
     """The pass that fuses collectives. By default it fuses gradients only: a fused activation would
     wait for the others. Errors: StrategyError."""
     by = options.fusion or ("none" if model.step is None else "size")
-    if by not in FUSIONS:
-        raise StrategyError(f"--fusion {by!r}: give one of {', '.join(FUSIONS)}")
+    if by not in FUSIONS and not by.startswith(INDEX):
+        raise StrategyError(
+            f"--fusion {by!r}: give one of {', '.join(FUSIONS)}, or {INDEX}20,35 with indices of "
+            "gradients"
+        )
+    if by.startswith(INDEX) and model.step is None:
+        raise StrategyError(f"--fusion {by}: only a training step has gradients; leave it out")
+    indices_of(by)
     if options.bucket_bytes is not None and options.bucket_bytes < 1:
         raise StrategyError(
             f"--bucket-mb: a bucket of {options.bucket_bytes:,} bytes is too small; give at least "

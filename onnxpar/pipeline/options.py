@@ -20,11 +20,15 @@ from onnxpar.search.objective import Objective
 from onnxpar.search.search import PROPAGATION, SEARCHES
 from onnxpar.strategy.strategy import Annotation, Strategy
 
+Dataset = str | tuple[tuple[int, ...], ...] | None
+"""The layout of all data inputs: a name, or numbers of shards by input and dimension."""
+
 
 @dataclass(frozen=True)
 class Options:
     """The options that `shard`, `plan` and `check` share; see `onnxpar shard --help`.
 
+    dataset    the layout of the data inputs, which `with_dataset` adds to the strategy
     found      annotations that a search has found for this mesh, so that it is not repeated
     reckon_at  sizes at which costs are computed; if empty, the `typical` ones
     compared   true if the plan is one of several that are compared by the objective
@@ -52,6 +56,7 @@ class Options:
     objective: Objective = field(default_factory=Objective)
     passes: Sequence[Pass | Placed] = ()
     compared: bool = False
+    dataset: Dataset = None
     found: list[Annotation] | None = None
     typical: Typical = field(default_factory=Typical)
     reckon_at: Sequence[Profile] = ()

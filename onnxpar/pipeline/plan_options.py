@@ -6,17 +6,19 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from onnxpar.base.near_names import did_you_mean as did_you_mean
 from onnxpar.base.progress_line import progress_line
 from onnxpar.compiler.pass_ import Pass
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.typical import Typical
+from onnxpar.pipeline.auto_parallel_context import options_of_context
+from onnxpar.pipeline.dataset import read_dataset
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_order import Placed
 from onnxpar.pipeline.pass_registry import parse_placed
@@ -39,6 +41,8 @@ class LayoutOptions(TypedDict, total=False):
     search          auto, the default without a preset, a strategy and annotations: the fastest
                     strategy by the cost model of the topology
     strategy        a YAML file, or the same structure: {"shard": {...}, "tensors": {...}}
+    dataset_strategy  layout of the data inputs: data_parallel (the first dimension over all ranks),
+                    full_batch (whole), or numbers of shards by input: [[8, 1], [8]]
     configuration   which multi-device annotations of the model to follow, or "none"
     topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure
     objective       what the search minimizes: latency (default) or throughput
@@ -59,6 +63,7 @@ class LayoutOptions(TypedDict, total=False):
     preset: str | None
     search: str | None
     strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None
+    dataset_strategy: str | Sequence[Sequence[int]] | None
     configuration: str | None
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None
     objective: str | None
@@ -129,6 +134,9 @@ def options_of(
     """
     for name, value in asked.items():
         _check(name, value, caller, _hints(kind))
+    strategy = Strategy.given(asked.get("strategy"))
+    if strategy is not None and strategy.context:
+        asked = _with_context(asked, strategy, _hints(kind))
     for module in asked.get("plugin", ()):
         load_plugin(module)
     added = asked.get("passes", ())
@@ -138,7 +146,8 @@ def options_of(
         mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
         preset=asked.get("preset"),
         search=asked.get("search"),
-        strategy=Strategy.given(asked.get("strategy")),
+        strategy=strategy,
+        dataset=read_dataset(asked.get("dataset_strategy")),
         configuration=asked.get("configuration"),
         topology=Topology.given(asked.get("topology")),
         objective=Objective.given(
@@ -158,6 +167,25 @@ def options_of(
         passes=[parse_placed(each) if isinstance(each, str) else each for each in added],
         verify=asked.get("verify", False),
     )
+
+
+def _with_context(
+    asked: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Returns the options with those of a strategy's section `context`. Errors: StrategyError for a
+    setting that an option contradicts, or that a strategy cannot have."""
+    source = f"{strategy.source}: context"
+    found = options_of_context(strategy.context, source)
+    for name, value in found.items():
+        if name not in known or name == "strategy":
+            flag = f"--{name.replace('_', '-')}"
+            raise StrategyError(f"{source}: files belong to the command; give {flag} {value} there")
+        if asked.get(name) not in (None, value):
+            raise StrategyError(
+                f"{source} asks for {name}={value!r}, and the option for {asked[name]!r}; give one "
+                "of them"
+            )
+    return {**asked, **found}
 
 
 def lists(kind: Kind) -> Callable[[Call], Call]:
@@ -195,13 +223,6 @@ def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None
         raise StrategyError(
             f"{name}={value!r:.60} is of type {type(value).__name__}; give {wanted}"
         )
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the most similar name, or all names."""
-    known = list(known)
-    close = get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; it has: {', '.join(known)}"
 
 
 def _kinds(hint: Any) -> Iterable[type]:

@@ -17,7 +17,7 @@ from onnxpar.sharding.state import ShardingState
 
 Groups = tuple[tuple[int, ...], ...]
 """Lists of ranks that run collectives together."""
-_KEYS = ("mesh", "shard", "tensors", "groups")
+_KEYS = ("mesh", "shard", "tensors", "groups", "context")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Strategy:
     An entry of `tensors` is a list with one item per dimension: null or 1 (whole), a number of
     parts, an axis name, a list of axis names, {axis: [sizes by hand]}, or text as layouts are
     printed. An entry of `shard` is a list of such lists, one per input of the node (null leaves an
-    input open), or a mapping from factors of the node's rule to such items.
+    input open), or a mapping from factors of the node's rule to such items. `context` has settings
+    under the names of MindSpore's `set_auto_parallel_context`.
     """
 
     mesh: Mesh | None = None
@@ -36,6 +37,7 @@ class Strategy:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     source: str = "strategy"
     groups: Mapping[str, Groups] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def given(
@@ -82,6 +84,7 @@ class Strategy:
             data.get("tensors") or {},
             source,
             {str(k): _groups(k, v, source) for k, v in (data.get("groups") or {}).items()},
+            data.get("context") or {},
         )
 
 
