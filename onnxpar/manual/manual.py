@@ -24,6 +24,7 @@ from onnxpar.ir.training_spec import StepSharding
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.manual.collective_shapes import OPS, result_types
+from onnxpar.manual.neighbor_exchange import expand_exchanges
 from onnxpar.manual.rank_groups import GroupOf, group_of
 from onnxpar.manual.rank_shapes import RankWalk, common_type
 from onnxpar.model.shapes import Walk, keep_nodes
@@ -147,6 +148,7 @@ class Manual:
         Inputs in `defaults` get the whole shape of their default values. With `for_training`, folds
         values that are the same on all ranks and do not depend on weights; else folds nothing.
         """
+        expand_exchanges(model, lambda node: max(len(group) for group, _ in self._members(node)))
         for port in model.graph.input:
             if port.name in defaults and self.is_dealt(port.name):
                 dims = port.type.tensor_type.shape.dim

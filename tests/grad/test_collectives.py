@@ -272,6 +272,36 @@ def test_neighbor_exchange(tmp_path: Path) -> None:
     Ranks(tmp_path, "r=3", nodes, {"x": [2, 3], "w": [1, 16]}, {"y": [2, 16]}).check()
 
 
+def test_neighbor_exchange_of_lists(tmp_path: Path) -> None:
+    """Rank 0 sends both to rank 2, rank 1 one to itself, rank 2 one to rank 0."""
+    lists = {"send_rank_ids": [2, 2, 1, -1, -1, 0], "recv_rank_ids": [-1, 2, -1, 1, 0, 0]}
+    nodes = [
+        by_hand("NeighborExchange", ["x", "w"], ["a", "b"], **lists),
+        op("Mul", ["a", "x"], ["c"]),
+        op("Mul", ["b", "c"], ["d"]),
+        op("Add", ["d", "b"], ["y"]),
+    ]
+    Ranks(tmp_path, "r=3", nodes, {"x": [2, 3], "w": [2, 3]}, {"y": [2, 3]}).check()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_neighbor_exchange_of_a_grid(tmp_path: Path, cut: bool) -> None:
+    """Two ranks one below the other, and round: the neighbours above and below are one rank. With
+    `cut`, each has its own widths."""
+    ids = [1, -1, -1, -1, 1, -1, -1, -1, 0, -1, -1, -1, 0, -1, -1, -1]
+    if cut:
+        ids = [-1, -1, -1, -1, 1, -1, -1, -1, 0, *[-1] * 7]
+    lens = [0, 1, 0, 0, 1, 0, 0, 0] if cut else [1, 1, 0, 0]
+    given = {"send_rank_ids": ids, "recv_rank_ids": ids, "send_lens": lens, "recv_lens": lens}
+    nodes = [
+        by_hand("NeighborExchangeV2", ["x"], ["f"], **given),
+        op("Mul", ["f", "w"], ["y"]),
+    ]
+    rows = 3 if cut else 4
+    ports = {"x": [1, 1, 2, 3], "w": [1, 1, rows, 3]}, {"y": [1, 1, rows, 3]}
+    Ranks(tmp_path, "r=2", nodes, *ports).check()
+
+
 def test_even_halos(tmp_path: Path) -> None:
     nodes = [
         by_hand("NeighborExchange", ["x"], ["n"], axis=0, before=[0, 1], after=[1, 0]),
