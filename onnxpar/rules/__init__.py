@@ -6,6 +6,7 @@ from onnxpar.rules import channel_normalization as channel_normalization
 from onnxpar.rules import construction as construction
 from onnxpar.rules import contraction as contraction
 from onnxpar.rules import contrib_attention as contrib_attention
+from onnxpar.rules import contrib_branches as contrib_branches
 from onnxpar.rules import contrib_elementwise as contrib_elementwise
 from onnxpar.rules import contrib_images as contrib_images
 from onnxpar.rules import contrib_products as contrib_products
@@ -15,6 +16,7 @@ from onnxpar.rules import convolution as convolution
 from onnxpar.rules import elementwise as elementwise
 from onnxpar.rules import index_tuples as index_tuples
 from onnxpar.rules import indexing as indexing
+from onnxpar.rules import linear_attention as linear_attention
 from onnxpar.rules import losses as losses
 from onnxpar.rules import ml_features as ml_features
 from onnxpar.rules import ml_linear as ml_linear

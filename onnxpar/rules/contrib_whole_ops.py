@@ -29,20 +29,16 @@ REASONS = {
     "it runs on another kind of device": "EPContext Snpe",
     "its rows are packed in special formats": "GatherPacked",
     "it may project, score and select in one op": "MoEGroupRouter",
-    "its blocks continue from one row to the next": "MatMulBnb4 MatMulFpQ4",
     "its quantization range covers all elements of a step": "DynamicQuantizeLSTM",
     "every step needs all earlier steps": (
-        "AttnLSTM BifurcationDetector CausalConvWithState DynamicTimeWarping GatedDeltaNet"
-        " LinearAttention NGramHashMapping VarlenCausalConvWithState VarlenNGramHashMapping"
+        "AttnLSTM BifurcationDetector DynamicTimeWarping GatedDeltaNet"
+        " VarlenCausalConvWithState VarlenNGramHashMapping"
     ),
     "the elements of its result are data-dependent": "Tokenizer Unique SparseToDenseMatMul",
     "its values are global positions": "Range",
     "it counts positions and looks up tables in one op": "QEmbedLayerNormalization",
     "its pads may be computed by other nodes": "Pad",
-    "its masks and caches refer to the whole batch and all heads": (
-        "MRotaryEmbedding SparseAttention"
-    ),
-    "it mixes its branches": "EngramGate HyperConnectionPostMix HyperConnectionPreMix",
+    "its masks and caches refer to the whole batch and all heads": "SparseAttention",
     "the characters of a word form one row": "WordConvEmbedding",
 }
 """Names of ops, by the reason that plans print for them."""

@@ -213,9 +213,11 @@ def cumulate(node: gs.Node) -> Rule:
     """`a b, _ -> a b`; if b is split, the ranks communicate, and each continues from the total of
     the shards before its own."""
     operand = constant(node.inputs[1])
+    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
+    if operand is None and len(dims) == 1:
+        operand = np.zeros(1, np.int64)  # there is only one axis
     if operand is None:
         return whole_rule(node, "a data-dependent axis")
-    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = int(operand.reshape(-1)[0]) % len(dims)
     factor, text, attrs = dims[axis], dims_text(dims), dict(node.attrs)
     reduce, join = ("ReduceSum", "Add") if node.op == "CumSum" else ("ReduceProd", "Mul")

@@ -1,0 +1,125 @@
+"""onnxruntime's ops of hyper-connections, Engram and multimodal rotary positions, and products with
+weights in blocks that run on across rows: split where their elements do not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.tensors import given, tensor_shape
+from onnxpar.rules.notation import dims_text
+from onnxpar.rules.rule import Local, Rule, einsum, names, rule, whole_rule
+
+DOMAIN = "com.microsoft"
+ROWS = "the op computes over whole rows"
+
+
+def _rank(tensor: gs.Tensor) -> int:
+    return len(tensor_shape(tensor) or ())
+
+
+@rule("MatMulBnb4 MatMulFpQ4", domain=DOMAIN)
+def packed_product(node: gs.Node) -> Rule:
+    """`m0 k, _, _ -> m0 n`: rows of operand 0 are split. The packed weight stays whole, as its
+    blocks run on from one row to the next."""
+    rank = _rank(node.inputs[0])
+    if rank < 2 or node.attrs.get("training_mode"):
+        return whole_rule(node, "a single row")
+    rows = dims_text(names("m", rank - 1))
+    why = "blocks of the weight run on from one row to the next"
+    skipped = ", _" * (len(node.inputs) - 1)
+    return einsum(node, f"{rows} k{skipped} -> {rows} n", whole={"k": why, "n": why})
+
+
+@rule("HyperConnectionPreMix", domain=DOMAIN)
+def pre_mix(node: gs.Node) -> Rule:
+    """`d0 c h, d0 c -> d0 h {sum: c}`."""
+    x, gates = node.inputs
+    sizes = _branches(node, x, gates)
+    if sizes is None:
+        return whole_rule(node, "its branches are not known")
+    lead = dims_text(names("d", _rank(node.outputs[0]) - 1))
+    streams = f"{lead} c h" if _rank(x) > _rank(node.outputs[0]) else f"{lead} (c h)"
+    text = f"{streams}, {lead} {_gates(node, gates, sizes)} -> {lead} h"
+    linear = (frozenset({0}), frozenset({1}))
+    return einsum(node, text, sizes=sizes, linear=linear, local=_own_branches(node))
+
+
+@rule("HyperConnectionPostMix", domain=DOMAIN)
+def post_mix(node: gs.Node) -> Rule:
+    """`d0 c h, d0 h, d0 c -> d0 c h`; branches that a matrix mixes stay whole."""
+    x, block, gates = node.inputs[:3]
+    sizes = _branches(node, x, gates, block)
+    if sizes is None:
+        return whole_rule(node, "its branches are not known")
+    lead = dims_text(names("d", _rank(block) - 1))
+    streams = f"{lead} c h" if _rank(x) > _rank(block) else f"{lead} (c h)"
+    operands = [streams, f"{lead} h", f"{lead} {_gates(node, gates, sizes)}"]
+    whole = {}
+    if given(node, 3) is not None:
+        operands.append(f"{lead} x y")
+        whole = dict.fromkeys("cxy", "a matrix mixes the branches")
+    text = f"{', '.join(operands)} -> {streams}"
+    return einsum(node, text, sizes=sizes, whole=whole, local=_own_branches(node))
+
+
+def _branches(
+    node: gs.Node, x: gs.Tensor, gates: gs.Tensor, block: gs.Tensor | None = None
+) -> dict[str, int] | None:
+    """The numbers of branches c and of features h; None if they are not known."""
+    shape = tensor_shape(x) or ()
+    lead = _rank(block if block is not None else node.outputs[0]) - 1
+    if len(shape) == lead + 2 and None not in shape[-2:]:
+        return {"c": int(shape[-2] or 0), "h": int(shape[-1] or 0)}
+    count = int(node.attrs.get("num_branches", 0))
+    if len(shape) != lead + 1 or not count or shape[-1] is None:
+        return None
+    return {"c": count, "h": shape[-1] // count}
+
+
+def _own_branches(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
+    """The attribute that counts branches, if the node has it, for the rank's shard."""
+    return {"num_branches": lambda local: local.size("c")} if "num_branches" in node.attrs else {}
+
+
+def _gates(node: gs.Node, gates: gs.Tensor, sizes: dict[str, int]) -> str:
+    """The dimensions of the gates after the leading ones."""
+    shape = tensor_shape(gates) or ()
+    lead = _rank(node.inputs[1] if "Post" in node.op else node.outputs[0]) - 1
+    if len(shape) == lead + 2:
+        return "c 1" if shape[-1] == 1 else "c h"
+    return "c" if shape[-1] == sizes["c"] else "(c h)"
+
+
+@rule("EngramGate", domain=DOMAIN)
+def engram_gate(node: gs.Node) -> Rule:
+    """`b s c h, b s c h, b s h, c h, c h -> b s c h`; h stays whole."""
+    operands = ["b s c h", "b s c h", "b s h", "c h", "c h", "c h"][: len(node.inputs)]
+    operands = [s if given(node, i) is not None else "_" for i, s in enumerate(operands)]
+    results = "; ".join("b s c h" if t.name else "_" for t in node.outputs)
+    return einsum(node, f"{', '.join(operands)} -> {results}", whole={"h": ROWS})
+
+
+@rule("MRotaryEmbedding", domain=DOMAIN)
+def multimodal_rotary(node: gs.Node) -> Rule:
+    """`b s h, _ b s, _, _ -> b s h`; `b n s h` if heads are a dimension, which may be split."""
+    if node.attrs.get("is_packed_batching"):
+        return whole_rule(node, "sequences follow each other in one row")
+    x = "b n s h" if _rank(node.inputs[0]) == 4 else "b s h"
+    whole = {"h": ROWS, "z": "three positions of a token"}
+    return einsum(node, f"{x}, z b s, _, _ -> {x}", whole=whole)
+
+
+@rule("NGramHashMapping", domain=DOMAIN)
+def ngram_hash(node: gs.Node) -> Rule:
+    """`b s, _, _, b p -> b s o; b p`; s stays whole."""
+    specs = ["b s", "_", "_", "b p", "_", "_", "b s"][: len(node.inputs)]
+    specs = [s if given(node, i) is not None else "_" for i, s in enumerate(specs)]
+    results = ["b s o", "b p"][: len(node.outputs)]
+    results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=True)]
+    used = " ".join([*specs, *results]).split()
+    reasons = {"s": "a window reaches back", "p": "a window reaches back", "o": ROWS}
+    whole = {f: why for f, why in reasons.items() if f in used}
+    return einsum(node, f"{', '.join(specs)} -> {'; '.join(results)}", whole=whole)

@@ -1,0 +1,80 @@
+"""Rules of linear attention and of causal convolutions with a state.
+
+ONNX's own two are of opset 27, which onnxruntime loads only if it is told to try it, so these cases
+are those of com.microsoft.
+"""
+
+import numpy as np
+import pytest
+
+from onnxpar.testing.case import Case
+
+RNG = np.random.default_rng(7)
+
+
+def small(*shape):
+    return (RNG.normal(size=shape) / 4).astype(np.float32)
+
+
+def case(op, operands, attrs, outputs=2):
+    fed = [i for i, x in enumerate(operands) if x is not None]
+    return Case(op, operands, attrs, fed, outputs, domain="com.microsoft")
+
+
+def attention(kind, queries=4, keys=2, d=3, e=4, decay="", beta="", past=False, **attrs):
+    widths = {"each": keys * d, "head": keys, "one": 1}
+    operands = [small(2, 5, queries * d), small(2, 5, keys * d), small(2, 5, keys * e)]
+    operands += [small(2, keys, d, e) if past else None]
+    operands += [-np.abs(small(2, 5, widths[decay])) if decay else None]
+    operands += [np.abs(small(2, 5, widths[beta])) if beta else None]
+    while operands[-1] is None:
+        operands.pop()
+    attrs = {"q_num_heads": queries, "kv_num_heads": keys, "update_rule": kind, **attrs}
+    return case("LinearAttention", operands, attrs)
+
+
+RULE = "b s (k g d), b s (k d), b s (k e){} -> b s (k g e); b k d e {{whole: s d}}"
+ATTENTION = [
+    (attention("linear"), RULE.format("")),
+    (attention("linear", past=True, scale=0.5), RULE.format(", b k d e")),
+    (attention("gated", decay="each"), RULE.format(", _, b s (k d)")),
+    (attention("gated", decay="head", past=True), RULE.format(", b k d e, b s k")),
+    (attention("delta", beta="head"), RULE.format(", _, _, b s k")),
+    (
+        attention("gated_delta", 6, 3, decay="each", beta="one"),
+        RULE.format(", _, b s (k d), b s 1"),
+    ),
+    (
+        attention("gated_delta", 2, 2, decay="head", beta="head", past=True),
+        RULE.format(", b k d e, b s k, b s k"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), ATTENTION)
+def test_linear_attention(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+def convolution(bias=False, past=False, **attrs):
+    operands = [small(3, 4, 6), small(4, 1, 3), small(4) if bias else None]
+    operands += [small(3, 4, 2) if past else None]
+    while operands[-1] is None:
+        operands.pop()
+    return case("CausalConvWithState", operands, attrs)
+
+
+CONVOLUTIONS = [
+    (convolution(), "b c s, c 1 w -> b c s; b c p {whole: s w p}"),
+    (convolution(True), "b c s, c 1 w, c -> b c s; b c p {whole: s w p}"),
+    (
+        convolution(past=True, activation="silu"),
+        "b c s, c 1 w, _, b c p -> b c s; b c p {whole: s w p}",
+    ),
+    (convolution(True, True), "b c s, c 1 w, c, b c p -> b c s; b c p {whole: s w p}"),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CONVOLUTIONS)
+def test_causal_convolution(prove_rule, case, text):
+    prove_rule(case, text)
