@@ -20,7 +20,7 @@ def _rank(tensor: gs.Tensor) -> int:
     return len(tensor_shape(tensor) or ())
 
 
-@rule("MatMulBnb4 MatMulFpQ4", domain=DOMAIN)
+@rule("MatMulBnb4", domain=DOMAIN)
 def packed_product(node: gs.Node) -> Rule:
     """`m0 k, _, _ -> m0 n`: rows of operand 0 are split. The packed weight stays whole, as its
     blocks run on from one row to the next."""

@@ -29,6 +29,7 @@ REASONS = {
     "it runs on another kind of device": "EPContext Snpe",
     "its rows are packed in special formats": "GatherPacked",
     "it may project, score and select in one op": "MoEGroupRouter",
+    "its blocks continue from one row to the next": "MatMulFpQ4",
     "its quantization range covers all elements of a step": "DynamicQuantizeLSTM",
     "every step needs all earlier steps": (
         "AttnLSTM BifurcationDetector DynamicTimeWarping GatedDeltaNet"
