@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from onnxpar.base.units import text_of
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan
+from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
 from onnxpar.search.enough_devices import enough_devices
@@ -54,36 +55,69 @@ def within_limit(
     return found, (plan, ctx)
 
 
-def within_host(objective: Objective, plan: Plan, make: Make) -> tuple[Objective, Made] | None:
-    """Returns a plan whose ranks together fit the memory of this host, over as many ranks as
-    `plan`, and its objective.
+@dataclass(frozen=True)
+class _Excess:
+    """The memory that a plan needs beyond what there is.
+
+    per_rank  bytes that a rank may hold
+    needed    who needs how many bytes
+    present   the memory that there is, and whose it is
+    """
+
+    per_rank: float
+    needed: str
+    present: str
+
+
+def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
+    """None if the plan fits the memory of a rank's device, as the topology has it; without a
+    topology, if all ranks together fit the memory of this host. Also None if the memory is
+    unknown."""
+    if plan.mesh.size == 1:
+        return None
+    if topology is not None:
+        memory = topology.device.memory
+        held = sum(plan.memory.values())
+        if memory is None or held <= memory:
+            return None
+        present = f"the {text_of(memory, 'B')} of a device of the topology"
+        return _Excess(memory, f"a rank needs {text_of(held, 'B')}", present)
+    memory, held = host_bytes(), held_together(plan)
+    if memory is None or held <= SHARE * memory:
+        return None
+    ranks = plan.mesh.size
+    needed = f"the {ranks} ranks need {text_of(held, 'B')} together"
+    return _Excess(SHARE * memory / ranks, needed, f"the {text_of(memory, 'B')} of this host")
+
+
+def within_hardware(
+    objective: Objective, plan: Plan, topology: Topology | None, make: Make
+) -> tuple[Objective, Made] | None:
+    """Returns a plan that fits the memory of the topology's devices, or without a topology that of
+    this host, over as many ranks as `plan`, and its objective.
 
     None if `plan` itself fits. None, with a note in `plan`, if the user's strategy decides, or no
     plan was found that fits.
     """
-    memory = host_bytes()
-    held = held_together(plan)
-    if memory is None or plan.mesh.size == 1 or held <= SHARE * memory:
+    excess = _excess(plan, topology)
+    if excess is None:
         return None
-    have = f"the {text_of(memory, 'B')} of this host"
-    said = f"the {plan.mesh.size} ranks need {text_of(held, 'B')} together, more than {have}"
+    said = f"{excess.needed}, more than {excess.present}"
     if plan.preset not in (AUTO, EXHAUSTIVE):
         plan.notes.append(
             f"{said}; to split the weights, give --preset tensor-parallel or --memory-limit SIZE"
         )
         return None
-    limited = replace(
-        objective, memory=SHARE * memory / plan.mesh.size, patience=objective.patience.renewed()
-    )
+    patience = objective.patience.renewed()
+    limited = replace(objective, memory=excess.per_rank, patience=patience)
     try:
         found, made = _lower(limited, plan.mesh.size, make)
     except OverLimit:
         plan.notes.append(f"{said}, and the search found no strategy that fits: use more hosts")
         return None
     made[0].notes.append(
-        f"each rank needs at most {text_of(limited.memory or 0, 'B')}, so that all ranks together "
-        f"fit into {have}; with the fastest strategy, they would need {text_of(held, 'B')}. "
-        "--memory-limit sets another limit"
+        f"each rank needs at most {text_of(excess.per_rank, 'B')}, to fit {excess.present}; with "
+        f"the fastest strategy, {excess.needed}. --memory-limit sets another limit"
     )
     return found, made
 

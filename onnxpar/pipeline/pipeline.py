@@ -28,7 +28,7 @@ from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.pipeline.context import load_model, make_context, prepare
 from onnxpar.pipeline.default_passes import passes_of
-from onnxpar.pipeline.memory_limit import within_host, within_limit
+from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
 from onnxpar.pipeline.predicted_times import (
     Reckon,
@@ -68,11 +68,11 @@ def plan(
 def _fitting(
     path: str | Path, options: Options, watch: Watch | None, reckon: Reckon | None
 ) -> tuple[Plan, PassContext]:
-    """Makes a plan that keeps to the memory limit, or that fits this host without one."""
+    """Makes a plan that keeps to the memory limit, or without one fits the hardware."""
     try:
         if options.objective.memory is None:
             made = _plan(path, options, watch, reckon)
-            fitting = _within_host(path, options, made[0])
+            fitting = _within_hardware(path, options, made[0])
             if fitting is None:
                 return made
             within, made = fitting
@@ -98,18 +98,18 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
     return _again(options, *within_limit(options.objective, options.devices, may_grow, make))
 
 
-def _within_host(
+def _within_hardware(
     path: str | Path, options: Options, made: Plan
 ) -> tuple[Options, tuple[Plan, PassContext]] | None:
-    """Returns a plan whose ranks together fit this host's memory, with options that give the same
-    plan; None if the given plan fits, or no other plan was found."""
-    if options.topology is not None or options.preset == MANUAL:
+    """Returns a plan that fits the memory of the hardware, with options that give the same plan;
+    None if the given plan fits, or no other plan was found."""
+    if options.preset == MANUAL:
         return None
 
     def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
         return _plan(path, replace(options, objective=objective, show=unseen))
 
-    found = within_host(options.objective, made, make)
+    found = within_hardware(options.objective, made, options.topology, make)
     return None if found is None else _again(options, *found)
 
 

@@ -33,7 +33,7 @@ def test_a_small_host_has_the_weights_split(fastest: Plan, monkeypatch: pytest.M
     memory = int(0.8 * held_together(fastest) / SHARE)
     made = planned(memory, monkeypatch)
     assert held_together(made) <= SHARE * memory < held_together(fastest)
-    assert any("so that all ranks together fit" in note for note in made.notes)
+    assert any("to fit the" in note for note in made.notes)
 
 
 def test_a_large_host_changes_nothing(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +58,22 @@ def test_a_preset_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_topology_is_not_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(1000, monkeypatch, topology=Topology.default())
     assert not any("this host" in note for note in made.notes)
+
+
+def test_the_memory_of_a_device_in_a_topology(fastest: Plan) -> None:
+    """Is a limit for the search, and a note where a preset decides."""
+    needed = sum(fastest.memory.values())
+    levels = [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]
+    half = {"levels": levels, "device": {"memory": f"{needed * 0.6} B"}}
+    made, _ = plan(MODEL, Options(devices=4, topology=Topology.of(half)))
+    assert sum(made.memory.values()) <= needed * 0.6
+    assert any("of a device of the topology" in note for note in made.notes)
+    kept, _ = plan(MODEL, Options(devices=4, topology=Topology.of(half), preset="data-parallel"))
+    (note,) = [n for n in kept.notes if "of a device of the topology" in n]
+    assert note.startswith("a rank needs") and "--preset tensor-parallel" in note
+    large = half | {"device": {"memory": f"{needed} B"}}
+    free, _ = plan(MODEL, Options(devices=4, topology=Topology.of(large)))
+    assert not any("topology" in note for note in free.notes)
 
 
 def test_tables_that_are_looked_up_count_once(fastest: Plan) -> None:
