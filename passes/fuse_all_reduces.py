@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ from onnxpar.lowering.buckets import (
 from onnxpar.lowering.compression import gradient_reductions
 from onnxpar.presets.contraction import is_contraction
 from onnxpar.sharding.flops import flops
+from onnxpar.strategy.mindspore_keys import fusion_buckets
 
 FUSIONS = ("size", "cost", "none")
 INDEX = "index:"
@@ -103,14 +104,26 @@ class FuseAllReduces(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         before = _counts(graph, ctx)
-        changed = self.by != "none" and self._fuse(graph, ctx)
+        buckets = _buckets(graph, ctx)
+        changed = bool(buckets) and self._fuse_by_hand(graph, ctx, buckets)
+        changed |= self.by != "none" and self._fuse(graph, ctx, buckets)
         after = _counts(graph, ctx)
         ctx.fused = {kind: (count, after[kind]) for kind, count in before.items()}
         return changed
 
-    def _fuse(self, graph: gs.Graph, ctx: PassContext) -> bool:
+    def _fuse_by_hand(self, graph: gs.Graph, ctx: PassContext, buckets: Mapping[str, int]) -> bool:
+        """Joins the reductions of gradients whose parameters the strategy puts into one bucket;
+        those in bucket 0, and all others, stay apart."""
+        own = _wanted(graph, ctx)
+        found = {node.name: node.name for node in graph.nodes}
+        numbered = {name: (own.get(name), bucket) for name, bucket in buckets.items() if bucket}
+        mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
+        return fuse_collectives(graph, mesh, sys.maxsize, sizes, {**found, **numbered})
+
+    def _fuse(self, graph: gs.Graph, ctx: PassContext, apart: Collection[str]) -> bool:
+        """Joins collectives as `by` says, except the nodes in `apart`."""
         costs, sizes = ctx.sharding.costs, ctx.choices.bytes
-        wanted: Mapping[str, object] = _wanted(graph, ctx)
+        wanted: Mapping[str, object] = {**_wanted(graph, ctx), **{n: n for n in apart}}
         first: set[str] = set()
         limit = self.bucket_bytes
         if self.by == "cost":
@@ -135,6 +148,18 @@ def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
     step, kinds = ctx.model.step, (*REDUCTIONS, *PARTS)
     nodes = nodes_of_run(graph, step.evaluation if step is not None else ())
     return Counter(node.op for node in nodes if is_reshard(node) and node.op in kinds)
+
+
+def _buckets(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
+    """Returns the bucket of each reduction of a gradient for which the strategy gives one, by node.
+    Errors: StrategyError."""
+    shard = ctx.request.strategy.shard if ctx.request.strategy is not None else {}
+    step = ctx.model.step
+    found = fusion_buckets(shard, list(step.gradients) if step is not None else [])
+    if step is None or not found:
+        return {}
+    of = gradient_reductions(graph, step.gradients)
+    return {node: found[parameter] for node, parameter in of.items() if parameter in found}
 
 
 def _by_index(

@@ -24,6 +24,7 @@ from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.dimension_text import axis_names
 from onnxpar.strategy.entries import annotations_of
+from onnxpar.strategy.mindspore_keys import axes_in
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
@@ -197,7 +198,7 @@ def requested_axes(strategy: Strategy) -> tuple[str, ...]:
     """The axes that the entries of a strategy name, once each."""
     entries: list[object] = list(strategy.tensors.values())
     for entry in strategy.shard.values():
-        entries += entry.values() if isinstance(entry, Mapping) else [entry]
+        entries += axes_in(entry) if isinstance(entry, Mapping) else [entry]
     return tuple(dict.fromkeys(name for entry in entries for name in axis_names(entry)))
 
 

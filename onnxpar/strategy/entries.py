@@ -16,6 +16,7 @@ from onnxpar.rules.notation import expr_vars
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.dimension_text import is_cut, named_axis, read_split, read_splits
+from onnxpar.strategy.mindspore_keys import has_keys, plain_entry
 from onnxpar.strategy.spread import leaf_count, spread_dim
 from onnxpar.strategy.strategy import NodeAnnotation, Strategy, TensorAnnotation, with_co_sharded
 
@@ -106,6 +107,8 @@ def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list
 
 def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> NodeAnnotation:
     what = f"{op.node.op} '{op.node.name}'"
+    if has_keys(entry):
+        entry = plain_entry(op, entry, sharding.mesh, what)
     if isinstance(entry, Mapping):
         return _factor_annotation(op, entry, sharding, what)
     if not isinstance(entry, Sequence) or isinstance(entry, str):
