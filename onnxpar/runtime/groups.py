@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import secrets
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
@@ -29,11 +30,14 @@ _names = itertools.count()
 
 def library_path() -> Path:
     """Returns the path of the custom-op library, for `SessionOptions.register_custom_ops_library`.
-    Errors: RankError if it is not built."""
-    path = Path(str(files("onnxpar") / "native" / _LIBRARY))
-    if not path.exists():
-        raise RankError(f"{_LIBRARY} is not built; install onnxpar (pip install .), or run cmake")
-    return path
+    A source folder from which this package is imported, because Python runs there, has no library;
+    then it is that of the installed package. Errors: RankError if there is none."""
+    own = Path(str(files("onnxpar")))
+    for package in (own, *(Path(entry, "onnxpar") for entry in sys.path)):
+        path = package / "native" / _LIBRARY
+        if path.exists():
+            return path
+    raise RankError(f"{own} has no {_LIBRARY}; install onnxpar (pip install {own.parent})")
 
 
 class World(Closing):

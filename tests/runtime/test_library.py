@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from committed import MODELS
 
+import onnxpar
 from onnxpar.errors import RankError
 from onnxpar.runtime import groups
 
@@ -52,3 +58,30 @@ def test_the_plugin_of_another_version(use: Callable[[Path], None], tmp_path: Pa
         RankError, match=r"is from another version of onnxpar: .*onnxpar_world_renew"
     ):
         groups.thread_worlds(1)
+
+
+def test_a_source_folder_uses_the_library_of_the_installed_package(tmp_path: Path) -> None:
+    """A program that runs in a checkout imports the checkout, and so do its ranks."""
+    source = Path(onnxpar.__file__).parent
+    built = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(source, tmp_path / "onnxpar", ignore=built)
+    program = (
+        "import onnxpar, sys\n"
+        "assert onnxpar.__file__.startswith(sys.argv[2]), onnxpar.__file__\n"
+        "onnxpar.shard(sys.argv[1], 'm.par', devices=2, preset='data-parallel')\n"
+        "with onnxpar.InferenceSession('m.par') as session:\n"
+        "    print(len(session.get_outputs()))\n"
+    )
+    arguments = ["-c", program, str(MODELS / "gpt2.dynamo.static.onnx"), str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(groups, "files", lambda name: tmp_path / name)
+    monkeypatch.setattr(sys, "path", [])
+    message = f"{tmp_path / 'onnxpar'} has no libonnxpar_ops.so; install onnxpar (pip install "
+    with pytest.raises(RankError, match=re.escape(message)):
+        groups.library_path()
