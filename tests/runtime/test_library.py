@@ -63,6 +63,8 @@ def test_the_plugin_of_another_version(use: Callable[[Path], None], tmp_path: Pa
 def test_a_source_folder_uses_the_library_of_the_installed_package(tmp_path: Path) -> None:
     """A program that runs in a checkout imports the checkout, and so do its ranks."""
     source = Path(onnxpar.__file__).parent
+    if "site-packages" not in source.parts:
+        pytest.skip("Python finds a package that is installed in place before any folder")
     built = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(source, tmp_path / "onnxpar", ignore=built)
     program = (
