@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ class Request:
 
     about: str
     work: Callable[[], Any]
+    started: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Records on the timeline that the work has started."""
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -62,10 +65,7 @@ class Cycles:
 
     def submit(self, works: Sequence[Callable[[], Any]], kind: str, name: str) -> list[Future[Any]]:
         """Starts collectives, and returns a handle for each."""
-        requests = [
-            Request(str(work) if isinstance(work, Reduce) else f"{kind or 'call'} {name!r}", work)
-            for work in works
-        ]
+        requests = [self._request(work, kind, name) for work in works]
         with self._changed:
             if self._stopped or self._joining:
                 why = "has called join" if self._joining else "has left the others"
@@ -73,6 +73,15 @@ class Cycles:
             self._pending += requests
             self._changed.notify()
         return [request.future for request in requests]
+
+    def _request(self, work: Callable[[], Any], kind: str, name: str) -> Request:
+        reduces = isinstance(work, Reduce)
+        about = str(work) if reduces else f"{kind or 'call'} {name!r}"
+        timeline = self._members.communicator.timeline
+        if timeline is None or not kind:
+            return Request(about, work)
+        tensor = work.name if isinstance(work, Reduce) else name
+        return Request(about, work, timeline.queued("ALLREDUCE" if reduces else kind, [tensor]))
 
     def join(self) -> int:
         """Lets this rank contribute zeros until all ranks have called join; returns the last."""
@@ -202,13 +211,18 @@ class Cycles:
             )
             return
         try:
-            request.future.set_result(request.work())
+            with request.started():
+                result = request.work()
+            request.future.set_result(result)
         except Exception as error:  # the caller raises it
             request.future.set_exception(error)
 
     def _execute_together(self, works: Sequence[Any], requests: Sequence[Request]) -> int:
         """Returns the number of bytes of the allreduces."""
-        results, buffers = reduced_together(self._members, works, self._knobs[0])
+        with ExitStack() as stack:
+            for request in requests:
+                stack.enter_context(request.started())
+            results, buffers = reduced_together(self._members, works, self._knobs[0])
         self.buffers += buffers
         for request, work, result in zip(requests, works, results, strict=True):
             try:

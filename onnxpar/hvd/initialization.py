@@ -88,10 +88,12 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Ends the timeline and closes its file, after all work that was started."""
+    """Ends the timeline and closes its file; without cycles, after all work that was started."""
     here = current()
     if here.timeline is not None:
-        here.ordered(here.timeline.close)
+        if here.cycles is None:  # with them, only what all ranks start can wait its turn
+            here.ordered(here.timeline.close)
+        here.timeline.close()
         here.timeline = None
 
 

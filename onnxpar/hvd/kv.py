@@ -214,7 +214,7 @@ class KVStore:
             barrier()
 
     def _ordered(self, work: Callable[[], Any]) -> Any:
-        return self._members.communicator.ordered(work)
+        return work() if self.num_workers == 1 else self._members.communicator.ordered(work)
 
     def _first(self, key: Key, array: Array) -> Array:
         return collectives.broadcast(self._members.world, array, 0, f"init {key}")

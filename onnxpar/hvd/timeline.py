@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,19 +42,29 @@ class Timeline:
     def recorded(self, work: Callable[[], T], kind: str, names: Sequence[str]) -> Callable[[], T]:
         """Returns `work` with events of its tensors: QUEUE from now until it starts, then
         `kind`."""
+        started = self.queued(kind, names)
+
+        def run() -> T:
+            self.mark_cycle()
+            with started():
+                return work()
+
+        return run
+
+    def queued(self, kind: str, names: Sequence[str]) -> Callable[[], AbstractContextManager[None]]:
+        """Records that tensors wait from now on; a `with` block of what the result returns ends
+        the wait, and is recorded as `kind`."""
         with self._lock:
             if not any(names):
                 names = [f"{kind.lower()}.noname.{self._unnamed}"]
                 self._unnamed += 1
         self._all(names, "B", QUEUE)
 
-        def run() -> T:
+        def started() -> AbstractContextManager[None]:
             self._all(names, "E", QUEUE)
-            self.mark_cycle()
-            with self.span(names, kind):
-                return work()
+            return self.span(names, kind)
 
-        return run
+        return started
 
     def mark_cycle(self) -> None:
         """Marks the start of a piece of work, or of a cycle, if the timeline shows them."""

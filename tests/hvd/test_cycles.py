@@ -3,6 +3,7 @@ separate calls; join; and the search for the best threshold and cycle time."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,33 @@ def test_ranks_take_the_values_of_rank_0(tmp_path: Path, monkeypatch: pytest.Mon
     rows = [tuple(map(float, r.split(",")))[:2] for r in log.read_text().splitlines()[1:]]
     assert rows[:3] == [(1.0, 64.0), (5.0, 4.0), (50.0, 32.0)]
     assert rows[3] in rows[:3] and (first[1], first[0] / MEBIBYTE) == rows[3]
+
+
+def test_a_timeline_of_cycles(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+
+    def body() -> None:
+        hvd.init(cycle_time_ms=5)
+        hvd.start_timeline(str(file), mark_cycles=True)
+        hvd.grouped_allreduce([np.ones(2), np.ones(3)], name="g")
+        hvd.allgather(np.ones(2), name="rows")
+        hvd.stop_timeline()
+
+    hvd.run_on_threads(body, 2)
+    events = json.loads(file.read_text())
+    about = [e for e in events if e["name"] == "process_name" and e["pid"]]
+    of = {
+        each["args"]["name"]: [
+            e["name"] for e in events if e["pid"] == each["pid"] and e["ph"] == "B"
+        ]
+        for each in about
+    }
+    inside = ["QUEUE", "ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "GLOO_ALLREDUCE"]
+    assert of == {"g.0": inside, "g.1": inside, "rows": ["QUEUE", "ALLGATHER"]}
+    for each in about:
+        phases = [e["ph"] for e in events if e["pid"] == each["pid"] and "ts" in e]
+        assert phases.count("B") == phases.count("E")
+    assert any(e["name"] == "CYCLE_START" for e in events)
 
 
 def test_numbers_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,21 @@ def test_two_bit_compression(ranks: int) -> None:
                 np.testing.assert_allclose(mine[name], theirs[name], atol=1e-12, err_msg=str(step))
 
 
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_stores_of_ranks_with_cycles(kind: str) -> None:
+    def body() -> float:
+        hvd.init(cycle_time_ms=1)
+        store = kv.create(kind)
+        for step in range(1 + (kind == "local") * hvd.rank()):
+            store.init(f"w{step}", np.zeros(2))
+            store.push(f"w{step}", np.full(2, 1.0 + hvd.rank()))
+        hvd.barrier()
+        return float(store.pull("w0")[0])
+
+    expected = {"local": [1.0, 2.0], "dist_sync": [3.0, 3.0]}[kind]
+    assert hvd.run_on_threads(body, 2) == expected
+
+
 def test_what_is_refused() -> None:
     def body() -> None:
         store = kv.create("dist_device_sync")
