@@ -22,7 +22,7 @@ import numpy as np
 import onnxpar.hvd as hvd
 
 folder, victim, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-hvd.init(process_sets=[hvd.ProcessSet([0, 1])], timeout=60)
+hvd.init(process_sets=[hvd.ProcessSet([0])], timeout=60)
 rank = hvd.rank()
 random = np.random.default_rng([9, rank])  # every process begins elsewhere
 params = {"w": random.standard_normal(3)}
@@ -70,7 +70,7 @@ def start(folder: Path, rank: int, ranks: int, *arguments: object) -> subprocess
     return subprocess.Popen(command, env={**kept, **variables})
 
 
-def run(folder: Path, victim: int, how: str, ranks: int = 3) -> list[dict[str, Any]]:
+def run(folder: Path, victim: int, how: str, ranks: int = 2) -> list[dict[str, Any]]:
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
     processes = [start(folder, rank, ranks, victim, how) for rank in range(ranks)]
@@ -93,18 +93,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def test_an_undisturbed_run(undisturbed: list[dict[str, Any]]) -> None:
     for found in undisturbed:
         assert found["resets"] == [] and found["step"] == 12 and found["result"] == "done"
-        assert found["w"] == undisturbed[0]["w"] and found["left"] == 24
+        assert found["w"] == undisturbed[0]["w"] and found["left"] == 36
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("how", ["disagree", "kill"])
+@pytest.mark.parametrize("how,victim", [("disagree", 1), ("kill", 0), ("kill", 1)])
 def test_ranks_go_on_from_the_last_commit(
-    undisturbed: list[dict[str, Any]], victim: int, how: str, tmp_path: Path
+    undisturbed: list[dict[str, Any]], how: str, victim: int, tmp_path: Path
 ) -> None:
     found = run(tmp_path / "run", victim, how)
     for rank, each in enumerate(found):
-        assert each["w"] == undisturbed[0]["w"] and each["step"] == 12 and each["left"] == 24
-        assert each["resets"] == ([] if how == "kill" and rank == victim else [3])
+        assert each["w"] == undisturbed[0]["w"] and each["step"] == 12 and each["left"] == 36
+        assert each["resets"] == ([] if how == "kill" and rank == victim else [2])
         assert each["calls"] == [0, 6]  # the call before the failure was committed, this one is not
 
 
