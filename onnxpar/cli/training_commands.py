@@ -53,6 +53,7 @@ def grad(args: argparse.Namespace) -> int:
         LossScale.parse(args.loss_scale, args.precision),
         args.recompute,
         args.lazy,
+        args.recompute_nodes,
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate

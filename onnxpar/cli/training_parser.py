@@ -120,6 +120,14 @@ def _add_step(to: argparse.ArgumentParser) -> None:
         "keeping them",
     )
     to.add_argument(
+        "--recompute-nodes",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="compute the results of these nodes again, such as '/layers.*/mlp/*', instead of "
+        "--recompute, which chooses among all nodes. Results that other nodes read are kept",
+    )
+    to.add_argument(
         "--accumulate",
         type=int,
         default=1,

@@ -41,8 +41,8 @@ def _check_fusion(value: Any) -> None:
 def _check_recompute(value: Any) -> None:
     if value is not False:
         raise StrategyError(
-            "the step decides what is recomputed, for the whole network: give `onnxpar grad "
-            "--recompute`, and leave this out"
+            "the training step decides what is recomputed: give `onnxpar grad --recompute-nodes "
+            "GLOB`, and leave this out"
         )
 
 

@@ -47,6 +47,7 @@ def grad(
     precision: str | None = None,
     loss_scale: str | None = None,
     recompute: bool = False,
+    recompute_nodes: Sequence[str] = (),
     clip_norm: float | None = None,
     accumulate: int = 1,
     untie: bool = False,
@@ -76,6 +77,8 @@ def grad(
     precision   float16 or bfloat16: the dtype in which the model computes; parameters keep theirs
     loss_scale  factor of the loss: "dynamic" (the default with float16), a number, or "none"
     recompute   True to compute activations again in the backward pass instead of keeping them
+    recompute_nodes  globs of nodes whose results are computed again, instead of a choice among all;
+                those that other nodes read are kept
     clip_norm   the largest norm over all gradients together; larger gradients are scaled down
     accumulate  number of micro-batches in a step; each has the model's batch size
     untie       True to give each node that reads a shared scale or bias vector its own copy
@@ -110,6 +113,7 @@ def grad(
         LossScale.parse(loss_scale, precision),
         recompute,
         lazy,
+        recompute_nodes,
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)

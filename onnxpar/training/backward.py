@@ -28,7 +28,7 @@ from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.losses import Targets, add_loss
 from onnxpar.training.precision import lower_precision
 from onnxpar.training.program import Program
-from onnxpar.training.recompute import find_blocks, recompute
+from onnxpar.training.recompute import Block, find_blocks, named_blocks, recompute
 from onnxpar.training.rewrite import as_constant
 
 LOSS = "loss"
@@ -52,6 +52,7 @@ class LossOptions:
     scale       factor of the loss; gradients are divided by it again
     recompute   True to compute activations again in the backward pass instead of keeping them
     lazy        globs of tables of which a step updates only the rows that it looks up
+    recompute_nodes  globs of nodes to compute again, instead of a choice among all
     """
 
     loss: str
@@ -65,6 +66,20 @@ class LossOptions:
     scale: LossScale | None = None
     recompute: bool = False
     lazy: Sequence[str] = ()
+    recompute_nodes: Sequence[str] = ()
+
+    def blocks(
+        self, nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
+    ) -> list[Block]:
+        """Returns the blocks of a forward pass that are computed again. Errors: StrategyError."""
+        if self.recompute_nodes:
+            if self.recompute:
+                raise StrategyError(
+                    "--recompute and --recompute-nodes: give only one of them; --recompute chooses "
+                    "among all nodes"
+                )
+            return named_blocks(nodes, parameters, self.recompute_nodes)
+        return find_blocks(nodes, parameters, loss) if self.recompute else []
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     if scale is not None:
         share = scale.cast(loss.dtype) * share
     lazy = lazy_lookups(weights.trained, options.lazy, parameters)
-    values, rows = _add_gradients(graph, loss.tensor, share, parameters, options.recompute, lazy)
+    values, rows = _add_gradients(graph, loss.tensor, share, parameters, options, lazy)
     weights = _settle_lost(graph, weights, values, parts)
     parameters = [p for p in parameters if p.name in values]
     of_rows = [value for each in rows.values() for value in (each.indices, each.slots)]
@@ -150,7 +165,7 @@ def _add_gradients(
     loss: gs.Tensor,
     seed: Value,
     parameters: list[gs.Variable],
-    recomputes: bool,
+    options: LossOptions,
     lazy: Mapping[str, list[gs.Node]],
 ) -> tuple[dict[str, Value], dict[str, Rows]]:
     """Appends the gradients of `loss`, times `seed`, and returns them by parameter, without
@@ -158,7 +173,7 @@ def _add_gradients(
     table; also returns the rows of these tables. Errors: StrategyError."""
     forward = len(graph.nodes)
     names = [p.name for p in parameters]
-    blocks = find_blocks(needed(graph, [loss.name]), names, loss.name) if recomputes else []
+    blocks = options.blocks(needed(graph, [loss.name]), names, loss.name)
     ends = [block.after for block in blocks]
     dense = [p for p in parameters if p.name not in lazy]
     looked_up = [node.outputs[0] for nodes in lazy.values() for node in nodes]

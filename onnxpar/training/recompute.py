@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 
 import onnx_graphsurgeon as gs
@@ -14,17 +15,24 @@ from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.value import Value
 from onnxpar.ir.clone import clone_nodes, needed
 from onnxpar.ir.gates import add_gate
+from onnxpar.ir.subgraphs import captured
 from onnxpar.ir.tensors import shape_bytes
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes of a forward pass that read a single activation, `before`, and compute a
-    single activation that later nodes read, `after`."""
+    """Nodes of a forward pass that are computed again.
+
+    before  the tensors that they read, except parameters and constants
+    after   an activation that other nodes read; once its gradient is known, the nodes are computed
+            again
+    kept    the names of the results that stay in memory, `after` among them
+    """
 
     nodes: list[gs.Node]
-    before: gs.Tensor
+    before: tuple[gs.Tensor, ...]
     after: gs.Tensor
+    kept: frozenset[str]
 
 
 def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str) -> list[Block]:
@@ -52,10 +60,79 @@ def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
         key=lambda cut: _cost(cut, ends, total),
     )
     return [
-        Block(list(nodes[a + 1 : b + 1]), ends[a], ends[b])
+        Block(list(nodes[a + 1 : b + 1]), (ends[a],), ends[b], frozenset((ends[b].name,)))
         for a, b in pairwise(cuts)
         if ends[b].name != loss
     ]
+
+
+def named_blocks(
+    nodes: Sequence[gs.Node], parameters: Collection[str], patterns: Sequence[str]
+) -> list[Block]:
+    """Returns a block for each connected group of the nodes of a forward pass whose names match one
+    of the globs. The results that other nodes read are kept. Errors: StrategyError if a glob
+    matches nothing, or if all groups together have no other results."""
+    for pattern in patterns:
+        if not any(fnmatchcase(node.name, pattern) for node in nodes):
+            some = ", ".join(repr(node.name) for node in nodes[:3])
+            raise StrategyError(
+                f"--recompute-nodes {pattern!r} matches no node; there are {some} ..."
+            )
+    active = reached_from(nodes, parameters) - set(parameters)
+    # The last node computes the loss, whose gradient is given: nothing could wait for it.
+    chosen = [n for n in nodes[:-1] if any(fnmatchcase(n.name, pattern) for pattern in patterns)]
+    blocks = [
+        block
+        for group in _connected(chosen)
+        if (block := _block(group, nodes, active, parameters)) is not None
+    ]
+    if not blocks:
+        raise StrategyError(
+            f"--recompute-nodes {', '.join(patterns)}: other nodes read every result of these "
+            "nodes, so all results are kept; name the nodes after them, too"
+        )
+    return blocks
+
+
+def _connected(nodes: Sequence[gs.Node]) -> list[list[gs.Node]]:
+    """Divides nodes into groups that are connected by tensors, in their order."""
+    group_of: dict[str, list[gs.Node]] = {}
+    groups: list[list[gs.Node]] = []
+    for node in nodes:
+        found = {id(g): g for t in node.inputs if (g := group_of.get(t.name)) is not None}
+        own = [other for group in found.values() for other in group] + [node]
+        groups = [g for g in groups if id(g) not in found] + [own]
+        group_of.update((t.name, own) for other in own for t in other.outputs)
+    place = {id(node): i for i, node in enumerate(nodes)}
+    return [sorted(group, key=lambda node: place[id(node)]) for group in groups]
+
+
+def _block(
+    group: list[gs.Node],
+    nodes: Sequence[gs.Node],
+    active: Collection[str],
+    parameters: Collection[str],
+) -> Block | None:
+    """Returns the block of a group of nodes; None if other nodes read all its results. The gradient
+    of the last result that others read depends on no node of the group, so the group can wait for
+    it."""
+    inside = {id(node) for node in group}
+    made = [t for node in group for t in node.outputs if t.name]
+    names = {t.name for t in made}
+    ends = nodes[-1].outputs  # the loss
+    outside = {t.name for node in nodes if id(node) not in inside for t in node.inputs}
+    outside |= {t.name for t in ends} | {t.name for node in nodes for t, _, _ in captured(node)}
+    kept = frozenset(names & outside)
+    last = [t for t in made if t.name in kept and t.name in active]
+    if kept == names or not last:
+        return None
+    read = {t.name: t for node in group for t in node.inputs if t.name not in names}
+    before = [
+        t
+        for name, t in read.items()
+        if name and name not in parameters and not isinstance(t, gs.Constant)
+    ]
+    return Block(group, tuple(before), last[-1], kept)
 
 
 def _single(nodes: Sequence[gs.Node], active: Collection[str]) -> dict[int, gs.Tensor]:
@@ -114,16 +191,20 @@ def recompute(
     makers = {id(t): node for node in backward for t in node.outputs}
     added: dict[int, list[gs.Node]] = {}
     for number, block in enumerate(blocks):
-        inside = {id(t): t for node in block.nodes for t in node.outputs if t is not block.after}
+        made = [t for node in block.nodes for t in node.outputs]
+        inside = {id(t): t for t in made if t.name not in block.kept}
         readers = [n for n in backward if any(id(t) in inside for t in n.inputs)]
         if not readers:
             continue
         gate, name = f"block.{number}", f"recompute/block.{number}"
         graph.nodes = []
         opened = add_gate(graph, gate, f"{name}/gradient", gradients[block.after.name].tensor)
-        again = add_gate(graph, gate, f"{name}/start", block.before)
+        again = {
+            id(t): add_gate(graph, gate, f"{name}/start{f'.{i}' if i else ''}", t)
+            for i, t in enumerate(block.before)
+        }
         read = needed(gs.Graph(block.nodes), {t.name for n in readers for t in n.inputs})
-        copies, tensors = clone_nodes(read, f"{name}/", {id(block.before): again})
+        copies, tensors = clone_nodes(read, f"{name}/", again)
         opener = makers[id(gradients[block.after.name].tensor)]
         added.setdefault(id(opener), []).extend([*graph.nodes, *copies])
         for node in backward:

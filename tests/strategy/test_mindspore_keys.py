@@ -108,7 +108,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("w1", {"manual_split": [10, 9]}, "20"),
     ("w2", {"manual_split": [3, 3]}, "is for a Gather"),
     ("w1", {"primitive_target": "Ascend"}, "ranks run on CPUs"),
-    ("w1", {"recompute": True}, "onnxpar grad --recompute"),
+    ("w1", {"recompute": True}, "onnxpar grad --recompute-nodes"),
     ("w1", {"comm_fusion": -1}, "bucket from 1"),
     ("w1", {"comm_fusion": 1}, "parameters of a training step"),
     ("w1", {"manual_split": [10, 10], "in_strategy": [[2, 1], [1, 1]]}, "split the same node"),

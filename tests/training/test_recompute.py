@@ -88,3 +88,47 @@ def test_a_model_without_blocks(tmp_path: Path) -> None:
     { p = Mul(x, w)  c = ReduceSum<keepdims = 0>(p) }"""
     with pytest.raises(StrategyError, match="--recompute: the model cannot be cut into blocks"):
         write_step(text, tmp_path, "c", recompute=True)
+
+
+TWO = """two (float[8,6] x, float[6,9] w0, float[9,9] w1, float[9,9] w2, float[9,5] w3)
+=> (float[8,5] y)
+{ a = MatMul(x, w0)  b = Tanh(a)  c = Sigmoid(b)  d = MatMul(b, w1)  e = Tanh(d)  f = Mul(e, c)
+  g = Tanh(f)  h = MatMul(g, w2)  i = Tanh(h)  j = Add(i, f)  y = MatMul(j, w3) }"""
+
+
+@pytest.mark.parametrize(
+    "globs,again,kept",
+    [
+        (["Tanh_e", "Mul_f"], {"Tanh_e"}, {"Mul_f"}),
+        (["Tanh_b", "Sigmoid_c", "MatMul_d", "Tanh_e"], {"Tanh_b"}, {"Sigmoid_c", "Tanh_e"}),
+        (["MatMul_*", "Tanh_*"], {"Tanh_g"}, {"Tanh_b", "Tanh_e", "Tanh_i", "Mul_f"}),
+        (["*"], {"Tanh_b", "Tanh_i", "Mul_f"}, set()),
+    ],
+)
+def test_named_nodes_are_computed_again(
+    globs: list[str], again: set[str], kept: set[str], tmp_path: Path
+) -> None:
+    """What only they read; also where a group has several results, and is left and entered again.
+    The numbers stay the same, and no node waits for what comes from it."""
+    (tmp_path / "again").mkdir()
+    first = write_step(TWO, tmp_path, optimizer="adam")
+    second = write_step(TWO, tmp_path / "again", optimizer="adam", recompute_nodes=globs)
+    copies = {n.name.split("/")[-1] for n in onnx.load(second).graph.node if "recompute/" in n.name}
+    assert again <= copies and not kept & copies
+    feeds = [batch("deep") for _ in range(3)]
+    (a, _), (b, _) = (run_unsplit(path, feeds, [0.01] * 3) for path in (first, second))
+    for x, y in zip(a, b, strict=True):
+        for name in x:
+            np.testing.assert_allclose(y[name], x[name], rtol=1e-6, atol=1e-9, err_msg=name)
+    check_training(second, "data-parallel 2", 2)
+
+
+def test_named_nodes_that_cannot_be_computed_again(tmp_path: Path) -> None:
+    for globs, words in (
+        (["nope"], "'nope' matches no node; there are 'MatMul_a'"),
+        (["Mul_f"], "other nodes read every result"),
+    ):
+        with pytest.raises(StrategyError, match=words):
+            write_step(TWO, tmp_path, recompute_nodes=globs)
+    with pytest.raises(StrategyError, match="give only one of them"):
+        write_step(TWO, tmp_path, recompute=True, recompute_nodes=["*"])
