@@ -25,6 +25,7 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.dump import Dump
 from onnxpar.pipeline.named_passes import run_named
 from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
 from onnxpar.pipeline.plugins import load_plugin
 from onnxpar.pipeline.run_passes import Watch
@@ -72,6 +73,7 @@ def shard(
     Errors: OnnxparError, which names the cause and the remedy; nothing is left half-written.
     """
     asked = timed(options_of(options, "shard"), time_passes)
+    refuse_overwriting({**options, "model": model, "save_strategy": save_strategy, "dump": dump})
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
@@ -97,6 +99,9 @@ def make_plan(
     also written to the file `html` if it is given. Errors: OnnxparError.
     """
     asked = timed(options_of(options, "plan"), time_passes)
+    refuse_overwriting(
+        {**options, "model": model, "save_strategy": save_strategy, "dump": dump, "html": html}
+    )
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
         shown, watch = watched(asked, saver, dump)
@@ -113,6 +118,7 @@ def annotate(model: Source, output: File, **options: Unpack[LayoutOptions]) -> P
     """Writes the model with its plan as ONNX's multi-device annotations, which `shard` can read.
     Errors: OnnxparError."""
     asked = options_of(options, "annotate", LayoutOptions)
+    refuse_overwriting({**options, "model": model, "output": output})
     with model_file(model) as path:
         return pipeline.annotate(path, Path(output), asked)
 
@@ -125,8 +131,8 @@ def check(
     seed: int = 0,
     each: bool = False,
     train: bool = False,
-    steps: int = 50,
-    lr: float = 0.01,
+    steps: int | None = None,
+    lr: float | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     timeout: float = 60.0,
@@ -138,8 +144,8 @@ def check(
 
     inputs   an .npz file, or arrays by input name; missing inputs are random, by `seed`
     each     compare every tensor that both models have, and name the first one that differs
-    train    for a training step: take `steps` steps at the learning rate `lr`, and compare the
-             losses and the parameters
+    train    for a training step: take `steps` steps (default 50) at the learning rate `lr`
+             (default 0.01), and compare the losses and the parameters
     rtol     allow each element to differ by `atol + rtol * abs(reference)`, like numpy.allclose;
              without both, the tolerance depends on the dtype and is relative to the largest element
     atol     see `rtol`
@@ -166,6 +172,7 @@ def candidates(
     Errors: OnnxparError, also if no strategy applies.
     """
     asked = options_of(options, "candidates")
+    refuse_overwriting({**options, "model": model, "html": html})
     with model_file(model) as path:
         return compare_strategies(path, asked, html)
 
@@ -219,6 +226,7 @@ def opt(
     Errors: OnnxparError.
     """
     asked = timed(options_of(options, "opt", LayoutOptions), time_passes)
+    refuse_overwriting({**options, "model": model, "output": output, "dump": dump})
     texts: list[str] = []
     with model_file(model) as path:
         run_named(path, asked, passes, print_after, dump, output, texts.append)

@@ -35,7 +35,12 @@ class StrategyError(OnnxparError):
 
 
 class SizeError(StrategyError):
-    """A strategy that is impossible for the sizes of a model; other sizes may allow it."""
+    """A strategy that is impossible for the size of a dimension; at another size it may be
+    possible."""
+
+    def __init__(self, message: str, size: int) -> None:
+        super().__init__(message)
+        self.size = size
 
 
 class OpenSizesError(StrategyError):

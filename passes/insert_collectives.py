@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.compiler.pass_ import LAYOUTS, Pass, PassContext, Stage
+from onnxpar.compiler.pass_ import LAYOUTS, PROPAGATED, Pass, PassContext, Stage
 from onnxpar.errors import StrategyError
 from onnxpar.ir.reshards import Reshard, reshard_node
 from onnxpar.ir.subgraphs import captured, constants, is_random
@@ -29,7 +29,7 @@ from onnxpar.strategy.strategy import TensorAnnotation
 class InsertCollectives(Pass):
     """Turn every layout mismatch into explicit collectives and local slices.
 
-    Requires axes for every dimension that is to be split. Ensures that `ctx.layouts` holds the
+    Requires the propagated layouts (propagate-layouts). Ensures that `ctx.layouts` holds the
     layout of each tensor, and that each node's operands have the layout that its rule needs. Shapes
     stay global: a reshard node is an identity in the global program.
 
@@ -57,6 +57,7 @@ class InsertCollectives(Pass):
 
     name: ClassVar[str] = "insert-collectives"
     stage = Stage.LOWER
+    requires = (PROPAGATED,)
     ensures = (LAYOUTS,)
     excludes = (LAYOUTS,)
     plan_after = True

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
+from onnxpar.compiler.pass_ import ANNOTATIONS, PROPAGATED, Pass, PassContext, Stage
 from onnxpar.layout.mesh import Axes
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
@@ -49,6 +49,7 @@ class PropagateLayouts(Pass):
     name: ClassVar[str] = "propagate-layouts"
     stage = Stage.DECIDE
     requires = (ANNOTATIONS,)
+    ensures = (PROPAGATED,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         sharding = ctx.sharding

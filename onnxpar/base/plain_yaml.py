@@ -40,12 +40,26 @@ def parse(text: str) -> Any:
         return loader.construct_document(node)
     except (yaml.YAMLError, OverflowError, KeyError) as error:
         # `!!bool x` raises a KeyError.
-        raise ValueError(f"not YAML: {error}") from None
+        raise ValueError(f"not YAML: {_mistake(error)}") from None
     except RecursionError:
         raise ValueError("its lists and mappings are nested too deeply") from None
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _mistake(error: Exception) -> str:
+    """The line and column of a mistake, and what is wrong there."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        context = f" {error.context}" if error.context else ""
+        return f"{_place(error.problem_mark)}: {error.problem}{context}"
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"character {error.position + 1} is {error.character!r}, which YAML does not allow"
+    return str(error)
+
+
+def _place(mark: yaml.Mark) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _check_size(root: yaml.Node) -> None:
@@ -56,7 +70,7 @@ def _check_size(root: yaml.Node) -> None:
 
     def size(node: yaml.Node) -> int:
         if id(node) in open_nodes:
-            raise ValueError(f"an alias is part of what it refers to,{node.start_mark}")
+            raise ValueError(f"{_place(node.start_mark)}: an alias is part of what it refers to")
         if id(node) not in sizes:
             open_nodes.add(id(node))
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()

@@ -51,8 +51,10 @@ def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> fl
 
 
 def text_of(value: float, unit: str) -> str:
-    """The text of a quantity, with six digits: 52.3e-6 s is `52.3 us`."""
+    """The text of a quantity, with six digits: 52.3e-6 s is `52.3 us`. Bytes are rounded to a whole
+    number."""
     prefixes = _SMALL if unit == "s" else _LARGE
     fitting = [p for p in prefixes if value >= _SCALES[p]]
     prefix = fitting[-1] if fitting else prefixes[0]
+    value = round(value) if unit == "B" and not prefix else value
     return f"{value / float(_SCALES[prefix]):.6g} {prefix}{unit}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -20,10 +21,13 @@ from onnxpar.checking.compare_training import compare_training, judge_compressed
 from onnxpar.checking.replicas import compare_replicas, compare_trained_replicas
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.ranges import Range, integer_ranges
-from onnxpar.errors import InputError, ModelError
+from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.files.own_folder import OwnFolder
+from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import dim_axes
+from onnxpar.load.load import read_proto
 from onnxpar.manual.manual import MANUAL
+from onnxpar.model.interchange import header_of
 from onnxpar.open_sizes.cache_sizes import settled
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
@@ -31,13 +35,16 @@ from onnxpar.pipeline.context import load_model
 from onnxpar.pipeline.options import Options
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.checks import check_array
+from onnxpar.runtime.checks import check_array, check_timeout
 from onnxpar.runtime.feeds import make_feeds, read_given
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.symbols.symbols import Polynomial
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.trainer import Trainer
+from onnxpar.trainer.rates import check_rate
+from onnxpar.trainer.trainer import Trainer, check_step
 
+STEPS, RATE = 50, 0.01
+"""Default number of steps and learning rate of a check of training."""
 NOTHING = "no output is replicated on several ranks, so there is nothing to compare"
 Inputs = str | os.PathLike[str] | Mapping[str, Any] | None
 """An .npz file, arrays by input name, or None."""
@@ -62,8 +69,8 @@ class Way:
     seed: int = 0
     each: bool = False
     train: bool = False
-    steps: int = 50
-    lr: float = 0.01
+    steps: int | None = None
+    lr: float | None = None
     rtol: float | None = None
     atol: float | None = None
     timeout: float = 60.0
@@ -127,8 +134,7 @@ def _checked(
     if way.train:
         return _check_training(model, options, way)
     exposed = inner_tensors(model) if way.each else ()
-    with OwnFolder() as folder:
-        par = folder / "model.par"
+    with _own_place(model) as par:
         options = replace(options, replicas=True, exposed=exposed)
         tell("sharding")
         made = pipeline.shard(model, par, options, progress)
@@ -165,11 +171,30 @@ def _checked(
     return Check(made, report, made_up=made_up if way.inputs is not None else ())
 
 
+@contextmanager
+def _own_place(model: Path) -> Iterator[Path]:
+    """Yields a path for the sharded model in a temporary folder. Errors name the model instead, as
+    the folder is gone when the user reads them."""
+    with OwnFolder() as folder:
+        par = folder / "model.par"
+        try:
+            yield par
+        except OnnxparError as error:
+            error.args = (str(error).replace(str(par), str(model)), *error.args[1:])
+            raise
+
+
 def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
     """Returns the tolerances that the user gave, if any. Errors: InputError for options that cannot
     be combined."""
     if way.seed < 0:
         raise InputError(f"--seed {way.seed}: must be at least 0")
+    check_timeout(way.timeout)
+    for option, given in (("--steps", way.steps), ("--lr", way.lr)):
+        if given is not None and not way.train:
+            raise InputError(
+                f"{option} {given}: applies to --train only; add that, or leave it out"
+            )
     if way.each and (way.train or is_manual):
         raise InputError(
             "--each compares one run with the unsplit model, but --train and a manual program "
@@ -187,20 +212,24 @@ def _tolerance(way: Way, is_manual: bool) -> Closeness | None:
 def _check_training(model: Path, options: Options, way: Way) -> Check:
     """Checks a training step over many steps; each step starts from the states of the preceding
     one."""
-    if way.steps < 1:
-        raise InputError(f"--steps {way.steps}: must be at least 1")
+    steps = STEPS if way.steps is None else way.steps
+    lr = RATE if way.lr is None else way.lr
+    if steps < 1:
+        raise InputError(f"--steps {steps}: must be at least 1")
+    check_rate(lr)
+    proto = read_proto(model)
+    check_step(Step.of(header_of(proto)), {port.name for port in proto.graph.input}, model)
     is_manual = options.preset == MANUAL
-    with OwnFolder() as folder:
-        par = folder / "step.par"
+    with _own_place(model) as par:
         made = pipeline.shard(model, par, replace(options, replicas=is_manual))
         with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
-            batches = islice(_batches(way, made, trainer), way.steps)
+            batches = islice(_batches(way, made, trainer), steps)
             if is_manual:
-                report = compare_trained_replicas(trainer, batches, way.lr)
+                report = compare_trained_replicas(trainer, batches, lr)
             else:
-                report = compare_training(model, trainer, batches, way.lr)
+                report = compare_training(model, trainer, batches, lr)
     against = "compared with each other" if is_manual else "compared with one rank"
-    title = f"{_trained(made)}\n{way.steps} steps over {made.mesh.size} ranks {against}:"
+    title = f"{_trained(made)}\n{steps} steps over {made.mesh.size} ranks {against}:"
     return Check(made, report, title)
 
 

@@ -15,6 +15,7 @@ from onnxpar.cli.error_line import quiet_ends, report
 from onnxpar.cli.parser import parser
 from onnxpar.errors import OnnxparError
 from onnxpar.files.write_file import cause
+from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.runtime.redirect import report_for_all_ranks
 
 
@@ -42,6 +43,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
     failure: Exception | None = None
     try:
         args = parser().parse_args(argv)
+        refuse_overwriting(vars(args))
         status = int(args.command(args))
     except BrokenPipeError:
         status = 0

@@ -41,6 +41,7 @@ from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.trace_lines import trace_lines
+from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.feeds import read_feeds, write_arrays
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.redirect import redirect_output
@@ -166,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
     if args.repeat < 1:
         raise InputError(f"--repeat {args.repeat}: must be at least 1")
+    check_timeout(args.timeout)
     feeds = read_feeds(args.inputs, input_specs(args.par))
     if args.profile:
         check_place(args.profile)

@@ -7,6 +7,7 @@ from typing import Any
 
 from onnxpar.base.version import versions_text
 from onnxpar.calibration import command as calibration
+from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, training_commands
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.options import (
@@ -181,10 +182,10 @@ def _check(to: Any) -> None:
         "parameters and states; --inputs may have any number of samples then",
     )
     check.add_argument(
-        "--steps", type=int, default=50, metavar="N", help="number of steps of --train; default 50"
+        "--steps", type=int, metavar="N", help=f"number of steps of --train; default {STEPS}"
     )
     check.add_argument(
-        "--lr", type=float, default=0.01, metavar="X", help="learning rate of --train"
+        "--lr", type=float, metavar="X", help=f"learning rate of --train; default {RATE}"
     )
     add_runtime(check)
 

@@ -23,6 +23,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.pipeline.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
+from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.redirect import redirect_output
 from onnxpar.runtime.trace import check_place
@@ -83,6 +84,7 @@ def train(args: argparse.Namespace) -> int:
         args.keep,
         args.resume,
     )
+    check_timeout(args.timeout)
     if args.profile:
         check_place(args.profile)
     with held_by_first(run.checkpoint) as held:

@@ -1,24 +1,40 @@
-"""Adds a remedy to errors about sizes if the model's sizes are open."""
+"""Adds a remedy to errors about open sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import onnx_graphsurgeon as gs
+
 from onnxpar.errors import SizeError
 from onnxpar.load.load import Model
+from onnxpar.open_sizes.open_sizes import OpenSizes
 
 
 @contextmanager
 def at_open_sizes(model: Model) -> Iterator[None]:
-    """Adds to a SizeError which sizes are open, and the --dim that fixes them."""
+    """Adds to a SizeError about an open size which sizes are open, and the --dim that fixes
+    them."""
     try:
         yield
     except SizeError as error:
-        if model.sizes is None:
+        if model.sizes is None or error.size not in _open_values(model.graph, model.sizes):
             raise
         imagined = ", ".join(f"{k}={v}" for k, v in model.sizes.bindings[0].items())
         raise SizeError(
-            f"{error}; if that comes from the model's open sizes (tried here as {imagined}), fix "
-            f"them with {model.sizes.flags}"
+            f"{error}; the model's sizes are open (tried here as {imagined}): fix them with "
+            f"{model.sizes.flags}",
+            error.size,
         ) from None
+
+
+def _open_values(graph: gs.Graph, sizes: OpenSizes) -> set[int]:
+    """The sizes of all open dimensions at the first binding, which no weight has."""
+    tensors, others = graph.tensors(), sizes.graph(1).tensors()
+    return {
+        size
+        for name in tensors.keys() & others.keys()
+        for size, other in zip(tensors[name].shape or (), others[name].shape or (), strict=False)
+        if size != other
+    }

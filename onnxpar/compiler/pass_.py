@@ -110,6 +110,7 @@ class PassContext:
     variants     the graph at the other bindings of open sizes, before passes
     lowered      results of lowering
     fused        number of collectives before and after fuse-all-reduces, by kind; None until it ran
+    facts        the facts that the passes so far have ensured
     """
 
     model: Model
@@ -123,6 +124,7 @@ class PassContext:
     variants: list[Variant] = field(default_factory=list)
     lowered: LoweredState = field(default_factory=LoweredState)
     fused: dict[str, tuple[int, int]] | None = None
+    facts: set[str] = field(default_factory=set)
 
     def fresh(self, name: str) -> str:
         """A tensor name that is not in use yet, made from this one."""
@@ -151,7 +153,8 @@ class Stage(IntEnum):
     WRITE = 3
 
 
-ANNOTATIONS, LAYOUTS, LOCAL, ORDER = "annotations", "layouts", "local nodes", "ordered collectives"
+ANNOTATIONS, PROPAGATED = "annotations", "propagated layouts"
+LAYOUTS, LOCAL, ORDER = "layouts", "local nodes", "ordered collectives"
 FUSED = "fused collectives"
 """Facts that passes require and ensure."""
 

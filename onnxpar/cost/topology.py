@@ -126,11 +126,14 @@ class Topology:
         StrategyError that names the file and the mistake."""
         try:
             text = Path(path).read_text()
-            data = json.loads(text) if text.lstrip().startswith("{") else parse(text)
+            is_json = text.lstrip().startswith("{")
+            data = json.loads(text) if is_json else parse(text)
         except OSError as error:
             raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
+        except json.JSONDecodeError as error:
+            raise StrategyError(f"{path}: not JSON: {error}") from None
         except (ValueError, RecursionError) as error:
-            raise StrategyError(f"{path} is neither YAML nor JSON: {error}") from None
+            raise StrategyError(f"{path}: {error}") from None
         return Topology.of(data, os.fspath(path))
 
     @staticmethod

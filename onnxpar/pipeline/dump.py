@@ -21,7 +21,7 @@ from typing import Any
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.compiler.pass_ import ANNOTATIONS, FUSED, LAYOUTS, Choices, Pass, PassContext, Request
+from onnxpar.compiler.pass_ import Choices, Pass, PassContext, Request
 from onnxpar.compiler.text import graph_text
 from onnxpar.cost.cost import Costs
 from onnxpar.errors import ModelError, OnnxparError
@@ -43,6 +43,8 @@ KEY = "onnxpar.dump"
 """The key of the decisions in a dump's metadata."""
 FORMAT = 2
 WEIGHTS = "weights.data"
+DUMPED = "[0-9][0-9]-*.onnx"
+"""Names of dumped models, as a glob."""
 LOADING = "00-load"
 """The folder for the text of the model after each rewrite of the loader."""
 _RESHARD = "onnxpar"
@@ -61,7 +63,7 @@ class Dump:
         self._rewrites, self._loaded = 0, ""
         with writing(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob("[0-9][0-9]-*.onnx"):
+            for old in self.folder.glob(DUMPED):
                 if WEIGHTS.encode() in old.read_bytes():
                     old.unlink()  # else it would have the weights of another dump
             (self.folder / WEIGHTS).unlink(missing_ok=True)
@@ -155,16 +157,6 @@ def read_dump(path: Path) -> tuple[Model, PassContext]:
         ) from None
 
 
-def facts(ctx: PassContext) -> tuple[str, ...]:
-    """The facts, among those that passes require, that hold in the state that was dumped."""
-    have = (
-        (ANNOTATIONS, bool(ctx.annotations or ctx.layouts)),
-        (LAYOUTS, bool(ctx.layouts)),
-        (FUSED, ctx.fused is not None),
-    )
-    return tuple(fact for fact, holds in have if holds)
-
-
 def _state_of(proto: onnx.ModelProto) -> dict[str, Any] | None:
     text = next((e.value for e in proto.metadata_props if e.key == KEY), None)
     try:
@@ -180,7 +172,7 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
         proto = export_model(graph, model.header)
         declare_types(graph, proto.graph)
     sharding = ctx.sharding
-    if not (ctx.annotations or ctx.layouts or any(map(any, sharding.tensors.values()))):
+    if not ctx.facts:
         return proto
     state = {
         "mesh": encode(sharding.mesh),
@@ -195,6 +187,7 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
         "fixed": model.fixed,
         "stored": sorted(model.stored),
         "preset": ctx.request.preset,
+        "facts": sorted(ctx.facts),
         "step": asdict(model.step) if model.step is not None else None,
         "fused": ctx.fused,
         "format": FORMAT,
@@ -266,9 +259,15 @@ def _restored(
     tables = {name: decode(state[name], factors) for name in _TABLES}
     choices = Choices(**decode(state["choices"], factors))
     fused = state.get("fused")
-    counts = None if fused is None else {kind: (a, b) for kind, (a, b) in fused.items()}
-    request = Request(preset=state["preset"])
-    return model, PassContext(model, sharding, request, choices=choices, fused=counts, **tables)
+    return model, PassContext(
+        model,
+        sharding,
+        Request(preset=state["preset"]),
+        choices=choices,
+        fused=None if fused is None else {kind: (a, b) for kind, (a, b) in fused.items()},
+        facts=set(state["facts"]),
+        **tables,
+    )
 
 
 def _check_leaves(have: Mapping[str, int], told: Mapping[str, list[Any]], file: Path) -> None:

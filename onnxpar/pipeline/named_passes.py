@@ -14,10 +14,11 @@ from onnxpar.errors import StrategyError
 from onnxpar.load.load import Model
 from onnxpar.passes.differentiate import Differentiate
 from onnxpar.pipeline.context import load_model, prepare
-from onnxpar.pipeline.dump import Dump, facts, is_dump, read_dump, write_graph
+from onnxpar.pipeline.dump import Dump, is_dump, read_dump, write_graph
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.pipeline.unused_options import refuse_for_dump, refuse_without_plan
 
 
 def run_named(
@@ -55,7 +56,10 @@ def _run_named(
     if is_dump(path):
         with times.of(LOAD):
             dumped = read_dump(path)
-    steps = parse_passes(passes, facts(dumped[1]) if dumped is not None else ())
+        refuse_for_dump(options, path, dumped[1].sharding.mesh)
+    else:
+        refuse_without_plan(options)
+    steps = parse_passes(passes, sorted(dumped[1].facts) if dumped is not None else ())
     known = {p.name for p in steps}
     for name in print_after:
         if name != "all" and name not in known:
@@ -73,10 +77,6 @@ def _run_named(
 
     if dumped is not None:
         model, ctx = dumped
-        if options.mesh not in (None, ctx.sharding.mesh):
-            raise StrategyError(
-                f"{path} was dumped for the mesh {ctx.sharding.mesh}; leave --mesh out"
-            )
     else:
         for_training = any(isinstance(p, Differentiate) for p in steps)
         shown = options if dumps is None else replace(options, show=dumps.loading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,9 +55,12 @@ def _position(passes: Sequence[Pass], placed: Placed) -> int:
     return at + (placed.after is not None)
 
 
-def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
+def check_order(
+    passes: Sequence[Pass], facts: Sequence[str] = (), known: Iterable[type[Pass]] = ()
+) -> None:
     """Checks that each pass finds the facts that it requires; `facts` hold from the start. Errors:
-    StrategyError, naming the pass and the fact that is missing."""
+    StrategyError, naming the pass, the missing fact, and the passes that ensure it among `passes`
+    and `known`."""
     for first, second in pairwise(passes):
         if second.stage < first.stage:
             raise StrategyError(
@@ -68,9 +71,12 @@ def check_order(passes: Sequence[Pass], facts: Sequence[str] = ()) -> None:
     for step in passes:
         for fact in step.requires:
             if fact not in hold:
+                kinds: list[type[Pass]] = [*(type(p) for p in passes), *known]
+                makers = {kind.name for kind in kinds if fact in kind.ensures}
+                named = " or ".join(sorted(makers)) or "a pass that does"
                 raise StrategyError(
-                    f"pass {step.name} requires {fact}, which no pass before it ensures; run one "
-                    "that does before it (`opt --passes list` shows what passes do)"
+                    f"pass {step.name} requires {fact}, which no pass before it ensures; run "
+                    f"{named} before it (`opt --passes list` shows what passes do)"
                 )
         for fact in step.excludes:
             if fact in hold:

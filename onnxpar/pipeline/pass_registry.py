@@ -71,7 +71,7 @@ def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
     by_hand = any(p.name == "keep-collectives" for p in out)
     if not by_hand and (lowers or not out) and not decided & {ANNOTATIONS}:
         out.insert(sum(p.stage is Stage.REWRITE for p in out), AnnotateStrategy())
-    check_order(out, facts)
+    check_order(out, facts, by_name().values())
     return out
 
 

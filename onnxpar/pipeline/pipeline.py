@@ -10,13 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from onnxpar.base.pass_times import OTHER, PREDICT, REPEAT, WRITE
 from onnxpar.compiler.expose import expose
 from onnxpar.compiler.open_ports import open_ports
-from onnxpar.compiler.pass_ import LAYOUTS, Pass, PassContext, Stage
+from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Pass, PassContext, Stage
 from onnxpar.compiler.plan import Plan, foreign_part, write_plan
 from onnxpar.compiler.replay import replay, stay_whole
-from onnxpar.compiler.write_annotations import operand_names, original, save, write_annotations
+from onnxpar.compiler.write_annotations import (
+    Operands,
+    operand_names,
+    original,
+    save,
+    write_annotations,
+)
 from onnxpar.errors import OpenSizesError, StrategyError
 from onnxpar.files.new_folder import check_place, new_folder
 from onnxpar.files.write_file import writing
@@ -26,7 +34,7 @@ from onnxpar.manual.manual import MANUAL
 from onnxpar.model.interchange import metadata_of
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.passes.split_ranks import SplitRanks, check_open
-from onnxpar.pipeline.context import load_model, make_context, prepare
+from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import passes_of
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
@@ -198,20 +206,20 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
             "a manual program is one rank's graph, and annotations describe the graph of all "
             "ranks; annotate the original model with another preset"
         )
-    if options.objective.memory is not None:
-        options, _ = _within_limit(path, options)
-    model = load_model(path, options)
-    ctx = make_context(model, options)
-    names = operand_names(ctx.sharding)
-    steps = passes_of(options, model)
-    first = next(i for i, step in enumerate(steps, 1) if LAYOUTS in step.ensures)
-    made = run_passes(model, ctx, steps[:first], check=options.verify)
-    assert made is not None
-    proto = original(Path(path))
-    write_annotations(proto, ctx, names)
-    save(proto, Path(path), Path(output))
-    run_passes(model, ctx, steps[first:], check=options.verify)
-    made.collectives = list(ctx.lowered.collectives)
+    output = Path(output)
+    annotated: list[onnx.ModelProto] = []  # by each attempt at the plan; the last one counts
+    names: Operands = {}
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        nonlocal names
+        if ANNOTATIONS in step.ensures:
+            names = operand_names(ctx.sharding)
+        if LAYOUTS in step.ensures and ctx.layouts:
+            annotated.append(original(Path(path)))
+            write_annotations(annotated[-1], ctx, names)
+
+    made, _ = plan(path, options, watch)
+    save(annotated[-1], Path(path), output)
     return made
 
 

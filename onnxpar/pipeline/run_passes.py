@@ -80,6 +80,7 @@ def _run(
     with _failures(step, ran):
         try:
             changed = step.run(model.graph, ctx)
+            ctx.facts.update(step.ensures)
             if known is not None:
                 check_rewritten(step, model.graph, known)
                 ctx.sharding = open_sharding(model, ctx.sharding.mesh, ctx.sharding.costs.topology)

@@ -10,6 +10,9 @@ from onnxpar.search.objective import LATENCY
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from onnxpar.layout.mesh import Mesh
     from onnxpar.pipeline.options import Options
 
 
@@ -50,6 +53,50 @@ def refuse_groups(options: Options) -> None:
             f"{options.strategy.source}: groups are for --preset manual; leave them out, and split "
             "tensors over mesh axes"
         )
+
+
+def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
+    """Errors: StrategyError for an option that has no effect on the dump `path`, whose sizes, mesh
+    and layouts are decided."""
+    given = {
+        "mesh": options.mesh not in (None, mesh),
+        "devices": options.devices not in (None, mesh.size),
+        "preset": options.preset is not None,
+        "search": options.search is not None,
+        "strategy": options.strategy is not None,
+        "configuration": options.configuration is not None,
+        "topology": options.topology is not None,
+        "objective": options.objective.goal != LATENCY,
+        "memory-limit": options.objective.memory is not None,
+        "untied": options.objective.untied,
+        "dim": bool(options.dims),
+        "typical": bool(options.typical.profiles),
+        "state": bool(options.states),
+        "only-given-states": not options.find_states,
+        "strict": options.strict,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise StrategyError(
+                f"--{name}: {path} was dumped for the mesh {mesh}, and its layouts are decided; "
+                f"leave --{name} out"
+            )
+
+
+def refuse_without_plan(options: Options) -> None:
+    """Errors: StrategyError for an option that is checked on a whole plan, which `opt` does not
+    make."""
+    is_searched = options.preset is None and options.strategy is None
+    given = {
+        "memory-limit": options.objective.memory is not None and not is_searched,
+        "strict": options.strict,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise StrategyError(
+                f"--{name}: opt runs single passes and does not check it; leave it out, or use "
+                "`onnxpar plan`"
+            )
 
 
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:

@@ -251,7 +251,7 @@ def _spread(
     blocked = frozenset(j for j, link in enumerate(links) if link is None)
     spread = spread_dim(dim, over, blocked)
     if spread is None:
-        raise SizeError(_does_not_split(what, dim, over, sharding))
+        raise SizeError(_does_not_split(what, dim, over, sharding), dim.size)
     return spread
 
 
@@ -306,7 +306,8 @@ def _tensor_annotation(name: str, entry: Any, sharding: ShardingState) -> Tensor
             if spread is not None:
                 parts |= _hand_parts(what, at, spread, over, sizes, dim)
         if spread is None:
-            raise SizeError(_does_not_split(f"{what} dimension {i}", dim, over, sharding))
+            text = _does_not_split(f"{what} dimension {i}", dim, over, sharding)
+            raise SizeError(text, dim.size)
         axes += spread
     _check_once(what, factors, dict(enumerate(axes)))
     return TensorAnnotation(name, axes, parts, pin=True)
@@ -325,7 +326,8 @@ def _hand_parts(
     if len(sizes) != parts_over(over) or sum(sizes) != dim.size:
         raise SizeError(
             f"{what}: the sizes {list(sizes)} must be {parts_over(over)} numbers that add up to "
-            f"{dim.size}"
+            f"{dim.size}",
+            dim.size,
         )
     if not isinstance(dim, Factor) or len(leaves) != 1 or spread[0] != over:
         raise StrategyError(

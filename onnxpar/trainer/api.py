@@ -19,6 +19,7 @@ from onnxpar.model.given_model import Source, model_file
 from onnxpar.model.write_model import export_model, write_model
 from onnxpar.pipeline.context import load_model
 from onnxpar.pipeline.options import Options, manual_of
+from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.data import Data
@@ -204,8 +205,7 @@ def write_step(
     is as in `grad`. Errors: OnnxparError."""
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
-    if output.exists() and output.samefile(path):
-        raise OnnxparError(f"{output} is the model itself; give another file with -o")
+    refuse_overwriting({"model": path, "output": output})
     manual = manual_of(source)
     if manual is None and (source.mesh or source.devices or source.strategy):
         raise StrategyError(

@@ -12,7 +12,7 @@ from onnxpar.errors import DivergenceError, InputError
 from onnxpar.ir.training_spec import SKIPPED
 from onnxpar.trainer.checkpoint import Progress, checkpoints
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.rates import Rate
+from onnxpar.trainer.rates import Rate, check_rate
 from onnxpar.trainer.trainer import Trainer
 
 _SEEDS = 1 << 31
@@ -23,7 +23,7 @@ different seeds never use the same seed for a step."""
 
 @dataclass(frozen=True)
 class Run:
-    """The options of a training run.
+    """The options of a training run. Errors: InputError for an option that no run can have.
 
     epochs      number of passes over all samples
     rate        the learning rate; with a schedule or warm-up, its peak
@@ -47,6 +47,33 @@ class Run:
     every: int = 0
     keep: int = 0
     resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks what needs neither the data nor the step, before these are read."""
+        if self.epochs < 1:
+            raise InputError(f"--epochs {self.epochs}: must be at least 1")
+        check_rate(self.rate, self.schedule, self.warmup)
+        if not 0 <= self.seed < _SEEDS:
+            raise InputError(f"--seed {self.seed}: must be from 0 to {_SEEDS - 1}")
+        if self.every < 0:
+            raise InputError(
+                f"--every {self.every}: give the number of steps between checkpoints, or 0 to save "
+                "one at the end only"
+            )
+        if self.keep < 0:
+            raise InputError(
+                f"--keep {self.keep}: give the number of checkpoints to keep, or 0 to keep all"
+            )
+        if self.checkpoint is None:
+            for option, given in (("--every", self.every), ("--keep", self.keep)):
+                if given:
+                    raise InputError(
+                        f"{option} {given}: this run saves no checkpoints; give --checkpoint DIR"
+                    )
+            if self.resume:
+                raise InputError(
+                    "--resume: the folder of checkpoints is not given; give --checkpoint DIR"
+                )
 
 
 @dataclass(frozen=True)
@@ -88,7 +115,6 @@ def records(
     checkpoint is saved only when the caller asks for the next record, so that a killed run has a
     record of each step that a checkpoint includes. Errors: InputError, ModelError, RankError,
     DivergenceError."""
-    _check_options(run)
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
     progress = _start(trainer, run)
@@ -114,28 +140,6 @@ def records(
                 trainer.save(run.checkpoint, progress)
                 if run.keep:
                     trainer.keep(run.checkpoint, progress, run.keep)
-
-
-def _check_options(run: Run) -> None:
-    """Checks the options of a run. Errors: InputError."""
-    if run.epochs < 1:
-        raise InputError(f"--epochs {run.epochs}: must be at least 1")
-    if not 0 <= run.seed < _SEEDS:
-        raise InputError(f"--seed {run.seed}: must be from 0 to {_SEEDS - 1}")
-    if run.every < 0:
-        raise InputError(
-            f"--every {run.every}: give the number of steps between checkpoints, or 0 to save one "
-            "at the end only"
-        )
-    if run.keep < 0:
-        raise InputError(
-            f"--keep {run.keep}: give the number of checkpoints to keep, or 0 to keep all"
-        )
-    for option, given in (("--every", run.every), ("--keep", run.keep)):
-        if given and run.checkpoint is None:
-            raise InputError(
-                f"{option} {given}: this run saves no checkpoints; give --checkpoint DIR"
-            )
 
 
 def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) -> None:
@@ -169,8 +173,6 @@ def _start(trainer: Trainer, run: Run) -> Progress:
     """Locks the folder of checkpoints, loads the newest complete checkpoint if the run resumes, and
     returns the progress to start from. Errors: InputError for a new run if the folder has
     checkpoints of another run."""
-    if run.resume and run.checkpoint is None:
-        raise InputError("--resume: the folder of checkpoints is not given; give --checkpoint DIR")
     if run.checkpoint is None:
         return Progress(seed=run.seed)
     folder = run.checkpoint

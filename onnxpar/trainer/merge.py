@@ -15,6 +15,7 @@ from onnxpar.ir.stored import check_stored, stored_tensors
 from onnxpar.load.load import read_proto
 from onnxpar.model.given_model import Source, model_file
 from onnxpar.model.write_model import write_model
+from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.trainer.checkpoint import Checkpoint
 
 IN_MODEL = ("parameter", "statistic")
@@ -48,6 +49,7 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
     proto = read_proto(path)
     if not target.parent.is_dir():
         raise OnnxparError(f"{target.parent}: no such folder for the output")
+    refuse_overwriting({"model": path, "output": target})
     if not training:
         _to_inference(proto.graph)
     trained = [slot.input for slot in found.slots if slot.kind in IN_MODEL]

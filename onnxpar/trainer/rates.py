@@ -10,6 +10,16 @@ from onnxpar.errors import InputError
 SCHEDULES = ("constant", "linear", "cosine")
 
 
+def check_rate(peak: float, schedule: str = SCHEDULES[0], warmup: int = 0) -> None:
+    """Checks the options of a schedule for a run of any length. Errors: InputError."""
+    if schedule not in SCHEDULES:
+        raise InputError(f"--schedule {schedule!r}: give one of {', '.join(SCHEDULES)}")
+    if not 0 <= peak < math.inf:
+        raise InputError(f"--lr {peak}: the learning rate must be finite, and 0 or more")
+    if warmup < 0:
+        raise InputError(f"--warmup {warmup}: give a number of steps, or 0 for none")
+
+
 @dataclass(frozen=True)
 class Rate:
     """A learning rate that rises linearly to `peak` over `warmup` steps. For the rest of `steps`,
@@ -22,11 +32,8 @@ class Rate:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise InputError(f"--schedule {self.schedule!r}: give one of {', '.join(SCHEDULES)}")
-        if not 0 <= self.peak < math.inf:
-            raise InputError(f"--lr {self.peak}: the learning rate must be finite, and 0 or more")
-        if not 0 <= self.warmup <= self.steps:
+        check_rate(self.peak, self.schedule, self.warmup)
+        if self.warmup > self.steps:
             raise InputError(
                 f"--warmup {self.warmup}: the run has {self.steps} steps; give a number from 0 to "
                 f"{self.steps}"

@@ -4,7 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,7 @@ class Trainer(Closing):
         self, par: str | os.PathLike[str], *, held: FolderLock | None = None, **options: Any
     ) -> None:
         self.bundle = Bundle.load(par)
-        if self.bundle.step is None:
-            raise ModelError(
-                f"{par} is not a training step; write one with `onnxpar grad`, then shard that"
-            )
-        self.spec: Step = self.bundle.step
-        if self.spec.rate not in self.bundle.inputs:
-            raise ModelError(
-                f"{par} has no optimizer: it returns gradients and updates nothing; give `onnxpar "
-                "grad` an --optimizer"
-            )
+        self.spec: Step = check_step(self.bundle.step, self.bundle.inputs, par)
         self.checkpoint: Path | None = None
         """The checkpoint that this trainer saved or loaded last."""
         self._is_whole: dict[Path, bool] = {}
@@ -219,6 +210,21 @@ class Trainer(Closing):
         finally:
             while self._locks:
                 self._locks.pop().release()
+
+
+def check_step(step: Step | None, inputs: Collection[str], where: str | os.PathLike[str]) -> Step:
+    """Returns a training step of the model `where`, which has these inputs. Errors: ModelError if
+    it is none, or one that updates nothing."""
+    if step is None:
+        raise ModelError(
+            f"{where} is not a training step; write one with `onnxpar grad`, then shard that"
+        )
+    if step.rate not in inputs:
+        raise ModelError(
+            f"{where} has no optimizer: it returns gradients and updates nothing; give `onnxpar "
+            "grad` an --optimizer"
+        )
+    return step
 
 
 @contextmanager

@@ -20,6 +20,14 @@ MOST = 1 << 20
 an int64."""
 
 
+def check_count(count: int) -> None:
+    """Errors: StrategyError for a number of micro-batches that no step can have."""
+    if not 2 <= count <= MOST:
+        raise StrategyError(
+            f"--accumulate {count}: give a number of micro-batches from 2 to {MOST}"
+        )
+
+
 def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int) -> Backward:
     """Makes the graph process `count` micro-batches per step, in place; returns the loss and
     gradients of such a step. The batch dimension of the inputs `data` grows by the factor `count`,
@@ -29,10 +37,7 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int)
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
     whose first dimension is not the batch. Errors: StrategyError.
     """
-    if not 2 <= count <= MOST:
-        raise StrategyError(
-            f"--accumulate {count}: give a number of micro-batches from 2 to {MOST}"
-        )
+    check_count(count)
     by_name = {t.name: t for t in graph.inputs}
     first = by_name[data[0]]
     if not first.shape:

@@ -19,14 +19,14 @@ from onnxpar.ir.stored import stored_proto
 from onnxpar.ir.subgraphs import all_nodes, constants, replace_reads, scopes
 from onnxpar.ir.training_spec import EVALUATION, SCALE, SEED
 from onnxpar.load.load import Model
-from onnxpar.training.batch_norm import settle_batch_norms
+from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
-from onnxpar.training.losses import Targets, add_loss
-from onnxpar.training.precision import lower_precision
+from onnxpar.training.losses import Targets, add_loss, check_loss
+from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import Block, find_blocks, named_blocks, recompute
 from onnxpar.training.rewrite import as_constant
@@ -81,6 +81,11 @@ class LossOptions:
             return named_blocks(nodes, parameters, self.recompute_nodes)
         return find_blocks(nodes, parameters, loss) if self.recompute else []
 
+    def __post_init__(self) -> None:
+        """Checks what needs no model. Errors: StrategyError."""
+        check_statistics(self.statistics, self.groups)
+        check_precision(self.precision)
+
 
 @dataclass(frozen=True)
 class Backward:
@@ -111,6 +116,8 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     graph = model.graph
     program = program or Program()
     program.check(options)
+    names = [t.name for t in graph.outputs]
+    check_loss(names, options.loss, options.output, options.class_axis)
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(

@@ -28,10 +28,9 @@ def settle_batch_norms(
     model is still one global program. Errors: StrategyError; ModelError if the model has no
     BatchNormalization.
     """
-    if statistics is None and groups is not None:
-        raise StrategyError("--groups needs --batch-norm node or --batch-norm local")
+    check_statistics(statistics, groups)
     if statistics is not None:
-        _check(model, nodes, statistics, groups)
+        _check(model, nodes, groups)
     running = []
     for node in nodes:
         if statistics is not None:
@@ -45,15 +44,15 @@ def settle_batch_norms(
     return running
 
 
-def _check(model: Model, nodes: Sequence[gs.Node], statistics: str, groups: int | None) -> None:
+def check_statistics(statistics: str | None, groups: int | None) -> None:
+    """Checks `statistics` and `groups` of `settle_batch_norms` for any model. Errors:
+    StrategyError."""
+    if statistics is None:
+        if groups is not None:
+            raise StrategyError("--groups needs --batch-norm node or --batch-norm local")
+        return
     if statistics not in STATISTICS:
         raise StrategyError(f"--batch-norm {statistics!r}: give one of {', '.join(STATISTICS)}")
-    if not nodes:
-        raise ModelError(
-            f"{model.path} has no BatchNormalization. If the export folded it into the weights, "
-            "export the model again with torch.onnx.export(..., dynamo=False, "
-            "training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False)"
-        )
     if (statistics == "global") != (groups is None):
         raise StrategyError(
             "--batch-norm node needs --groups with the number of hosts, --batch-norm local needs "
@@ -61,6 +60,17 @@ def _check(model: Model, nodes: Sequence[gs.Node], statistics: str, groups: int 
         )
     if groups is not None and groups < 1:
         raise StrategyError(f"--groups {groups}: must be at least 1")
+
+
+def _check(model: Model, nodes: Sequence[gs.Node], groups: int | None) -> None:
+    """Checks that the model has batch-norms whose batch divides into the groups. Errors:
+    StrategyError, ModelError."""
+    if not nodes:
+        raise ModelError(
+            f"{model.path} has no BatchNormalization. If the export folded it into the weights, "
+            "export the model again with torch.onnx.export(..., dynamo=False, "
+            "training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False)"
+        )
     for node in nodes:
         batch = node.inputs[0].shape[0]
         if groups is not None and batch % groups:

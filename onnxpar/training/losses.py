@@ -62,6 +62,29 @@ def add_loss(
     class_axis  the dimension of classes: by default the last, or the second of four or more
     Errors: StrategyError.
     """
+    check_loss(list(outputs), kind, output, class_axis)
+    if kind not in LOSSES:
+        value = builder.value(outputs[kind])
+        if value.size != 1:
+            raise StrategyError(
+                f"loss {kind!r}: this output has the shape {list(value.shape)}, but a loss must be "
+                "a single number; choose another output, or reduce this one in the model"
+            )
+        return Metrics(value.reshape([]), {})
+    made = builder.value(outputs[output] if output else next(iter(outputs.values())))
+    if not is_float(made.tensor):
+        raise StrategyError(
+            f"loss {kind}: output {made.tensor.name!r} is of type {made.dtype}, which has no "
+            "gradient; choose an output of floating-point numbers with --loss-of"
+        )
+    return LOSSES[kind](made, class_axis, targets)
+
+
+def check_loss(
+    outputs: Sequence[str], kind: str, output: str | None, class_axis: int | None
+) -> None:
+    """Checks the options of `add_loss` against the names of the model's outputs. Errors:
+    StrategyError."""
     names = ", ".join(outputs)
     if kind not in LOSSES:
         if kind not in outputs:
@@ -75,13 +98,7 @@ def add_loss(
                     f"{option}: the loss {kind!r} is an output of the model itself; leave {option} "
                     "out"
                 )
-        value = builder.value(outputs[kind])
-        if value.size != 1:
-            raise StrategyError(
-                f"loss {kind!r}: this output has the shape {list(value.shape)}, but a loss must be "
-                "a single number; choose another output, or reduce this one in the model"
-            )
-        return Metrics(value.reshape([]), {})
+        return
     if output is None and len(outputs) > 1:
         raise StrategyError(
             f"loss {kind}: the model has several outputs; give --loss-of with one of {names}"
@@ -90,18 +107,11 @@ def add_loss(
         raise StrategyError(
             f"output {output!r}: the model has no such output; its outputs: {names}"
         )
-    made = builder.value(outputs[output] if output else next(iter(outputs.values())))
-    if not is_float(made.tensor):
-        raise StrategyError(
-            f"loss {kind}: output {made.tensor.name!r} is of type {made.dtype}, which has no "
-            "gradient; choose an output of floating-point numbers with --loss-of"
-        )
     if class_axis is not None and kind not in BY_CLASS:
         raise StrategyError(
             f"class axis {class_axis}: the loss {kind} has no classes; only "
             f"{' and '.join(BY_CLASS)} have; leave --class-axis out"
         )
-    return LOSSES[kind](made, class_axis, targets)
 
 
 LossFunction = Callable[[Value, "int | None", Targets], Metrics]

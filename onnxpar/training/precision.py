@@ -42,11 +42,16 @@ _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity",
 _CREATES = ("ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
 
 
+def check_precision(precision: str | None) -> None:
+    """Errors: StrategyError for an unknown precision."""
+    if precision is not None and precision not in PRECISIONS:
+        raise StrategyError(f"precision {precision!r}: give one of {', '.join(PRECISIONS)}")
+
+
 def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -> None:
     """Makes a graph compute in 16 bits, in place; graph inputs and outputs, and the constants named
     in `weights`, keep their types. Errors: StrategyError for an unknown precision."""
-    if precision not in PRECISIONS:
-        raise StrategyError(f"precision {precision!r}: give one of {', '.join(PRECISIONS)}")
+    check_precision(precision)
     half = np.dtype(ml_dtypes.bfloat16 if precision == "bfloat16" else np.float16)
     _Lowering(graph, half, weights).run()
 

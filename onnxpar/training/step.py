@@ -32,7 +32,7 @@ from onnxpar.ir.training_spec import (
 )
 from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
-from onnxpar.training.accumulate import accumulate
+from onnxpar.training.accumulate import accumulate, check_count
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
 from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm
 from onnxpar.training.lazy import Rows
@@ -57,6 +57,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise StrategyError(f"--clip-norm {self.clip_norm}: must be above 0")
+        if self.accumulate != 1:
+            check_count(self.accumulate)
 
     def check_lazy(self) -> None:
         """Errors: StrategyError if no table can be trained lazily with these options."""

@@ -60,6 +60,7 @@ def refused(capsys: Capture, arguments: list[object], *words: str) -> None:
     error = capsys.readouterr().err
     assert error.startswith("onnxpar: error: ") and error.count("\n") == 1, error
     assert "Traceback" not in error and "internal error" not in error, error
+    assert "<unicode string>" not in error, error
     for word in words:
         assert word in error, error
 
@@ -405,6 +406,57 @@ def test_a_rule_of_a_plugin_that_fails(fault: str, tmp_path: Path, capsys: Captu
 def test_a_step_of_a_step(place: Path, capsys: Capture) -> None:
     grad = ["grad", place / "step.onnx", "--loss", "mse", "--optimizer", "sgd"]
     refused(capsys, [*grad, "-o", place / "o.onnx"], "step.onnx", "already a training step")
+
+
+@pytest.mark.parametrize(
+    "option,word",
+    [
+        (["--lr", -1], "--lr -1"),
+        (["--lr", 1, "--epochs", 0], "--epochs 0"),
+        (["--lr", 1, "--every", 3], "--every 3"),
+        (["--lr", 1, "--resume"], "--resume"),
+        (["--lr", 1, "--warmup", -1], "--warmup -1"),
+        (["--lr", 1, "--timeout", 0], "timeout 0"),
+    ],
+)
+def test_options_of_train_are_checked_before_files(
+    option: list[object], word: str, place: Path, capsys: Capture
+) -> None:
+    """Options that no run can have are refused even if nothing that the run reads exists."""
+    refused(capsys, ["train", place / "no.par", "--data", place / "no.npz", *option], word)
+
+
+@pytest.mark.parametrize(
+    "option,word",
+    [
+        (["--loss", "WRONG"], "loss 'WRONG'"),
+        (["--loss", "mse", "--class-axis", 1], "class axis 1"),
+        (["--loss", "mse", "--loss-of", "z"], "output 'z'"),
+        (["--loss", "mse", "--accumulate", 0], "--accumulate 0"),
+        (["--loss", "mse", "--groups", 2], "--groups needs"),
+    ],
+)
+def test_options_of_grad_are_checked_before_sizes(
+    option: list[object], word: str, place: Path, capsys: Capture
+) -> None:
+    model = onnx.load(place / "m.onnx")
+    for port in (*model.graph.input, *model.graph.output):
+        port.type.tensor_type.shape.dim[0].dim_param = "batch"
+    onnx.save(model, place / "open.onnx")
+    grad = ["grad", place / "open.onnx", "--optimizer", "sgd", "-o", place / "s.onnx"]
+    refused(capsys, [*grad, *option], word)
+    refused(capsys, [*grad, "--loss", "mse"], "these sizes are open: batch")
+
+
+def test_check_names_the_model_and_no_temporary_folder(place: Path, capsys: Capture) -> None:
+    model = place / "m.onnx"
+    refused(capsys, ["check", model, "--train", "--devices", 2], f"{model} is not a training step")
+    text = MODEL.replace("MatMul(x, w)", "Gather(x, far)").replace("scores", "y")
+    text = text.replace("[product]", "far = Add(labels, labels)")
+    onnx.save(onnx.parser.parse_model(text.replace("float[8,4] y", "float[8,16] y")), model)
+    np.savez(place / "bad.npz", x=np.ones((8, 16), np.float32), labels=np.full(8, 7))
+    checked = ["check", model, "--devices", 2, "--preset", "manual"]
+    refused(capsys, [*checked, "--inputs", place / "bad.npz"], f"run 1 of {model}: ")
 
 
 def test_a_seed_below_0(place: Path, capsys: Capture) -> None:

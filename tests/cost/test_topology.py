@@ -112,11 +112,16 @@ def test_what_is_wrong_is_named(data: Any, message: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r"none\.yaml: no such file"):
         Topology.read(tmp_path / "none.yaml")
-    for text in ("{", "a: [", "\x00"):
+    for text, mistake in (
+        ("{", "not JSON: Expecting property name"),
+        ("levels:\n  - [", "not YAML: line 2, column 6: expected the node content"),
+        ("\x00", "not YAML: character 1 is 0, which YAML does not allow"),
+    ):
         file = tmp_path / "bad.yaml"
         file.write_text(text)
-        with pytest.raises(StrategyError, match=r"bad\.yaml is neither YAML nor JSON"):
+        with pytest.raises(StrategyError, match=rf"bad\.yaml: {mistake}") as error:
             Topology.read(file)
+        assert "unicode string" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +131,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("3", "s", 3.0, "3 s"),
         (2e9, "B/s", 2e9, "2 GB/s"),
         ("1.5GB", "B", 1.5e9, "1.5 GB"),
+        (346.318, "B", 346.318, "346 B"),
         ("512 MiB", "B", 2.0**29, "536.871 MB"),
         ("1e3", "FLOP/s", 1e3, "1 kFLOP/s"),
         ("0 s", "s", 0.0, "0 ns"),

@@ -133,7 +133,7 @@ def test_text_of_passes() -> None:
     assert parse_placed("note{level=2.5, loud=true} after insert-collectives") == Placed(
         Note(2.5, True), after="insert-collectives"
     )
-    assert parse_passes("insert-collectives,note{level=1}")[-1] == Note(1.0)
+    assert parse_passes("propagate-layouts,insert-collectives,note{level=1}")[-1] == Note(1.0)
     for text, said in [
         ("nothing", "no pass 'nothing'; there are differentiate"),
         ("note{level=high}", "note has no option 'level=high'; it has: level, loud"),
@@ -147,7 +147,11 @@ def test_own_passes_state_what_they_need() -> None:
     with pytest.raises(StrategyError, match="localize-ops requires layouts"):
         parse_passes("propagate-layouts,localize-ops")
     with pytest.raises(StrategyError, match="order-collectives requires local nodes"):
-        parse_passes("insert-collectives,order-collectives")
+        parse_passes("propagate-layouts,insert-collectives,order-collectives")
+    with pytest.raises(
+        StrategyError, match=r"insert-collectives requires propagated .* run propagate"
+    ):
+        parse_passes("insert-collectives")
 
 
 def test_a_pass_that_fails_names_itself_and_is_dumped(

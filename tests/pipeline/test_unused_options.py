@@ -109,3 +109,51 @@ def test_the_loss_of_an_output_that_is_the_loss(
     capsys.readouterr()
     for option in (["--loss-of", "y"], ["--class-axis", "1"]):
         assert option[0] in refused([*arguments, *option], capsys)
+
+
+@pytest.mark.parametrize("option", [["--steps", "3"], ["--lr", "0.1"]])
+def test_options_of_a_check_of_training(
+    option: list[str], step: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["check", str(step), "--devices", "2", *option]
+    assert f"{option[0]} {option[1]}: applies to --train only" in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--devices", "4"],
+        ["--mesh", "tp=4"],
+        ["--preset", "data-parallel"],
+        ["--search", "auto"],
+        ["--configuration", "none"],
+        ["--objective", "throughput"],
+        ["--memory-limit", "1GB"],
+        ["--untied"],
+        ["--dim", "batch=3"],
+        ["--typical", "batch=3"],
+        ["--state", "x=y"],
+        ["--only-given-states"],
+        ["--strict"],
+    ],
+)
+def test_a_dump_has_its_layouts(
+    option: list[str], step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump, how = tmp_path / "dump", ["--devices", "2", "--preset", "data-parallel"]
+    passes = ["--passes", "propagate-layouts"]
+    assert main(["opt", str(step), *how, *passes, "--dump", str(dump)]) == 0
+    capsys.readouterr()
+    later = ["opt", str(dump / "02-propagate-layouts.onnx"), "--passes", "insert-collectives"]
+    told = refused([*later, *option], capsys)
+    assert f"{option[0]}: " in told and "was dumped for the mesh dp=2" in told
+    assert main([*later, "--devices", "2"]) == 0
+
+
+@pytest.mark.parametrize("option", [["--memory-limit", "3B"], ["--strict"]])
+def test_single_passes_make_no_plan(
+    option: list[str], step: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["opt", str(step), "--devices", "2", "--preset", "data-parallel"]
+    arguments += ["--passes", "propagate-layouts"]
+    assert f"{option[0]}: opt runs single passes" in refused([*arguments, *option], capsys)

@@ -338,6 +338,23 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert layouts(plan) == layouts(pipeline.plan(path, how)[0]) and str(plan.mesh) == "tp=2"
 
 
+OPEN = MLP.replace("float[8,", "float[batch,")
+
+
+def test_open_sizes_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `plan` shows them, not at the sizes at which the model was tried."""
+    path, written = annotated(tmp_path, OPEN, 1, {}), tmp_path / "written.onnx"
+    how = ["--devices", "2", "--preset", "data-parallel"]
+    assert cli.main(["annotate", str(path), *how, "-o", str(written)]) == 0
+    shown = capsys.readouterr().out
+    assert "[batch, " in shown
+    assert cli.main(["plan", str(path), *how]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert [line for line in planned if "[batch, " in line] == [
+        line for line in shown.splitlines() if "[batch, " in line
+    ]
+
+
 def test_a_model_annotated_with_onnx_ir(tmp_path: Path) -> None:
     ir = pytest.importorskip("onnx_ir")
     model = ir.load(annotated(tmp_path, MLP, 1, {}))

@@ -137,6 +137,15 @@ def test_what_stays_whole_while_sizes_are_open(
     assert ("NeighborExchange", "in pool") in [(c.kind, c.tensor) for c in plan.collectives]
 
 
+@pytest.mark.parametrize("tensor,is_open", [("x", True), ("w", False)])
+def test_only_an_error_of_an_open_size_names_it(tensor: str, is_open: bool, tmp_path: Path) -> None:
+    text = """open (float[batch,6] x, float[6,4] w) => (float[batch,4] y) { y = MatMul(x, w) }"""
+    strategy = {"tensors": {tensor: [{"tp": [1, 2]}, None]}}
+    with pytest.raises(StrategyError, match="must be 2 numbers that add up to") as error:
+        pipeline.plan(write(text, tmp_path), options("tp=2", strategy=strategy))
+    assert ("--dim batch=N" in str(error.value)) == is_open
+
+
 def test_fusion_says_what_it_leaves_out_while_sizes_are_open(tmp_path: Path) -> None:
     model = write(POOL.format(height="height"), tmp_path)
     how = replace(options("tp=2"), fusion="size")

@@ -1,0 +1,91 @@
+"""Refuses to write a file that the same command reads, or writes twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from onnxpar.errors import InputError, ModelError
+from onnxpar.ir.stored import external_location, stored_tensors
+from onnxpar.load.load import read_proto
+from onnxpar.pipeline.dump import DUMPED, WEIGHTS
+
+READ = {
+    "model": "the model",
+    "strategy": "the file of --strategy",
+    "topology": "the file of --topology",
+    "inputs": "the file of --inputs",
+    "data": "the file of --data",
+    "eval": "the file of --eval",
+    "compare": "the file of --compare",
+}
+"""Options that name a file to read, and words for it."""
+WRITTEN = {
+    "output": "-o",
+    "outputs": "--outputs",
+    "html": "--html",
+    "save_strategy": "--save-strategy",
+    "profile": "--profile",
+}
+"""Options that name a file to write, and their flags."""
+
+
+def refuse_overwriting(options: Mapping[str, Any]) -> None:
+    """Checks the options of a command or call, by name. Errors: InputError if a file to write is
+    also read, is written twice, or if a dump would remove or replace files of the model."""
+    taken = dict(_read(options))
+    written = {WRITTEN[name]: path for name, path in _files(options, WRITTEN)}
+    for flag, path in written.items():
+        place = _place(path)
+        if place in taken:
+            raise InputError(f"{path} is {taken[place]}; give another file with {flag}")
+        if path.is_file() and place in dict(_data_files(options)):
+            raise InputError(f"{path} has weights of the model; give another file with {flag}")
+        if not path.exists() or path.is_file():  # /dev/null may be given twice
+            taken[place] = f"also the file of {flag}"
+    model, dump = options.get("model"), options.get("dump")
+    if _is_path(model) and dump is not None:
+        is_dump = fnmatchcase(Path(model).name, DUMPED) and _place(Path(model).parent) == _place(
+            Path(dump)
+        )
+        if is_dump or _place(Path(dump) / WEIGHTS) in dict(_data_files(options)):
+            raise InputError(
+                f"--dump {os.fspath(dump)}: a dump replaces files of the model, which is in that "
+                "folder; give another folder"
+            )
+
+
+def _read(options: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    for name, path in _files(options, READ):
+        yield _place(path), f"{READ[name]} itself" if name == "model" else READ[name]
+
+
+def _files(options: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    for name in names:
+        value = options.get(name)
+        if _is_path(value):
+            yield name, Path(value)
+
+
+def _is_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _place(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _data_files(options: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """The files with external data of the model, and their names."""
+    model = options.get("model")
+    if not _is_path(model):
+        return
+    with suppress(ModelError):  # the command itself reports it
+        for tensor in stored_tensors(read_proto(Path(model)).graph):
+            if tensor.data_location == tensor.EXTERNAL:
+                file = external_location(tensor)[0]
+                yield _place(Path(model).parent / file), file
