@@ -62,8 +62,9 @@ class OpRow:
 
     @property
     def is_lack(self) -> bool:
-        """True if there is neither a rule nor a reason for having none."""
-        return not self.has_rule and not self.whole
+        """True if there is neither a rule with a test case (or of a user) nor a reason for having
+        none."""
+        return not self.rule and not self.whole
 
 
 def rows(pattern: str = "*") -> list[OpRow]:

@@ -19,6 +19,11 @@ def case(op, operands, attrs=None, **fields):
     return Case(op, operands, attrs or {}, domain=MS, **fields)
 
 
+def blocked(op, operands, attrs):
+    """A case of an op on channels in blocks, which onnxruntime's CPU kernels of that domain run."""
+    return Case(op, operands, attrs, domain="com.microsoft.nchwc")
+
+
 X, QKV, BIAS = (3, 4, 6), (6, 24), (24,)
 Q3, K3, V3 = (3, 4, 8), (3, 5, 8), (3, 5, 12)
 PAST = (2, 3, 2, 5, 4)
@@ -501,14 +506,6 @@ IMAGES = [
         "n c h w, r z, r, _ -> r c y x {whole: n h w z y x}",
     ),
     (
-        Case("ReorderInput", [(3, 16, 4, 4)], domain="com.microsoft.nchwc"),
-        "n h0 h1 h2 -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}",
-    ),
-    (
-        Case("ReorderOutput", [(3, 16, 4, 4)], {"channels": 12}, domain="com.microsoft.nchwc"),
-        "n h0 h1 h2 -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}",
-    ),
-    (
         case(
             "MaxpoolWithMask",
             [(2, 3, 6, 6), np.ones((2, 1, 6, 6), np.int32)],
@@ -516,6 +513,33 @@ IMAGES = [
             fed=[1],
         ),
         "n c h0 h1, n 1 h0 h1 -> n c y0 y1 {whole: h0 h1 y0 y1}",
+    ),
+]
+
+BLOCKED = [
+    (
+        blocked("Conv", [(3, 16, 4, 4), (16, 16, 3, 3)], {"kernel_shape": [3, 3], "pads": [1] * 4}),
+        "n h0 h1 h2, _ -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}",
+    ),
+    (
+        blocked(
+            "Conv",
+            [(3, 16, 4, 4), (16, 16, 1, 1), (16,), (3, 16, 4, 4)],
+            {"kernel_shape": [1, 1], "activation": "Relu"},
+        ),
+        "n h0 h1 h2, _, _, n y0 y1 y2 -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}",
+    ),
+    *(
+        (blocked(op, [(3, 16, 4, 4)], attrs), "n h0 h1 h2 -> n y0 y1 y2 {whole: h0 h1 h2 y0 y1 y2}")
+        for op, attrs in (
+            ("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]}),
+            ("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2]}),
+            ("GlobalMaxPool", {}),
+            ("GlobalAveragePool", {}),
+            ("Upsample", {"scales": [1, 1, 2, 2]}),
+            ("ReorderInput", {}),
+            ("ReorderOutput", {"channels": 12}),
+        )
     ),
 ]
 
@@ -546,6 +570,11 @@ def test_elements(prove_rule, case, text):
 
 @pytest.mark.parametrize(("case", "text"), ROWS, ids=[c.op for c, _ in ROWS])
 def test_rows(prove_rule, case, text):
+    prove_rule(case, text)
+
+
+@pytest.mark.parametrize(("case", "text"), BLOCKED, ids=[c.op for c, _ in BLOCKED])
+def test_channels_in_blocks(prove_rule, case, text):
     prove_rule(case, text)
 
 
