@@ -145,7 +145,8 @@ def test_cuts_are_copies_and_ops_have_a_roofline() -> None:
 def test_there_are_as_many_ranks_as_the_mesh_has() -> None:
     full = Topology((Level("host", 4, 1e-6, 8e9), Level("rack", 2, 1e-5, 2e9)))
     Costs(full, Mesh.parse("dp=8"))
-    with pytest.raises(StrategyError, match=r"the topology has 8 ranks, but the mesh has 9; .* 'rack'"):
+    message = r"the topology has 8 ranks, but the mesh has 9; .* 'rack'"
+    with pytest.raises(StrategyError, match=message):
         Costs(full, Mesh.parse("dp=9"))
     Costs(HOSTS, Mesh.parse("dp=4096"))  # the outermost level grows
 
