@@ -70,13 +70,14 @@ NO_RANKS = "how many ranks? give --devices N or --mesh dp=..,tp=.."
 def wanted_mesh(options: Options) -> Mesh | None:
     """The mesh that the user gives as an option or in the strategy; None if there is none."""
     mesh, strategy = options.mesh, options.strategy
+    whose = "the mesh"
+    if mesh is None and strategy is not None and strategy.mesh is not None:
+        mesh, whose = strategy.mesh, f"the mesh of {strategy.source}"
     if mesh is not None and options.devices not in (None, mesh.size):
         raise StrategyError(
-            f"the mesh {mesh} has {mesh.size} ranks, but --devices is {options.devices}; leave "
-            "--devices out"
+            f"{whose}, {mesh}, has {mesh.size} ranks, but --devices is {options.devices}; leave "
+            "--devices out, or give another --mesh"
         )
-    if mesh is None and strategy is not None and strategy.mesh is not None:
-        mesh = strategy.mesh if options.devices in (None, strategy.mesh.size) else None
     return mesh
 
 

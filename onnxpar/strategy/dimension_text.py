@@ -71,7 +71,10 @@ def named_axis(name: str, mesh: Mesh, what: str) -> Axis:
     axes of the mesh."""
     if name not in mesh.sizes:
         own = ", ".join(mesh.sizes) or "none"
-        raise StrategyError(f"{what}: mesh {mesh} has no axis {name!r}; its axes: {own}")
+        raise StrategyError(
+            f"{what}: mesh {mesh} has no axis {name!r}, only {own}; give another --mesh, or "
+            "--search auto, which tries meshes with the axes of the strategy"
+        )
     return mesh.axis(name)
 
 

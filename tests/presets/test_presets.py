@@ -55,6 +55,9 @@ def test_devices_and_mesh_must_agree() -> None:
         pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", how)
     with pytest.raises(StrategyError, match="how many ranks"):
         pipeline.plan(MODELS / "gpt2.dynamo.static.onnx", Options())
+    asked = {"mesh": {"dp": 2, "ep": 2}, "tensors": {"logits": ["dp", None, None]}}
+    with pytest.raises(StrategyError, match="the mesh of strategy, dp=2,ep=2, has 4 ranks, but"):
+        onnxpar.plan(MODELS / "gpt2.dynamo.static.onnx", devices=8, strategy=asked)
 
 
 HEAD = '<ir_version: 9, opset_import: ["" : 20]> '
