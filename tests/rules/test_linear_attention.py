@@ -1,7 +1,7 @@
 """Rules of linear attention and of causal convolutions with a state.
 
-ONNX's own two are of opset 27, which onnxruntime loads only if it is told to try it, so these cases
-are those of com.microsoft.
+ONNX's own two are of opset 27, newer than the models that onnxpar loads, so these are the ops of
+com.microsoft.
 """
 
 import numpy as np
