@@ -146,7 +146,7 @@ class Report:
 
     def text(self) -> str:
         """Returns a table of at most 100 columns, and the worst output."""
-        width = min(max(len(row.name) for row in self.rows), 36)
+        width = min(max(len(name) for name in ("output", *(row.name for row in self.rows))), 36)
         header = f"{'output':{width}}  {'dtype':8}  {'shape':18}  {'error':>8}  {'allowed':>8}"
         lines = [header, *(_line(row, width) for row in self.rows)]
         verdict = "all outputs agree" if self.ok else "the outputs differ"

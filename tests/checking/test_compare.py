@@ -50,6 +50,8 @@ def test_a_good_model(par: Path, tmp_path: Path, x: np.ndarray) -> None:
     assert [row.name for row in report.rows] == ["y", "d"]
     assert report.rows[1].error == 0
     assert report.text().endswith(f"all outputs agree; the worst is y: {report.worst.error:.1e}")
+    header, row, *_ = report.text().splitlines()
+    assert header.index("dtype") == row.index("float32"), "a name may be shorter than its title"
 
 
 def test_a_wrong_model(par: Path, x: np.ndarray) -> None:
