@@ -34,7 +34,7 @@ WRONG = {
     "flag of others": ("annotate m.onnx --each", "there is no --each"),
     "letter": ("shard m.onnx -x", "there is no -x"),
     "first flag": ("--devices 2 shard m.onnx", "there is no --devices"),
-    "two flags in one": ("shard m.onnx --d 2", "--devices, --dim, --dump"),
+    "two flags in one": ("shard m.onnx --d 2", "--devices, --dataset-strategy, --dim, --dump"),
     "command": ("shrad m.onnx", "there is no command 'shrad' (did you mean shard?)"),
     "command within": ("checkpoint merg", "did you mean merge?"),
     "missing": ("shard", "shard: give model.onnx"),
