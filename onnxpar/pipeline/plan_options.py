@@ -172,10 +172,13 @@ def options_of(
 def _with_context(
     asked: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns the options with those of a strategy's section `context`. Errors: StrategyError for a
-    setting that an option contradicts, or that a strategy cannot have."""
+    """Returns the options with those of a strategy's section `context`, as far as the call has
+    them: `annotate` fuses nothing. Errors: StrategyError for a setting that an option contradicts,
+    or that a strategy cannot have."""
     source = f"{strategy.source}: context"
     found = options_of_context(strategy.context, source)
+    every = _hints(PlanOptions)
+    found = {name: value for name, value in found.items() if name in known or name not in every}
     for name, value in found.items():
         if name not in known or name == "strategy":
             flag = f"--{name.replace('_', '-')}"

@@ -206,6 +206,11 @@ def write_step(
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     refuse_overwriting({"model": path, "output": output})
+    if source.strategy is not None and source.strategy.context:
+        raise StrategyError(
+            f"{source.strategy.source}: context is for `onnxpar shard`, which splits the step; "
+            "give a strategy without it"
+        )
     manual = manual_of(source)
     if manual is None and (source.mesh or source.devices or source.strategy):
         raise StrategyError(

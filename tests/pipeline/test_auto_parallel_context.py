@@ -197,6 +197,24 @@ def test_a_strategy_file_has_a_context(
         assert words in capsys.readouterr().err
 
 
+def test_a_context_where_nothing_is_fused(step: Path, tmp_path: Path) -> None:
+    """annotate and opt follow what they have options for; grad has none."""
+    context = {**DP, "comm_fusion": {"openstate": False}}
+    strategy = {"context": context}
+    plan = onnxpar.annotate(step, tmp_path / "a.onnx", strategy=strategy)
+    assert plan.preset == "data-parallel" and plan.mesh.size == 4
+    assert not onnxpar.plan(step, strategy=strategy).fused
+    with pytest.raises(StrategyError, match="context is for `onnxpar shard`"):
+        onnxpar.training.grad(
+            step.parent / "m.onnx",
+            tmp_path / "s.onnx",
+            loss="mse",
+            optimizer="sgd",
+            preset="manual",
+            strategy=strategy,
+        )
+
+
 def layouts(plan: Any) -> dict[str, str]:
     return {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
 
