@@ -173,6 +173,7 @@ def train(
     To take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
     finite.
     """
+    # Long for the list of parameters and their descriptions, which editors show.
     folder = None if checkpoint is None else Path(checkpoint)
     run = Run(epochs, lr, schedule, warmup, seed, shuffle, folder, every, keep, resume)
     if profile is not None:
