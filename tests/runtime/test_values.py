@@ -304,7 +304,7 @@ BAD: dict[str, tuple[str, str, Any, str]] = {
     ),
     "numbers": ("strings returned", "w", np.arange(6), "str, not int64"),
     "bytes": ("strings returned", "w", np.array([b"a"] * 6), "str, not"),
-    "size": ("strings returned", "w", WORDS[:5], r"\[5\] is not \[6\]"),
+    "size": ("strings returned", "w", WORDS[:5], r"shape \[5\], but the model takes \[6\]"),
     "keys": ("map fed", "m", {1: 1.0}, "keys of str"),
     "values": ("map fed", "m", {"a": "b"}, "values of tensor"),
 }
