@@ -25,9 +25,11 @@ _shields = [0]
 
 
 class Terminated(BaseException):
-    """A signal asked the process to end; raised so that half-written files are removed first."""
+    """A signal asked the process to end; raised so that half-written files are removed first. Its
+    arguments, as those of KeyboardInterrupt, are what else the user should know."""
 
     def __init__(self, number: int) -> None:
+        super().__init__()
         self.number = number
 
 

@@ -47,10 +47,10 @@ def _status_of(argv: Sequence[str] | None) -> int:
         status = int(args.command(args))
     except BrokenPipeError:
         status = 0
-    except KeyboardInterrupt:
-        status = _ended(signal.SIGINT)
+    except KeyboardInterrupt as end:
+        status = _ended(signal.SIGINT, end)
     except Terminated as end:
-        status = _ended(signal.Signals(end.number))
+        status = _ended(signal.Signals(end.number), end)
     except SystemExit as end:  # --help, or arguments that are wrong
         _flush()
         raise end
@@ -64,10 +64,11 @@ def _status_of(argv: Sequence[str] | None) -> int:
     return status
 
 
-def _ended(number: signal.Signals) -> int:
-    """Reports the signal that ended the command, and returns the exit status."""
+def _ended(number: signal.Signals, end: BaseException) -> int:
+    """Reports the signal that ended the command, and what `end` adds to it; returns the exit
+    status."""
     word, status = STATUSES[number]
-    print(f"onnxpar: {word}", file=sys.stderr)
+    print(f"onnxpar: {'; '.join([word, *map(str, end.args)])}", file=sys.stderr)
     report_for_all_ranks(word)
     return status
 

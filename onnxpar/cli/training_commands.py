@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from onnxpar.base.interrupts import Terminated
 from onnxpar.cli.arguments import dims_of
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.files.write_file import whole_file, writing
@@ -30,7 +31,7 @@ from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.loop import Run, records
+from onnxpar.trainer.loop import Run, last_checkpoint, records
 from onnxpar.trainer.merge import merge as merge_checkpoint
 from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.trainer import Trainer, held_by_first
@@ -88,7 +89,11 @@ def train(args: argparse.Namespace) -> int:
     if args.profile:
         check_place(args.profile)
     with held_by_first(run.checkpoint) as held:
-        return _train(args, run, held)
+        try:
+            return _train(args, run, held)
+        except (KeyboardInterrupt, Terminated) as end:
+            end.args = (last_checkpoint(run),)
+            raise
 
 
 def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
@@ -120,9 +125,9 @@ def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs:
     `logs`."""
     metrics = logs / "metrics.jsonl"
     total = run.epochs * data.batches
-    left = data.count % data.batch
-    if left:
-        print(f"{left} of {data.count} samples are left over in each epoch")
+    for word, each in (("", data), ("evaluation: ", held_out)):
+        if each is not None and (left_out := each.left_out()):
+            print(f"{word}{left_out}", flush=True)
     steps = records(trainer, data, run, held_out)
     first = list(islice(steps, 1))  # a run that cannot start must keep the old metrics
     if first:

@@ -89,6 +89,13 @@ class Data:
         """Number of full batches; the remaining samples are dropped."""
         return self.count // self.batch
 
+    def left_out(self) -> str:
+        """Says how many samples an epoch leaves out, and why; "" if none."""
+        left = self.count % self.batch
+        used = f"{self.count - left} of {self.count} samples, in {self.batches} batches"
+        why = f"the other {left} do not fill a batch"
+        return f"each epoch uses {used} of {self.batch}; {why}" if left else ""
+
     def epoch(self, number: int, seed: int | None, first: int = 0) -> Iterator[dict[str, Array]]:
         """Yields the batches of epoch `number`, starting with batch `first`. Each epoch has its own
         order; without a seed, samples are not shuffled."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onnxpar.errors import DivergenceError, InputError
 from onnxpar.ir.training_spec import SKIPPED
-from onnxpar.trainer.checkpoint import Progress, checkpoints
+from onnxpar.trainer.checkpoint import Progress, checkpoints, warn
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.rates import Rate, check_rate
 from onnxpar.trainer.trainer import Trainer
@@ -98,9 +98,11 @@ class Record:
     evaluation: dict[str, float] | None = None
 
     def lines(self, loss: str) -> list[str]:
-        """The lines that a run prints for the step, in MindSpore's form; `loss` is the name of the
-        loss among the values."""
-        found = [f"epoch: {self.epoch} step: {self.step}, loss is {self.values[loss]:.6g}"]
+        """The lines that a run prints for the step, in MindSpore's form, with the number of the
+        step in the run, which checkpoints have in their names; `loss` is the name of the loss among
+        the values."""
+        value = f"loss is {self.values[loss]:.6g}"
+        found = [f"epoch: {self.epoch} step: {self.step}, {value} (step {self.total} of the run)"]
         if self.evaluation is not None:
             each = ", ".join(f"{name} is {value:.6g}" for name, value in self.evaluation.items())
             found.append(f"epoch: {self.epoch} evaluation: {each}")
@@ -118,6 +120,11 @@ def records(
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
     progress = _start(trainer, run)
+    if progress.epoch >= run.epochs and trainer.leads:
+        warn(
+            f"nothing to do: {run.checkpoint} has finished epoch {progress.epoch} of --epochs "
+            f"{run.epochs}; raise --epochs"
+        )
     while progress.epoch < run.epochs:
         epoch = progress.epoch
         order = run.seed if run.shuffle else None
@@ -155,6 +162,17 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
     """Returns the metrics of the model, by name: means over the full batches of data."""
     metrics = [trainer.evaluate(batch) for batch in data.epoch(0, None)]
     return {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]}
+
+
+def last_checkpoint(run: Run) -> str:
+    """Says where the newest checkpoint of a run is, for a run that was stopped."""
+    if run.checkpoint is None:
+        return "there is no checkpoint, because --checkpoint is not given"
+    newest = list(checkpoints(run.checkpoint).values())[-1:]
+    if newest:
+        return f"the last checkpoint is {newest[0]}; continue from it with --resume"
+    every = f"after {run.every} steps" if run.every else "at the end; give --every N to save more"
+    return f"there is no checkpoint yet: the first is saved {every}"
 
 
 def _has_checkpoint(folder: Path, may: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -81,12 +82,15 @@ def test_what_a_run_prints_and_leaves(
 ) -> None:
     assert main(arguments(made, tmp_path, "--every", "4", "--batch", "8")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "4 of 60 samples are left over in each epoch"
+    assert lines[0] == (
+        "each epoch uses 56 of 60 samples, in 7 batches of 8; the other 4 do not fill a batch"
+    )
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 15))
     for line, row in zip(lines[1:], rows, strict=False):
         step = (row["step"] - 1) % 7 + 1
-        assert line == f"epoch: {row['epoch']} step: {step}, loss is {row['loss']:.6g}"
+        where = f"step {row['step']} of the run"
+        assert line == f"epoch: {row['epoch']} step: {step}, loss is {row['loss']:.6g} ({where})"
     assert set(rows[0]) >= {"epoch", "step", "learning_rate", "loss", "gradient_norm", "seconds"}
     assert rows[0]["learning_rate"] == pytest.approx(0.02 / 3)
     assert lines[-1] == f"the last checkpoint is {tmp_path / 'c' / 'step_00000014'}"
@@ -194,6 +198,28 @@ def test_a_killed_run_goes_on(
     assert all(a["loss"] == b["loss"] for a, b in pairs)
 
 
+@pytest.mark.parametrize(
+    ("more", "ending"),
+    [
+        (["--every", "5"], "the last checkpoint is {}; continue from it with --resume"),
+        ([], "there is no checkpoint yet: the first is saved at the end; give --every N to save "),
+    ],
+)
+def test_an_interrupted_run_says_where_its_last_checkpoint_is(
+    more: Sequence[str],
+    ending: str,
+    made: Path,
+    tmp_path: Path,
+    started: list[subprocess.Popen[str]],
+) -> None:
+    run = start(started, made, tmp_path, *more, epochs=2000)
+    assert wait_until(lambda: steps_done(tmp_path) > 8, 60), run.poll()
+    run.send_signal(signal.SIGINT)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert error.startswith(f"onnxpar: interrupted; {ending.format(newest(tmp_path / 'c'))}")
+
+
 def test_a_killed_rank_ends_the_run(
     made: Path, undisturbed: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
@@ -249,7 +275,7 @@ def test_the_log_of_each_rank_has_the_losses(
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("epoch: ")]
     assert len(lines) == 2 * (7 + 1) and lines[7].startswith("epoch: 1 evaluation: loss is ")
     rows = [f"{row['loss']:.6g}" for row in metrics(tmp_path)]
-    assert [x.rsplit(" ", 1)[1] for x in lines if "step: " in x] == rows
+    assert [re.split("loss is | [(]", x)[1] for x in lines if "step: " in x] == rows
     for rank in range(2):
         assert log_of(tmp_path, rank) == lines
 
@@ -283,7 +309,8 @@ def test_the_logs_of_a_run_in_python_have_the_losses(
     assert len(losses) == 7
     for rank in range(2):
         lines = [f"epoch: 1 step: {i}, loss is {loss}" for i, loss in enumerate(losses, 1)]
-        assert log_of(tmp_path, rank) == lines
+        numbered = [f"{line} (step {i} of the run)" for i, line in enumerate(lines, 1)]
+        assert log_of(tmp_path, rank) == numbered
 
 
 def test_what_a_rank_prints_and_what_is_written_do_not_overwrite(tmp_path: Path) -> None:
@@ -362,7 +389,9 @@ def test_what_is_in_the_way(made: Path, at_once: Path, capsys: pytest.CaptureFix
         assert main(arguments(made, at_once, *more)) == 2
         assert message in capsys.readouterr().err
     assert metrics(at_once) == before
-    assert main(arguments(made, at_once, "--resume")) == 0  # nothing is left to do
+    assert main(arguments(made, at_once, "--resume")) == 0
+    done = f"nothing to do: {at_once / 'c'} has finished epoch 2 of --epochs 2; raise --epochs"
+    assert capsys.readouterr().err == f"onnxpar: warning: {done}\n"
     assert metrics(at_once) == before
 
 
