@@ -15,6 +15,8 @@ from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.open_sizes.typical import sizes_text
 
 WIDTH = 100
+WRAPPED = 36
+"""Characters that a column of texts keeps, where it is wrapped."""
 _KINDS = ("input", "state", "output")
 _PORT_HEADS = ("dtype", "shape", "layout")
 MANY, FEW = 20, 3
@@ -22,20 +24,26 @@ MANY, FEW = 20, 3
 the table of nodes that run whole."""
 
 
-def table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of a table with aligned columns, numbers to the right. The first column is
-    cut if lines would be longer than WIDTH."""
+def table(rows: Sequence[Sequence[Any]], head: Sequence[str], wraps: bool = False) -> Iterator[str]:
+    """Yields the lines of a table with aligned columns, numbers to the right. If lines would be
+    longer than WIDTH, the first column is cut; if the table `wraps`, the last column, a text, first
+    continues on further lines."""
     cells = [[_cell(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    if wraps and over > 0:
+        widths[-1] = max(widths[-1] - over, min(widths[-1], WRAPPED))
     room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)
     widths[0] = min(widths[0], max(room, 12))
     numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(head))]
     for line in [list(head), *cells]:
+        last, *more = (wrap(line[-1], widths[-1]) or [""]) if wraps else [line[-1]]
         out = [
             _fit(c, w).rjust(w) if right else _fit(c, w).ljust(w)
-            for c, w, right in zip(line, widths, numeric, strict=True)
+            for c, w, right in zip([*line[:-1], last], widths, numeric, strict=True)
         ]
         yield ("  ".join(out)).rstrip()
+        yield from (" " * (sum(widths[:-1]) + 2 * (len(widths) - 1)) + text for text in more)
 
 
 def grouped(rows: Sequence[tuple[Any, ...]], most: int = MANY) -> list[tuple[Any, ...]]:
@@ -264,5 +272,5 @@ def _whole_lines(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         return
     yield f"{len(whole)} {'node runs' if len(whole) == 1 else 'nodes run'} whole on every rank:"
     rows = [(w["node"], w["op"], w["bytes"], w["reason"]) for w in whole]
-    yield from table(grouped(rows, FEW), ("node", "op", "gathered", "why"))
+    yield from table(grouped(rows, FEW), ("node", "op", "gathered", "why"), wraps=True)
     yield ""

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pass_registry import parse_passes
-from onnxpar.report.report import grouped, plan_lines
+from onnxpar.report.report import grouped, plan_lines, table
 
 FLOAT = TensorProto.FLOAT
 
@@ -120,3 +120,13 @@ def test_rows_that_differ_stay_apart() -> None:
 def test_a_list_of_passes_that_cannot_be_read(text: str) -> None:
     with pytest.raises(StrategyError, match="write names with commas between them"):
         parse_passes(text)
+
+
+def test_a_long_reason_is_wrapped_rather_than_the_name_cut() -> None:
+    name, reason = "/encoder/layer.3/attention/self/query/MatMul", "none " * 20
+    lines = list(
+        table([(name, "MatMul", 12, reason)], ("node", "op", "gathered", "why"), wraps=True)
+    )
+    assert lines[1].startswith(f"{name}  MatMul        12  none none")
+    assert all(len(line) <= 100 for line in lines)
+    assert " ".join(line[len(lines[0]) - 3 :].strip() for line in lines[1:]) == reason.strip()

@@ -281,22 +281,22 @@ def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, s
 
 
 @pytest.mark.parametrize(
-    ("run", "message"),
+    ("how", "message"),
     [
-        (Run(0, 0.1), "--epochs 0: must be at least 1"),
-        (Run(1, 0.1, resume=True), "--resume: the folder of checkpoints is not given"),
-        (Run(1, 0.1, "step"), "schedule 'step'"),
-        (Run(1, 0.1, warmup=6), "--warmup 6: the run has 5 steps"),
-        (Run(1, float("nan")), "--lr nan: the learning rate must be finite"),
-        (Run(1, 0.1, every=-1), "--every -1: give the number of steps between checkpoints"),
-        (Run(1, 0.1, seed=-1), "--seed -1: must be from 0 to 2147483647"),
-        (Run(1, 0.1, seed=1 << 31), "--seed 2147483648: must be from 0 to"),
+        ({"epochs": 0}, "--epochs 0: must be at least 1"),
+        ({"resume": True}, "--resume: the folder of checkpoints is not given"),
+        ({"schedule": "step"}, "schedule 'step'"),
+        ({"warmup": 6}, "--warmup 6: the run has 5 steps"),
+        ({"rate": float("nan")}, "--lr nan: the learning rate must be finite"),
+        ({"every": -1}, "--every -1: give the number of steps between checkpoints"),
+        ({"seed": -1}, "--seed -1: must be from 0 to 2147483647"),
+        ({"seed": 1 << 31}, "--seed 2147483648: must be from 0 to"),
     ],
 )
-def test_runs_that_do_not_fit(run: Run, message: str, step: Path) -> None:
+def test_runs_that_do_not_fit(how: dict[str, Any], message: str, step: Path) -> None:
     par, _ = shard(step, "data-parallel 2")
     with ThreadTrainer(par) as trainer, pytest.raises(InputError, match=message):
-        list(records(trainer, data_for(trainer), run))
+        list(records(trainer, data_for(trainer), Run(**({"epochs": 1, "rate": 0.1} | how))))
 
 
 def test_another_seed_is_no_resumption(step: Path, tmp_path: Path) -> None:
