@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,9 +179,10 @@ class Bundle:
             folder, mesh, inputs, outputs, states, fixed, symbols, initial, step, lookups, plan
         )
 
-    def sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str] = ()) -> Sizes:
         """Returns the values of the symbols that follow from these shapes, given by input name; 0
-        for a symbol that occurs in none of them.
+        for a symbol that occurs in none of them. `kept` names the inputs that have their values
+        from an earlier run.
 
         Errors: InputError if two shapes contradict each other, naming both.
         """
@@ -189,7 +190,7 @@ class Bundle:
         origin: dict[str, str] = {}
         every = [
             (
-                f"input {name!r} has {size} at dimension {axis}",
+                f"input {name!r}{_KEPT if name in kept else ''} has {size} at dimension {axis}",
                 own,
                 size,
                 self.inputs[name].is_free(axis),
@@ -220,6 +221,8 @@ class Bundle:
                     if others
                     else ""
                 )
+                if _KEPT in text + others:
+                    remedy = "; feed the kept input, too, or call session.states.reset() first"
                 raise InputError(f"{text}, which is {own} in the model; {others}{remedy}")
         return tuple(found.get(s, 0) for s in self.symbols)
 
@@ -280,6 +283,9 @@ class Bundle:
                 "the folder again with `onnxpar shard`, or copy it again"
             )
         return file
+
+
+_KEPT = ", the state kept from an earlier run,"
 
 
 def _read_plan(folder: Path) -> dict[str, Any]:

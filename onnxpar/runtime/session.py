@@ -213,7 +213,7 @@ class Session(Interface, Closing):
             return ()
         inputs = self._bundle.inputs
         fed = {n: a.shape for n, a in feeds.items() if inputs[n].shape is not None}
-        return self._bundle.sizes({**self._kept, **fed})
+        return self._bundle.sizes({**self._kept, **fed}, self._kept.keys() - fed.keys())
 
     def blame(self, error: OnnxparError, feeds: Mapping[str, Any]) -> OnnxparError:
         """Returns the error of a failed run or, if an index in a feed is out of range, an
