@@ -15,7 +15,8 @@ def wants_traceback() -> bool:
 
 
 class OnnxparError(Exception):
-    """Base of all errors that a user can cause; the message names the cause and the remedy."""
+    """Base of all errors that onnxpar raises on purpose. The message names the cause and, if there
+    is one, the remedy."""
 
 
 class ModelError(OnnxparError):

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
-    "onnxpar.pass_order": "onnxpar.pipeline.pass_order",
+    "onnxpar.pass_order": "onnxpar.pipeline.placed_passes",
     "onnxpar.passes.pass_": "onnxpar.compiler.pass_",
     "onnxpar.rules.case": "onnxpar.testing.case",
     "onnxpar.rules.proof": "onnxpar.testing.proof",

@@ -147,7 +147,8 @@ def whole_nodes(ctx: PassContext, preset: str | None) -> list[Whole]:
 
 
 def _why_idle(preset: str | None, is_gathered: bool) -> str:
-    """Says why nothing of a node is split that could be: only a search has weighed a split."""
+    """Says why a node that could be split runs whole. Only a search compares costs, so only after a
+    search they can be the reason."""
     if preset not in (AUTO, EXHAUSTIVE):
         return "neither the strategy nor propagation splits it" + (
             ", so its operands are gathered" if is_gathered else ""

@@ -216,7 +216,8 @@ def _product(children: list[Dim]) -> Dim:
 
 
 def _join_factors(major: Dim, minor: Dim) -> Factor | None:
-    """One factor in place of two adjacent ones; None unless the minor one is whole."""
+    """One factor that means the same as two adjacent dimensions; None if one of them is not a
+    single factor, or if the minor one is split."""
     if not isinstance(major, Factor) or not isinstance(minor, Factor) or minor.axes:
         return None
     if not major.axes:

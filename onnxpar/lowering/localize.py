@@ -73,8 +73,9 @@ def localize_node(
 def _surround(
     graph: gs.Graph, op: OpFactors, view: NodeView, names: Collection[str], per_rank: PerRank
 ) -> NodeView:
-    """Inserts nodes that fill a node's empty shards of these factors before it, and nodes that drop
-    the results for the stand-ins after it. Returns the node's view with stand-ins."""
+    """Inserts, before a node, nodes that put stand-ins into empty shards of the factors `names`,
+    and after it, nodes that drop the results for the stand-ins. Returns the node's view with
+    stand-ins."""
     filled = view.filled(op.rule, names)
     before, after = (
         LoweringBuilder(graph, each, per_rank, kind)

@@ -177,8 +177,8 @@ class RankView:
         return self._view.is_split(factor)
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if a rank's shard of a factor may be empty: its size is open, or smaller than the
-        number of shards."""
+        """True if the factor is split and a rank's shard of it may be empty: its size is open, or
+        one of its shards has no elements. A shard that is filled with stand-ins is not empty."""
         return self._view.may_be_empty(factor)
 
     def _size(self, dim: Dim) -> int:

@@ -301,7 +301,8 @@ def _strategy_ckpt_config(value: Any, given: Given) -> Mapping[str, Any]:
 _ACCUMULATE = "micro-batches are part of the step: give `onnxpar grad --accumulate N`"
 _SUM = (
     "the gradients are those of the loss that the step has, over the whole batch, on any number of "
-    "ranks; with a loss that is a mean they are means. For sums, multiply the learning rate"
+    "ranks; with a loss that is a mean they are means. For the sum of the ranks' gradients, "
+    "multiply the learning rate by the number of ranks that share the batch"
 )
 _RANK = "the launcher gives each process its rank; leave this out"
 

@@ -19,7 +19,7 @@ from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_order import Placed, insert
+from onnxpar.pipeline.placed_passes import Placed, insert
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,

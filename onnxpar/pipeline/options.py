@@ -14,7 +14,7 @@ from onnxpar.layout.mesh import Mesh, check_ranks
 from onnxpar.load.load import Show, unseen
 from onnxpar.manual.manual import MANUAL, Manual
 from onnxpar.open_sizes.typical import Profile, Typical
-from onnxpar.pipeline.pass_order import Placed
+from onnxpar.pipeline.placed_passes import Placed
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.search.objective import Objective
 from onnxpar.search.search import PROPAGATION, SEARCHES

@@ -12,7 +12,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.differentiate import Differentiate
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES, MANUAL_PASSES
-from onnxpar.pipeline.pass_order import Placed, check_order
+from onnxpar.pipeline.placed_passes import Placed, check_order
 from onnxpar.pipeline.plugins import registered_passes
 
 _BEFORE: tuple[type[Pass], ...] = (Differentiate,)

@@ -20,8 +20,8 @@ from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.auto_parallel_context import options_of_context
 from onnxpar.pipeline.dataset import read_dataset
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_order import Placed
 from onnxpar.pipeline.pass_registry import parse_placed
+from onnxpar.pipeline.placed_passes import Placed
 from onnxpar.pipeline.plugins import load_plugin
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience

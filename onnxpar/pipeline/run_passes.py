@@ -16,7 +16,7 @@ from onnxpar.ir.collectives import DOMAIN
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.model_name import model_name
-from onnxpar.pipeline.pass_order import check_rewritten, known_of
+from onnxpar.pipeline.placed_passes import check_rewritten, known_of
 from onnxpar.pipeline.predicted_times import Reckon, ignore, predicted
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors

@@ -47,7 +47,8 @@ class Step:
     """One step of a rank: a node of the global graph, or a reshard.
 
     kind       NODE, or a reshard: COLLECTIVE, or CUT without communication
-    block      common prefix of its weights' names up to a number: `encoder.layer.3`
+    block      its layer: a weight's name, or its own, up to a number (`encoder.layer.3`); without
+               such a name, the block of the step before
     depth      nesting depth of subgraphs, 0 in the main graph
     predicted  time that the cost model predicts, 0 if unknown
     sent       bytes that a rank sends

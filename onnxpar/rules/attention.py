@@ -78,8 +78,9 @@ def attention(node: gs.Node) -> Rule:
 
 
 def _mask(node: gs.Node, sizes: dict[str, Size], seen: str) -> str:
-    """The mask's dimensions as rule text, aligned at the last one; the op pads a mask whose last
-    dimension is too short."""
+    """The mask's dimensions as rule text, aligned at the last one; `_` without a mask. The last one
+    is the factor `seen` of the keys or, if the mask is shorter and the op pads it, a factor `m` of
+    its own. Adds `m` to `sizes`."""
     mask = given(node, 3)
     if mask is None:
         return "_"

@@ -51,8 +51,8 @@ class Local(Protocol):
         ...
 
     def may_be_empty(self, factor: str) -> bool:
-        """True if a rank's shard of a factor may be empty: its size is open, or smaller than the
-        number of shards."""
+        """True if the factor is split and a rank's shard of it may be empty: its size is open, or
+        one of its shards has no elements. A shard that is filled with stand-ins is not empty."""
         ...
 
 

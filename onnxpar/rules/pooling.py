@@ -51,8 +51,8 @@ def _blank(node: gs.Node) -> Any:
 
 
 def _lower_indices(space: Windows, is_column_major: bool) -> Callable[[Lowering], None]:
-    """A lowering that converts indices into the elements that the rank reads to indices into the
-    global tensor."""
+    """The lowering of a pool that also returns indices: runs the pool on the elements that the rank
+    reads, then turns each local index into the index in the global tensor."""
 
     def lower(builder: Lowering) -> None:
         node = builder.local.node

@@ -30,8 +30,8 @@ class Data:
     def read(path: str | os.PathLike[str], ports: Sequence[Any]) -> Data:
         """Reads arrays for the inputs `ports` (`NodeArg`s) from an .npz file, by input name.
 
-        Errors: InputError if an array is missing or has another shape, or if there are fewer
-        samples than in a batch.
+        Errors: InputError if an array is missing or has another shape or number of samples, or if
+        there are fewer samples than in a batch.
         """
         return Data.of(read_npz(Path(path)), ports, str(path))
 

@@ -69,9 +69,10 @@ def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
 def named_blocks(
     nodes: Sequence[gs.Node], parameters: Collection[str], patterns: Sequence[str]
 ) -> list[Block]:
-    """Returns a block for each connected group of the nodes of a forward pass whose names match one
-    of the globs. The results that other nodes read are kept. Errors: StrategyError if a glob
-    matches nothing, or if all groups together have no other results."""
+    """Returns blocks of those nodes of a forward pass, except the last, whose names match one of
+    the globs: one block for each connected group that has something to compute again. Results that
+    nodes outside the group read are kept. Errors: StrategyError if a glob matches nothing, or if no
+    group has anything to compute again."""
     for pattern in patterns:
         if not any(fnmatchcase(node.name, pattern) for node in nodes):
             some = ", ".join(repr(node.name) for node in nodes[:3])

@@ -19,9 +19,9 @@ from onnxpar.load.load import load
 from onnxpar.pipeline import plugins
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_order import Placed, insert
 from onnxpar.pipeline.pass_registry import parse_passes, parse_placed
 from onnxpar.pipeline.pipeline import plan
+from onnxpar.pipeline.placed_passes import Placed, insert
 from onnxpar.rules import rule as rule_module
 from onnxpar.rules.rule import registered, rule
 

@@ -171,8 +171,9 @@ class _Columns:
         return bound
 
     def _mix(self, for_room: bool) -> _Mixture:
-        """The best mixture of the assignments found: the one with the lowest peak of bytes if
-        `for_room`, else the one within the limit whose largest sum is least."""
+        """The best weighted mean of the assignments found. With `for_room`: the one with the lowest
+        peak of memory; else, of those within the memory limit, the one whose largest sum is
+        least."""
         sums = np.stack([column.sums for column in self.found], axis=1)
         held = np.stack([column.held for column in self.found], axis=1)
         while True:

@@ -111,7 +111,7 @@ class _Program:
         return [int(np.argmax(solved.x[start:end])) for start, end in ends]
 
     def value(self, values: Sequence[int]) -> float:
-        """The largest sum of an assignment."""
+        """The largest of the sums for one assignment, which the program minimizes."""
         return max(sum(table.at(values) for table in tables) for tables in self.sums)
 
     def _one_value_each(self) -> Iterator[_Row]:
