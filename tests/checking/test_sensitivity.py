@@ -171,7 +171,7 @@ def test_results_that_are_rounding_alone_are_told(tmp_path: Path) -> None:
     report = amplified(near_0, same, tmp_path)
     (row,) = report.rows
     assert report.ok and 0 < row.largest < 1e-6 and report.moved["y"] > LARGE, report.text()
-    assert "warning: y changes by" in report.text()
+    assert "warning: rounding alone changes y by" in report.text()
 
 
 @pytest.mark.parametrize(

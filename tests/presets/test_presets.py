@@ -117,7 +117,7 @@ def test_the_hint_to_fix_sizes_is_for_sizes(tmp_path: Path) -> None:
             onnxpar.plan(tmp_path / "m.onnx", devices=2, preset=preset)
         assert "open sizes" not in str(raised.value)
     by_hand = {"mesh": {"dp": 2}, "tensors": {"x": [{"dp": [3, 5]}, None]}}
-    with pytest.raises(StrategyError, match=r"open sizes .*, fix them with --dim n=N"):
+    with pytest.raises(StrategyError, match=r"sizes are open .*: fix them with --dim n=N"):
         onnxpar.plan(tmp_path / "m.onnx", strategy=by_hand)
 
 

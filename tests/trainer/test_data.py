@@ -104,7 +104,7 @@ def test_rates() -> None:
     [
         ("steps", 0, "--schedule 'steps': give one of constant, linear, cosine"),
         ("constant", 11, "--warmup 11: the run has 10 steps; give a number from 0 to 10"),
-        ("constant", -1, "--warmup -1: the run has 10 steps"),
+        ("constant", -1, "--warmup -1: give a number of steps, or 0 for none"),
     ],
 )
 def test_rates_that_do_not_fit(schedule: str, warmup: int, message: str) -> None:

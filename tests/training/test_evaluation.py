@@ -158,7 +158,7 @@ def test_on_the_command_line(
     how = ["--lr", "0.1", "--epochs", "2", "--log-dir", str(tmp_path / "log")]
     assert main(["train", str(par), *files, *how]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[1].split()[0] for line in shown if "evaluation:" in line] == ["1", "2"]
+    assert [line.split(":")[1].split()[0] for line in shown if " evaluation:" in line] == ["1", "2"]
     lines = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6]
