@@ -21,7 +21,7 @@ from onnxpar.errors import InputError
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor, prepared
 from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
-from onnxpar.hvd.handles import Handle, Together, synchronize
+from onnxpar.hvd.handles import Handle, Together, Waiting, synchronize
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reduce_work import Reduce
 from onnxpar.hvd.reductions import ReduceOp, Reduction, op_of
@@ -51,10 +51,10 @@ def allreduce(
     The result of `IndexedSlices` is one with the rows of all ranks, for Average divided by the
     number of ranks.
     """
-    what = _what("allreduce", name)
+    what = called("allreduce", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     work = _one(tensor, name, what, compression, reduction, process_set)
-    return members_of(process_set, what).communicator.ordered(work, KIND, [name or ""])
+    return current().ordered(work, KIND, [name or ""])
 
 
 def allreduce_async(
@@ -72,10 +72,10 @@ def allreduce_async(
     Do not change `tensor` until the result is ready. Collectives run in the order in which they
     were started.
     """
-    what = _what("allreduce_async", name)
+    what = called("allreduce_async", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     work = _one(tensor, name, what, Compression.none, reduction, process_set)
-    return Handle(members_of(process_set, what).communicator.begin(work, KIND, [name or ""]))
+    return Handle(current().begin(work, KIND, [name or ""]))
 
 
 def allreduce_(
@@ -103,11 +103,11 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
     """Starts to overwrite `tensor` with its reduction over the ranks."""
-    what = _what("allreduce_", name)
+    what = called("allreduce_", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     work = _one(writable(tensor, what), name, what, Compression.none, reduction, process_set)
-    here = members_of(process_set, what).communicator
-    return Handle(here.begin(_then(work, partial(overwritten, tensor)), KIND, [name or ""]))
+    work = _then(work, partial(overwritten, tensor))
+    return Handle(current().begin(work, KIND, [name or ""]))
 
 
 def grouped_allreduce(
@@ -127,12 +127,12 @@ def grouped_allreduce(
 
     Each result has the same bits as that of `allreduce`.
     """
-    what = _what("grouped_allreduce", name)
+    what = called("grouped_allreduce", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     if current().cycles is not None:
         return _in_a_cycle(tensors, name, what, compression, reduction).result()
     work, names = _many(tensors, name, what, compression, reduction, process_set, fusion_threshold)
-    return members_of(process_set, what).communicator.ordered(work, KIND, names)
+    return current().ordered(work, KIND, names)
 
 
 def grouped_allreduce_async(
@@ -145,12 +145,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Array]]:
     """Starts a grouped_allreduce. Do not change the arrays until `synchronize` returns."""
-    what = _what("grouped_allreduce_async", name)
+    what = called("grouped_allreduce_async", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
-    if current().cycles is not None:
-        return Handle(_in_a_cycle(tensors, name, what, Compression.none, reduction))
-    work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
-    return Handle(members_of(process_set, what).communicator.begin(work, KIND, names))
+    return Handle(_start(tensors, name, what, reduction, process_set))
 
 
 def grouped_allreduce_(
@@ -180,18 +177,11 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Array]]:
     """Starts to overwrite each array with its reduction over the ranks."""
-    what = _what("grouped_allreduce_", name)
+    what = called("grouped_allreduce_", name)
     reduction = Reduction(op_of(op, average, what), prescale_factor, postscale_factor)
     for index, tensor in enumerate(tensors):
         writable(tensor, f"{what}[{index}]")
-    if current().cycles is not None:
-        return Handle(_in_a_cycle(tensors, name, what, Compression.none, reduction, in_place=True))
-    work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
-
-    def run() -> list[Array]:
-        return [overwritten(t, r) for t, r in zip(tensors, work(), strict=True)]
-
-    return Handle(members_of(process_set, what).communicator.begin(run, KIND, names))
+    return Handle(_start(tensors, name, what, reduction, process_set, in_place=True))
 
 
 def sparse_allreduce_async(
@@ -202,9 +192,14 @@ def sparse_allreduce_async(
 ) -> Handle[IndexedSlices]:
     """Starts the reduction of a sparse tensor: the rows of all ranks are gathered. Calling the
     handle returns the result."""
-    what = _what("sparse_allreduce_async", name)
+    what = called("sparse_allreduce_async", name)
     work = _one(tensor, name, what, Compression.none, Reduction(op), process_set)
-    return Handle(members_of(process_set, what).communicator.begin(work, "ALLGATHER", [name]))
+    return Handle(current().begin(work, "ALLGATHER", [name]))
+
+
+def called(function: str, name: str | None) -> str:
+    """Returns a function and the name of its tensor, for errors."""
+    return function if name is None else f"{function} {name!r}"
 
 
 def writable(tensor: Any, what: str) -> Array:
@@ -235,14 +230,7 @@ def _one(
         return lambda: gather_sparse(members, slices, reduction, name or "sparse")
     checked = collectives.as_exchangeable(tensor, what)
     reduction.check(checked.dtype, members.size, what)
-
-    wire, context = compression.compress(checked)
-    wire = collectives.as_exchangeable(wire, what)
-
-    def finish(received: Array) -> Array:
-        return compression.decompress(received, context)
-
-    return Reduce(members, name or "", wire, reduction, finish)
+    return Reduce.of(members, name or "", checked, compression, reduction, what)
 
 
 def _then(work: Callable[[], Any], last: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -251,6 +239,33 @@ def _then(work: Callable[[], Any], last: Callable[[Any], Any]) -> Callable[[], A
         finish = work.finish
         return replace(work, finish=lambda received: last(finish(received)))
     return lambda: last(work())
+
+
+def _dense(tensor: Any, what: str) -> Array:
+    if isinstance(tensor, IndexedSlices):
+        raise InputError(f"{what}: give sparse tensors to allreduce, one at a time")
+    return collectives.as_exchangeable(tensor, what)
+
+
+def _start(
+    tensors: Sequence[Any],
+    name: str | None,
+    what: str,
+    reduction: Reduction,
+    process_set: ProcessSet,
+    in_place: bool = False,
+) -> Waiting[list[Array]]:
+    """Starts to reduce many tensors, to new arrays or `in_place`."""
+    if current().cycles is not None:
+        return _in_a_cycle(tensors, name, what, Compression.none, reduction, in_place)
+    work, names = _many(tensors, name, what, Compression.none, reduction, process_set)
+    if in_place:
+        work = _then(work, partial(_overwritten_each, tensors))
+    return current().begin(work, KIND, names)
+
+
+def _overwritten_each(tensors: Sequence[Array], results: Sequence[Array]) -> list[Array]:
+    return [overwritten(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
 
 
 def _in_a_cycle(
@@ -264,10 +279,9 @@ def _in_a_cycle(
     """Starts to reduce many tensors, which cycles fuse with what else there is."""
     works = []
     for index, tensor in enumerate(tensors):
-        called = f"{name or 'group'}.{index}"
-        if isinstance(tensor, IndexedSlices):
-            raise InputError(f"{what}[{index}]: give sparse tensors to allreduce, one at a time")
-        work = _one(tensor, called, f"{what}[{index}]", compression, reduction, global_process_set)
+        dense = _dense(tensor, f"{what}[{index}]")
+        each = f"{name or 'group'}.{index}"
+        work = _one(dense, each, f"{what}[{index}]", compression, reduction, global_process_set)
         works.append(_then(work, partial(overwritten, tensor)) if in_place else work)
     cycles = current().cycles
     assert cycles is not None
@@ -287,9 +301,7 @@ def _many(
     members = members_of(process_set, what)
     checked = []
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, IndexedSlices):
-            raise InputError(f"{what}[{index}]: give sparse tensors to allreduce, one at a time")
-        checked.append(collectives.as_exchangeable(tensor, f"{what}[{index}]"))
+        checked.append(_dense(tensor, f"{what}[{index}]"))
         reduction.check(checked[-1].dtype, members.size, f"{what}[{index}]")
     names = [f"{name or 'group'}.{index}" for index in range(len(checked))]
 
@@ -299,7 +311,3 @@ def _many(
         return restore(fusion.reduce(members, wires, reduction, name or "group"))
 
     return run, names
-
-
-def _what(function: str, name: str | None) -> str:
-    return function if name is None else f"{function} {name!r}"

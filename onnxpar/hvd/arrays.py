@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.hvd.allreduce import overwritten, writable
+from onnxpar.hvd.allreduce import called, overwritten, writable
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.handles import Handle, synchronize
@@ -31,19 +31,14 @@ def allgather(
 ) -> Array:
     """Returns the arrays of all ranks, concatenated along the first dimension, whose size may
     differ between ranks."""
-    work = _gather(tensor, name, process_set)
-    return members_of(process_set, "allgather").communicator.ordered(
-        work, "ALLGATHER", [name or ""]
-    )
+    return current().ordered(_gather(tensor, name, process_set), "ALLGATHER", [name or ""])
 
 
 def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Array]:
     """Starts an allgather."""
-    work = _gather(tensor, name, process_set)
-    here = members_of(process_set, "allgather_async").communicator
-    return Handle(here.begin(work, "ALLGATHER", [name or ""]))
+    return Handle(current().begin(_gather(tensor, name, process_set), "ALLGATHER", [name or ""]))
 
 
 def grouped_allgather(
@@ -71,10 +66,8 @@ def broadcast(
 ) -> Array:
     """Returns the root's array; the other ranks pass an array with the same dtype and shape.
     `root_rank` is a number among all ranks, also with a process set."""
-    work = _cast(tensor, root_rank, name, process_set)
-    return members_of(process_set, "broadcast").communicator.ordered(
-        work, "BROADCAST", [name or ""]
-    )
+    work = _from_root(tensor, root_rank, name, process_set)
+    return current().ordered(work, "BROADCAST", [name or ""])
 
 
 def broadcast_async(
@@ -84,9 +77,8 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
     """Starts a broadcast."""
-    work = _cast(tensor, root_rank, name, process_set)
-    here = members_of(process_set, "broadcast_async").communicator
-    return Handle(here.begin(work, "BROADCAST", [name or ""]))
+    work = _from_root(tensor, root_rank, name, process_set)
+    return Handle(current().begin(work, "BROADCAST", [name or ""]))
 
 
 def broadcast_(
@@ -106,9 +98,8 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
     """Starts to overwrite `tensor` with that of the root."""
-    work = _cast(writable(tensor, "broadcast_"), root_rank, name, process_set)
-    here = members_of(process_set, "broadcast_").communicator
-    return Handle(here.begin(lambda: overwritten(tensor, work()), "BROADCAST", [name or ""]))
+    work = _from_root(writable(tensor, "broadcast_"), root_rank, name, process_set)
+    return Handle(current().begin(lambda: overwritten(tensor, work()), "BROADCAST", [name or ""]))
 
 
 @overload
@@ -139,8 +130,7 @@ def alltoall(
     rank, in the dtype of `splits`, or int32 if it is a list.
     """
     work = _exchange(tensor, splits, name, process_set)
-    here = members_of(process_set, "alltoall").communicator
-    result, counts = here.ordered(work, "ALLTOALL", [name or ""])
+    result, counts = current().ordered(work, "ALLTOALL", [name or ""])
     return result if splits is None else (result, counts)
 
 
@@ -153,8 +143,7 @@ def alltoall_async(
     """Starts an alltoall, whose result has the number of rows from each rank also without
     `splits`."""
     work = _exchange(tensor, splits, name, process_set)
-    here = members_of(process_set, "alltoall_async").communicator
-    return Handle(here.begin(work, "ALLTOALL", [name or ""]))
+    return Handle(current().begin(work, "ALLTOALL", [name or ""]))
 
 
 def reducescatter(
@@ -170,8 +159,7 @@ def reducescatter(
     number of ranks, the first ranks get one more."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
     work = _scatter(tensor, name, compression, reduction, process_set)
-    here = members_of(process_set, "reducescatter").communicator
-    return here.ordered(work, "REDUCESCATTER", [name or ""])
+    return current().ordered(work, "REDUCESCATTER", [name or ""])
 
 
 def reducescatter_async(
@@ -185,8 +173,7 @@ def reducescatter_async(
     """Starts a reducescatter."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
     work = _scatter(tensor, name, Compression.none, reduction, process_set)
-    here = members_of(process_set, "reducescatter_async").communicator
-    return Handle(here.begin(work, "REDUCESCATTER", [name or ""]))
+    return Handle(current().begin(work, "REDUCESCATTER", [name or ""]))
 
 
 def grouped_reducescatter(
@@ -245,15 +232,15 @@ def check_root(root_rank: int, ranks: Sequence[int], what: str) -> None:
 
 
 def _gather(tensor: Any, name: str | None, process_set: ProcessSet) -> Callable[[], Array]:
-    what = _what("allgather", name)
+    what = called("allgather", name)
     members, checked = members_of(process_set, what), _with_rows(tensor, what)
     return lambda: collectives.all_gather(members.world, checked, name or "")[0]
 
 
-def _cast(
+def _from_root(
     tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Callable[[], Array]:
-    what = _what("broadcast", name)
+    what = called("broadcast", name)
     members = members_of(process_set, what)
     checked = collectives.as_exchangeable(tensor, what)
     check_root(root_rank, members.ranks, what)
@@ -264,7 +251,7 @@ def _cast(
 def _exchange(
     tensor: Any, splits: Splits, name: str | None, process_set: ProcessSet
 ) -> Callable[[], tuple[Array, Array]]:
-    what = _what("alltoall", name)
+    what = called("alltoall", name)
     members, checked = members_of(process_set, what), _with_rows(tensor, what)
     rows = _rows(checked, splits, members.size, what)
     dtype = splits.dtype if isinstance(splits, np.ndarray) else np.dtype(np.int32)
@@ -283,7 +270,7 @@ def _scatter(
     reduction: Reduction,
     process_set: ProcessSet,
 ) -> Callable[[], Array]:
-    what = _what("reducescatter", name)
+    what = called("reducescatter", name)
     members, checked = members_of(process_set, what), _with_rows(tensor, what)
     reduction.check(checked.dtype, members.size, what)
     if reduction.op is Adasum:
@@ -315,10 +302,6 @@ def _scatters(
 
 def _names(name: str | None, kind: str, count: int) -> list[str]:
     return [f"{name or kind}.{index}" for index in range(count)]
-
-
-def _what(function: str, name: str | None) -> str:
-    return function if name is None else f"{function} {name!r}"
 
 
 def _with_rows(tensor: Any, what: str) -> Array:

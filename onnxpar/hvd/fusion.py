@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,9 @@ class Fusion:
         self.layout = layout
         self.threshold = threshold
         wires = [compression.wire_dtype(tensor.dtype) for tensor in layout]
-        filled = (
-            _grouped(layout, range(len(layout)), wires, threshold)
-            if groups is None
-            else [each for group in groups for each in _grouped(layout, group, wires, None)]
-        )
-        self.buckets = [Bucket(layout, indices, wire) for wire, indices in filled]
+        sizes = [t.elements * w.itemsize for t, w in zip(layout, wires, strict=True)]
+        filled = fill(wires, sizes, threshold) if groups is None else _of_groups(groups, wires)
+        self.buckets = [Bucket(layout, indices, wires[indices[0]]) for indices in filled]
         about = f"a fusion threshold of {threshold}" + (f" and groups {groups}" if groups else "")
         self._text = "\n".join([about, *map(str, layout)])
 
@@ -139,21 +136,29 @@ class Bucket:
         }
 
 
-def _grouped(
-    layout: Layout, wanted: Sequence[int], wires: Sequence[np.dtype[Any]], threshold: float | None
-) -> list[tuple[np.dtype[Any], list[int]]]:
-    """Returns, for each buffer of the wanted arrays, its dtype and the indices of its arrays."""
-    threshold = math.inf if threshold is None else threshold
-    filled: list[tuple[np.dtype[Any], list[int]]] = []
-    open_: dict[np.dtype[Any], tuple[list[int], float]] = {}
-    for index in wanted:
-        wire, bytes_ = wires[index], layout[index].elements * wires[index].itemsize
-        indices, used = open_.get(wire, ([], threshold))
-        if used + bytes_ > threshold or not indices:
+def _of_groups(
+    groups: Sequence[Sequence[int]], wires: Sequence[np.dtype[Any]]
+) -> Iterator[list[int]]:
+    """Yields the indices of the arrays in each buffer: those of a group with equal dtypes."""
+    for group in groups:
+        for places in fill([wires[index] for index in group], [0] * len(group)):
+            yield [group[place] for place in places]
+
+
+def fill(
+    keys: Sequence[Hashable], sizes: Sequence[int], threshold: float = math.inf
+) -> list[list[int]]:
+    """Returns the indices of the arrays in each buffer: arrays with equal keys, of up to
+    `threshold` bytes in total, or a single larger array. `sizes` are the bytes of the arrays."""
+    filled: list[list[int]] = []
+    open_: dict[Hashable, tuple[list[int], float]] = {}
+    for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+        indices, used = open_.get(key, ([], 0))
+        if not indices or used + size > threshold:
             indices, used = [], 0
-            filled.append((wire, indices))
+            filled.append(indices)
         indices.append(index)
-        open_[wire] = indices, used + bytes_
+        open_[key] = indices, used + size
     return filled
 
 

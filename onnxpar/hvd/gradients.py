@@ -104,10 +104,8 @@ class GradientReducer:
         for name, array in dense.items():
             small = array.nbytes < self.least_bytes
             compression = Compression.none if small else self.compression
-            wire, context = compression.compress(array)
-            finish = partial(_decompressed, compression, context)
-            wire = np.ascontiguousarray(wire).reshape(np.shape(wire))
-            works[name] = Reduce(members, name, wire, self.reduction, finish)
+            what = f"the gradient of {name!r}"
+            works[name] = Reduce.of(members, name, array, compression, self.reduction, what)
         plain = Reduction(self.reduction.op)
         for name, grad in sparse.items():
             works[name] = partial(_gathered, members, grad, plain, name)
@@ -173,10 +171,6 @@ class GradientReducer:
             if array is parameter:
                 return name
         raise InputError("groups: list names of parameters, or arrays of named_parameters")
-
-
-def _decompressed(compression: Compressor, context: Any, received: Array) -> Array:
-    return compression.decompress(received, context)
 
 
 def _gathered(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.hvd.compression import Compressor
+from onnxpar.hvd.fusion import Bucket, fill, layout_of
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import ReduceOp, Reduction
+from onnxpar.runtime import collectives
 
 _PREFIX = "ALLREDUCE "
 
@@ -26,6 +30,21 @@ class Reduce:
     wire: Array
     reduction: Reduction
     finish: Callable[[Array], Any]
+
+    @staticmethod
+    def of(
+        members: Members,
+        name: str,
+        array: Array,
+        compression: Compressor,
+        reduction: Reduction,
+        what: str,
+    ) -> Reduce:
+        """Returns the reduction of an array that is sent compressed."""
+        wire, context = compression.compress(array)
+        wire = collectives.as_exchangeable(wire, what)
+        finish = partial(_decompressed, compression, context)
+        return Reduce(members, name, wire, reduction, finish)
 
     def __call__(self) -> Any:
         return self.finish(self.reduction.all_reduce(self.members, self.wire, self.name))
@@ -50,33 +69,26 @@ class Reduce:
         return Reduce(members, name, wire, Reduction(ReduceOp[op], before, after), lambda x: x)
 
 
+def _decompressed(compression: Compressor, context: Any, received: Array) -> Array:
+    return compression.decompress(received, context)
+
+
 def reduced_together(
     members: Members, works: Sequence[Reduce], threshold: float
 ) -> tuple[list[Array], int]:
     """Returns the reductions of arrays in buffers of one dtype and reduction, of up to `threshold`
     bytes, and the number of buffers. The results have the same bits as those of each alone."""
-    buckets: list[list[int]] = []
-    open_: dict[Any, tuple[list[int], int]] = {}
-    for index, work in enumerate(works):
-        key = (work.wire.dtype, work.reduction)
-        bucket, used = open_.get(key, ([], 0))
-        if not bucket or used + work.wire.nbytes > threshold:
-            bucket, used = [], 0
-            buckets.append(bucket)
-        bucket.append(index)
-        open_[key] = bucket, used + work.wire.nbytes
+    layout = layout_of([work.name for work in works], [work.wire for work in works])
+    keys = [(work.wire.dtype, work.reduction) for work in works]
+    filled = fill(keys, [work.wire.nbytes for work in works], threshold)
     results: dict[int, Array] = {}
-    for number, bucket in enumerate(buckets):
-        wires, names = [works[i].wire for i in bucket], [works[i].name for i in bucket]
-        here, sizes = members.communicator, [wire.size for wire in wires]
-        with here.activity(names, "MEMCPY_IN_FUSION_BUFFER"):
-            buffer = np.concatenate([wire.reshape(-1) for wire in wires])
-        with here.activity(names, "GLOO_ALLREDUCE"):
-            called = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            details = f"bucket {number + 1} of {len(buckets)}"
-            reduction = works[bucket[0]].reduction
-            reduction.all_reduce(members, buffer, called, details, buffer, sizes)
-        parts = np.split(buffer, np.cumsum(sizes)[:-1])
-        for index, wire, part in zip(bucket, wires, parts, strict=True):
-            results[index] = part.reshape(wire.shape)
-    return [results[index] for index in range(len(works))], len(buckets)
+    for number, indices in enumerate(filled):
+        first = works[indices[0]]
+        bucket = Bucket(layout, indices, first.wire.dtype)
+        names = [layout[index].name for index in indices]
+        called = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        details = f"bucket {number + 1} of {len(filled)}"
+        wires = [work.wire for work in works]
+        bucket.reduce(members, wires, first.reduction, called, details)
+        results.update(bucket.unpack())
+    return [results[index] for index in range(len(works))], len(filled)
