@@ -23,6 +23,7 @@ import math
 import queue
 import random
 from collections.abc import Callable, Iterator, Mapping, Sized
+from itertools import cycle, islice
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -338,9 +339,8 @@ class ElasticSampler:
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        left, total = self.remaining_indices, self.num_samples * self.num_replicas
-        padded = left + left[: total - len(left)]
-        return iter(padded[self.rank : total : self.num_replicas])
+        total = self.num_samples * self.num_replicas
+        return islice(cycle(self.remaining_indices), self.rank, total, self.num_replicas)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -163,6 +163,19 @@ def test_threads_cannot_connect_again() -> None:
     hvd.run_on_threads(body, 2)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_ranks_have_equally_many_of_few_samples(count: int) -> None:
+    """So that they make equally many calls, also where the samples are used more than twice."""
+
+    def body() -> tuple[list[int], int]:
+        sampler = hvd.elastic.ElasticSampler(count, shuffle=False)
+        return list(sampler), len(sampler)
+
+    found = hvd.run_on_threads(body, 8)
+    each = min(count, 1)
+    assert found == [([rank % count] * each if count else [], each) for rank in range(8)]
+
+
 def test_the_sampler_divides_what_is_left() -> None:
     """The indices are those of Horovod's ElasticSampler, which shuffles with random.Random."""
     import random
