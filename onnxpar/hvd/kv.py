@@ -28,8 +28,10 @@ from onnxpar.hvd.communicator import current
 from onnxpar.hvd.distributed import SteppingOptimizer
 from onnxpar.hvd.objects import broadcast_optimizer_state
 from onnxpar.hvd.process_sets import Members
-from onnxpar.hvd.sparse import IndexedSlices
+from onnxpar.hvd.reductions import Reduction, Sum
+from onnxpar.hvd.sparse import IndexedSlices, check_sparse
 from onnxpar.hvd.two_bit import TwoBit
+from onnxpar.ir.tensors import numel
 from onnxpar.lowering.compression import NONE, TWO_BIT
 from onnxpar.runtime import collectives
 
@@ -139,7 +141,7 @@ class KVStore:
         keys = _keys(key)
         values = self._ordered(lambda: self._gathered(keys))
         if out is None:
-            return values[0] if keys is not key and not isinstance(key, list | tuple) else values
+            return values if isinstance(key, list | tuple) else values[0]
         targets = [out] if not isinstance(key, list | tuple) else list(out)
         _check_count(targets, keys, "pull")
         for each, value, target in zip(keys, values, targets, strict=True):
@@ -228,7 +230,9 @@ class KVStore:
         """Returns what this rank pushes: the sum of a list."""
         entry, what = self._entry(key, "push"), f"push {key!r}"
         if isinstance(given, IndexedSlices):
-            return IndexedSlices(*given[:2], entry.shape)
+            rows = check_sparse(IndexedSlices(*given[:2], entry.shape), Reduction(Sum), what)
+            _check_rows(rows.indices, entry, f"{what}: indices")
+            return rows
         parts = given if isinstance(given, list | tuple) else [given]
         total = collectives.as_exchangeable(parts[0], what)
         for part in parts[1:]:
@@ -276,7 +280,7 @@ class KVStore:
     def _total(self, parts: Array, entry: _Entry) -> Array:
         """Returns the sum of what the ranks have sent."""
         if self._two_bit is not None:
-            length = int(np.prod(entry.shape, dtype=np.int64))
+            length = numel(entry.shape)
             return self._two_bit.decode(parts, length, entry.dtype).reshape(entry.shape)
         total: Array = parts[0].copy()
         for part in parts[1:]:
@@ -308,7 +312,7 @@ class KVStore:
             every, _ = collectives.all_gather(self._members.world, row, f"pull {chosen}")
             start = 0
             for key in chosen:
-                end = start + int(np.prod(entries[key].shape, dtype=np.int64))
+                end = start + numel(entries[key].shape)
                 found[key] = every[start:end].reshape(entries[key].shape)
                 start = end
         return [found[key] for key in keys]
@@ -316,9 +320,7 @@ class KVStore:
     def _wanted(self, key: Key, row_ids: Any) -> Array:
         entry = self._entry(key, "row_sparse_pull")
         wanted: Array = np.unique(np.asarray(row_ids, np.int64))
-        rows = entry.shape[0] if entry.shape else 0
-        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < rows:
-            raise InputError(f"row_sparse_pull {key!r}: row_ids must be from 0 to {rows - 1}")
+        _check_rows(wanted, entry, f"row_sparse_pull {key!r}: row_ids")
         return wanted
 
     def _pull_rows(self, key: Key, wanted: Array) -> IndexedSlices:
@@ -333,6 +335,12 @@ class KVStore:
             counts = [0] * self.num_workers
         values, _ = collectives.all_to_all(world, rows, counts, f"rows of {key}")
         return IndexedSlices(values, wanted, entry.shape)
+
+
+def _check_rows(indices: Array, entry: _Entry, what: str) -> None:
+    rows = entry.shape[0] if entry.shape else 0
+    if len(indices) and not 0 <= indices.min() <= indices.max() < rows:
+        raise InputError(f"{what} must be from 0 to {rows - 1}")
 
 
 def _keys(key: Keys) -> list[Key]:

@@ -198,6 +198,10 @@ def test_stores_of_ranks_with_cycles(kind: str) -> None:
     assert hvd.run_on_threads(body, 2) == expected
 
 
+def rows(indices: list[Any]) -> hvd.IndexedSlices:
+    return hvd.IndexedSlices(np.ones((1, 2)), np.array(indices))
+
+
 def test_what_is_refused() -> None:
     def body() -> None:
         store = kv.create("dist_device_sync")
@@ -213,6 +217,9 @@ def test_what_is_refused() -> None:
             (lambda: store.pull("w", out=np.zeros(3)), r"out has shape \[3\], the value \[2, 2\]"),
             (lambda: store.row_sparse_pull("w"), "row_sparse_pull needs row_ids"),
             (lambda: store.row_sparse_pull("w", row_ids=[2]), "row_ids must be from 0 to 1"),
+            (lambda: store.push("w", rows([2])), "push 'w': indices must be from 0 to 1"),
+            (lambda: store.push("w", rows([-1])), "push 'w': indices must be from 0 to 1"),
+            (lambda: store.push("w", rows([[0]])), "do not number the rows of values"),
             (lambda: store.set_gradient_compression({"type": "1bit"}), "give type '2bit' or"),
             (lambda: store.set_gradient_compression({"type": "2bit", "x": 1}), "give type"),
         ]:
