@@ -3,7 +3,7 @@ the rows instead of the sum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -21,26 +21,22 @@ _KEEPS = ("Cast", "Div", "Identity", "Mul", "Reshape", "Transpose")
 
 
 @dataclass(frozen=True)
-class WholeSum:
-    """Keeps the nodes that compute the indices of a scatter whole along the rows that it adds, and
-    with `is_gathered` also the scatter, so that rows and indices are gathered."""
+class WholeRows:
+    """Keeps nodes whole along these atoms, which number rows that are added up."""
 
-    op: OpFactors
-    is_gathered: bool
+    ops: Sequence[OpFactors]
+    atoms: Collection[int]
 
     def apply(self, sharding: ShardingState) -> bool:
         """Closes these leaves where they are still open."""
-        producers = {op.node.name: op for op in sharding.factors.ops}
-        nodes = [*([self.op.node] if self.is_gathered else []), *_index_nodes(self.op.node)]
-        atoms = {leaf.atom for i, leaf in enumerate(self.op.leaves) if self.op.reduction(i)}
-        for op in (producers[node.name] for node in nodes if node.name in producers):
+        for op in self.ops:
             for i, leaf in enumerate(op.leaves):
-                if leaf.atom in atoms:
+                if leaf.atom in self.atoms:
                     sharding.close(op, i)
         return False
 
 
-def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[WholeSum]:
+def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[WholeRows]:
     """Yields an annotation for each scatter that adds rows to the gradient of a parameter, if it
     takes less time to gather rows and indices over `axes` than to all-reduce the gradient. A
     gradient that is also a sum of other things is all-reduced. Indices of a lazily trained table
@@ -50,7 +46,11 @@ def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[Who
         addends = list(_addends(ops[name].node)) if name in ops else []
         is_few = all(_adds_few_rows(node, sharding, axes) for node in addends)
         for node in addends if is_few or name in step.rows.values() else ():
-            yield WholeSum(ops[node.outputs[0].name], is_few)
+            op = ops[node.outputs[0].name]
+            nodes = [*([node] if is_few else []), *_index_nodes(node)]
+            known = [ops[n.outputs[0].name] for n in nodes if n.outputs[0].name in ops]
+            summed = {leaf.atom for i, leaf in enumerate(op.leaves) if op.reduction(i)}
+            yield WholeRows(known, summed)
 
 
 def _addends(node: gs.Node) -> Iterator[gs.Node]:

@@ -49,23 +49,6 @@ class Optimizer:
         its next state. `step`, a float64, counts updates from 1; it is None unless `counts`."""
         raise NotImplementedError
 
-    def lazy(self) -> Optimizer:
-        """Returns the form of this optimizer that updates only the rows that a step looks up.
-        Errors: StrategyError if it has none, because each step changes all rows."""
-        raise StrategyError(
-            f"--lazy: {type(self).__name__.lower()} changes rows that a step does not look up; use "
-            "sgd, adam or adagrad"
-        )
-
-    def _undecayed(self) -> Optimizer:
-        """Returns this optimizer. Errors: StrategyError if it decays weights."""
-        if self.weight_decay:
-            raise StrategyError(
-                f"--lazy: a weight decay of {self.weight_decay} changes rows that a step does not "
-                "look up; leave it out"
-            )
-        return self
-
     def _decayed(self, p: Value, g: Value) -> Value:
         """Returns the gradient plus weight decay (L2 regularization)."""
         return g + p * self.weight_decay if self.weight_decay else g
@@ -74,10 +57,6 @@ class Optimizer:
 @dataclass(frozen=True)
 class Sgd(Optimizer):
     """Plain gradient descent."""
-
-    def lazy(self) -> Optimizer:
-        """Returns itself: a row without a gradient stays as it is."""
-        return self._undecayed()
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         return p - self._decayed(p, g) * rate, {}
@@ -135,11 +114,6 @@ class Adam(Optimizer):
     def _ratio(self, mean: Value, square: Value, of_mean: Value, of_square: Value) -> Value:
         return (mean / of_mean) / ((square / of_square).sqrt() + self.epsilon)
 
-    def lazy(self) -> Optimizer:
-        """Returns PyTorch's SparseAdam."""
-        self._undecayed()
-        return SparseAdam(0.0, self.beta1, self.beta2, self.epsilon)
-
 
 @dataclass(frozen=True)
 class SparseAdam(Adam):
@@ -157,10 +131,6 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
 
-    def lazy(self) -> Optimizer:
-        """Errors: StrategyError; Adam has a lazy form."""
-        return Optimizer.lazy(self)
-
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         direction, following = self._direction(g, state, step)
         if self.weight_decay:
@@ -174,10 +144,6 @@ class Lamb(Adam):
 
     weight_decay: float = 0.01
     epsilon: float = 1e-6
-
-    def lazy(self) -> Optimizer:
-        """Errors: StrategyError; Adam has a lazy form."""
-        return Optimizer.lazy(self)
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         direction, following = self._direction(g, state, step)
@@ -196,14 +162,28 @@ class Adagrad(Optimizer):
 
     slots: ClassVar[tuple[str, ...]] = ("sum",)
 
-    def lazy(self) -> Optimizer:
-        """Returns itself: a row without a gradient stays as it is, and so does its sum."""
-        return self._undecayed()
-
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
         g = self._decayed(p, g)
         total = state["sum"] + g * g
         return p - g / (total.sqrt() + self.epsilon) * rate, {"sum": total}
+
+
+def lazy_form(optimizer: Optimizer) -> Optimizer:
+    """Returns the form of an optimizer that updates only the rows that a step looks up. Errors:
+    StrategyError if each step changes all rows."""
+    if type(optimizer) not in (Sgd, Adam, Adagrad):
+        raise StrategyError(
+            f"--lazy: {type(optimizer).__name__.lower()} changes rows that a step does not look "
+            "up; use sgd, adam or adagrad"
+        )
+    if optimizer.weight_decay:
+        raise StrategyError(
+            f"--lazy: a weight decay of {optimizer.weight_decay} changes rows that a step does not "
+            "look up; leave it out"
+        )
+    if isinstance(optimizer, Adam):
+        return SparseAdam(0.0, optimizer.beta1, optimizer.beta2, optimizer.epsilon)
+    return optimizer  # a row without a gradient, and its state, stay as they are
 
 
 NONE = "none"

@@ -37,7 +37,7 @@ from onnxpar.training.backward import Backward, LossOptions, add_backward, add_o
 from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm
 from onnxpar.training.lazy import Rows
 from onnxpar.training.loss_scale import GOOD, is_finite
-from onnxpar.training.optimizers import Optimizer, State, Update
+from onnxpar.training.optimizers import Optimizer, State, Update, lazy_form
 from onnxpar.training.program import Program
 
 
@@ -68,7 +68,7 @@ class StepOptions:
             raise StrategyError(
                 "--lazy and --accumulate: micro-batches look up different rows; leave one out"
             )
-        self.optimizer.lazy()
+        lazy_form(self.optimizer)
 
 
 def make_step(
@@ -168,7 +168,7 @@ class _Update:
             g = p.builder.value(self.gradients[name].tensor)
             state = {s: self._input(f"{name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
             rows = self.rows.get(name)
-            update = optimizer.update if rows is None else _lazily(optimizer.lazy(), rows)
+            update = optimizer.update if rows is None else _lazily(lazy_form(optimizer), rows)
             following, changed = update(p, g, state, rate.cast(p.dtype), count)
             self._slot(p, following, "parameter", name)
             for slot, value in changed.items():

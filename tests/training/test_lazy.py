@@ -23,6 +23,7 @@ from training.steps import (
 from onnxpar.checking.compare_training import compare_training
 from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
+from onnxpar.training.optimizers import Adam
 
 ONE = """lookup (int64[3] ids) => (double[3,2] y)
 <double[5,2] w = {0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9}> { y = Gather(w, ids) }"""
@@ -127,12 +128,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["check", step, "--train", "--devices", "3", "--steps", "2"]) == 0
 
 
+class OwnAdam(Adam):
+    """May have an update of its own, of which no lazy form is known."""
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"optimizer": "momentum"}, "momentum changes rows that a step does not look up"),
         ({"optimizer": "adamw"}, "adamw changes rows that a step does not look up"),
         ({"optimizer": "lamb"}, "lamb changes rows"),
+        ({"optimizer": OwnAdam()}, "ownadam changes rows"),
         ({"optimizer": "none"}, "--lazy is for steps that update"),
         ({"optimizer": "adam", "weight_decay": 0.1}, "a weight decay of 0.1 changes rows"),
         ({"accumulate": 2}, "--lazy and --accumulate"),
