@@ -10,6 +10,7 @@ from onnxpar.search.objective import LATENCY
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from onnxpar.layout.mesh import Mesh
@@ -19,25 +20,26 @@ if TYPE_CHECKING:
 def refuse_for_manual(options: Options) -> None:
     """Errors: StrategyError for an option that has no effect on a manual program, which has layouts
     and collectives of its own."""
-    given = {
-        "compression": options.compression not in (None, NONE),
-        "fusion": options.fusion is not None,
-        "bucket-mb": options.bucket_bytes is not None,
-        "search": options.search is not None,
-        "objective": options.objective.goal != LATENCY,
-        "memory-limit": options.objective.memory is not None,
-        "untied": options.objective.untied,
-        "topology": options.topology is not None,
-        "configuration": options.configuration is not None,
-        "strict": options.strict,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            instead = _INSTEAD if name in ("fusion", "bucket-mb") else "leave it out"
-            raise StrategyError(
-                f"--{name}: a manual program's layouts and collectives stay as they are written; "
-                f"{instead}"
-            )
+    name = _first_of(
+        {
+            "compression": options.compression not in (None, NONE),
+            "fusion": options.fusion is not None,
+            "bucket-mb": options.bucket_bytes is not None,
+            "search": options.search is not None,
+            "objective": options.objective.goal != LATENCY,
+            "memory-limit": options.objective.memory is not None,
+            "untied": options.objective.untied,
+            "topology": options.topology is not None,
+            "configuration": options.configuration is not None,
+            "strict": options.strict,
+        }
+    )
+    if name is not None:
+        instead = _INSTEAD if name in ("fusion", "bucket-mb") else "leave it out"
+        raise StrategyError(
+            f"--{name}: a manual program's layouts and collectives stay as they are written; "
+            f"{instead}"
+        )
 
 
 _INSTEAD = (
@@ -58,45 +60,47 @@ def refuse_groups(options: Options) -> None:
 def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
     """Errors: StrategyError for an option that has no effect on the dump `path`, whose sizes, mesh
     and layouts are decided."""
-    given = {
-        "mesh": options.mesh not in (None, mesh),
-        "devices": options.devices not in (None, mesh.size),
-        "preset": options.preset is not None,
-        "search": options.search is not None,
-        "strategy": options.strategy is not None,
-        "configuration": options.configuration is not None,
-        "topology": options.topology is not None,
-        "objective": options.objective.goal != LATENCY,
-        "memory-limit": options.objective.memory is not None,
-        "untied": options.objective.untied,
-        "dim": bool(options.dims),
-        "typical": bool(options.typical.profiles),
-        "state": bool(options.states),
-        "only-given-states": not options.find_states,
-        "strict": options.strict,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise StrategyError(
-                f"--{name}: {path} was dumped for the mesh {mesh}, and its layouts are decided; "
-                f"leave --{name} out"
-            )
+    name = _first_of(
+        {
+            "mesh": options.mesh not in (None, mesh),
+            "devices": options.devices not in (None, mesh.size),
+            "preset": options.preset is not None,
+            "search": options.search is not None,
+            "strategy": options.strategy is not None,
+            "configuration": options.configuration is not None,
+            "topology": options.topology is not None,
+            "objective": options.objective.goal != LATENCY,
+            "memory-limit": options.objective.memory is not None,
+            "untied": options.objective.untied,
+            "dim": bool(options.dims),
+            "typical": bool(options.typical.profiles),
+            "state": bool(options.states),
+            "only-given-states": not options.find_states,
+            "strict": options.strict,
+        }
+    )
+    if name is not None:
+        raise StrategyError(
+            f"--{name}: {path} was dumped for the mesh {mesh}, and its layouts are decided; "
+            f"leave --{name} out"
+        )
 
 
 def refuse_without_plan(options: Options) -> None:
     """Errors: StrategyError for an option that is checked on a whole plan, which `opt` does not
     make."""
     is_searched = options.preset is None and options.strategy is None
-    given = {
-        "memory-limit": options.objective.memory is not None and not is_searched,
-        "strict": options.strict,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise StrategyError(
-                f"--{name}: opt runs single passes and does not check it; leave it out, or use "
-                "`onnxpar plan`"
-            )
+    name = _first_of(
+        {
+            "memory-limit": options.objective.memory is not None and not is_searched,
+            "strict": options.strict,
+        }
+    )
+    if name is not None:
+        raise StrategyError(
+            f"--{name}: opt runs single passes and does not check it; leave it out, or use "
+            "`onnxpar plan`"
+        )
 
 
 def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
@@ -104,17 +108,23 @@ def refuse_without_search(options: Options, is_annotated: bool = False) -> None:
     is_open = options.preset is None and options.strategy is None and not is_annotated
     if options.search in (AUTO, EXHAUSTIVE) or (options.search is None and is_open):
         return
-    names = {
-        "objective": options.objective.goal != LATENCY,
-        "untied": options.objective.untied,
-    }
-    for name, is_given in names.items():
-        if is_given:
-            instead = "add"
-            if options.preset is not None or options.search is not None:
-                named = "preset" if options.preset is not None else "search"
-                instead = f"leave it out, or replace --{named} {getattr(options, named)} by"
-            raise StrategyError(
-                f"--{name} applies to the search, which does not run here: {instead} "
-                f"--search {AUTO}"
-            )
+    name = _first_of(
+        {
+            "objective": options.objective.goal != LATENCY,
+            "untied": options.objective.untied,
+        }
+    )
+    if name is None:
+        return
+    instead = "add"
+    if options.preset is not None or options.search is not None:
+        named = "preset" if options.preset is not None else "search"
+        instead = f"leave it out, or replace --{named} {getattr(options, named)} by"
+    raise StrategyError(
+        f"--{name} applies to the search, which does not run here: {instead} --search {AUTO}"
+    )
+
+
+def _first_of(given: Mapping[str, bool]) -> str | None:
+    """The first option that was given."""
+    return next((name for name, is_given in given.items() if is_given), None)
