@@ -42,12 +42,38 @@ _MEMBER = 6
 """The mode of a node of TreeEnsemble that asks whether a value is in a set."""
 
 
-class Forest:
-    """The trees of a TreeEnsembleRegressor or TreeEnsembleClassifier, whose leaves give weights to
-    targets (classes); `side` is "target" or "class"."""
+class Trees:
+    """The trees of a node, whose leaves give weights to `width` targets or classes.
 
-    def __init__(self, node: gs.Node) -> None:
+    `stand_in` is the weight that makes no difference to an extreme; None where weights are added.
+    """
+
+    def __init__(self, node: gs.Node, count: int, width: int, stand_in: float | None) -> None:
         self.attrs: Mapping[str, Any] = dict(node.attrs)  # the node gets those of a rank
+        self.count, self.width, self.stand_in = count, width, stand_in
+        self._last: tuple[bytes, dict[str, Any]] | None = None
+
+    def cut(self, trees: Array) -> dict[str, Any]:
+        """The attributes of a node with these trees. With `stand_in`, it also has leaves that give
+        this weight to each target; a node must have a tree."""
+        key = trees.tobytes()
+        if self._last is None or self._last[0] != key:
+            self._last = (key, self._taken(trees, 0.0 if not len(trees) else self.stand_in))
+        return self._last[1]
+
+    def names(self) -> list[str]:
+        """The names of the attributes that `cut` returns."""
+        return list(self.cut(np.empty(0, np.int64)))
+
+    def _taken(self, trees: Array, stand_in: float | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Forest(Trees):
+    """The trees of a TreeEnsembleRegressor or TreeEnsembleClassifier; `side` is "target" or
+    "class". A cut has the attributes of a TreeEnsembleRegressor."""
+
+    def __init__(self, node: gs.Node, width: int, stand_in: float | None = None) -> None:
         self.side = "class" if node.op == "TreeEnsembleClassifier" else "target"
         starts = tree_starts(node)
         self._tree_of_node = np.zeros(len(node.attrs["nodes_treeids"]), np.int64)
@@ -57,8 +83,7 @@ class Forest:
         places = {int(tree): place for place, tree in enumerate(ids)}
         owners = node.attrs[f"{self.side}_treeids"]
         self._tree_of_weight = np.array([places.get(tree, -1) for tree in owners], np.int64)
-        self.count = len(starts)
-        self._cut: tuple[bytes, dict[str, Any]] = (b"", {})
+        super().__init__(node, len(starts), width, stand_in)
 
     @property
     def targets(self) -> Array:
@@ -72,12 +97,12 @@ class Forest:
         found = [numbers(self.attrs[name]) for name in names if name in self.attrs]
         return max(found, key=len)
 
-    def always(self, count: int) -> Array:
-        """For each of `count` targets, True if every row gets a weight for it: there is a tree all
+    def always(self) -> Array:
+        """For each target, True if every row gets a weight for it: there is a tree all
         of whose leaves give one."""
         leaves = np.array([mode in ("LEAF", b"LEAF") for mode in self.attrs["nodes_modes"]])
         per_tree = np.bincount(self._tree_of_node[leaves], minlength=self.count)
-        given = np.zeros((self.count, count), np.int64)
+        given = np.zeros((self.count, self.width), np.int64)
         nodes = numbers(self.attrs[f"{self.side}_nodeids"])
         each = np.stack([self._tree_of_weight, nodes, self.targets], axis=1)
         unique = np.unique(each, axis=0)
@@ -85,16 +110,7 @@ class Forest:
         found: Array = (given == per_tree[:, None]).any(axis=0)
         return found
 
-    def cut(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
-        """The attributes of a TreeEnsembleRegressor with these trees. With `stand_in`, it has one
-        more tree, a single leaf that gives this weight to each of `count` targets; a regressor must
-        have a tree."""
-        key = trees.tobytes()
-        if self._cut[0] != key or not self._cut[1]:
-            self._cut = (key, self._taken(trees, 0.0 if not len(trees) else stand_in, count))
-        return self._cut[1]
-
-    def _taken(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
+    def _taken(self, trees: Array, stand_in: float | None) -> dict[str, Any]:
         held = np.zeros(self.count, bool)
         held[trees] = True
         nodes = np.flatnonzero(held[self._tree_of_node])
@@ -108,7 +124,7 @@ class Forest:
             if len(numbers(self.attrs.get(f"{self.side}_{name}", ()))):
                 made[f"target_{name}"] = _pick(self.attrs[f"{self.side}_{name}"], weights)
         if stand_in is not None:
-            _add_leaf(made, stand_in, count, int(max(self.attrs["nodes_treeids"])) + 1)
+            _add_leaf(made, stand_in, self.width, int(max(self.attrs["nodes_treeids"])) + 1)
         return made
 
 
@@ -138,46 +154,35 @@ def _pick(value: Any, at: Array) -> Any:
     return [value[i] for i in at.tolist()]
 
 
-class Ensemble:
-    """The trees of a TreeEnsemble (version 5)."""
+class Ensemble(Trees):
+    """The trees of a TreeEnsemble (version 5), as are those of a cut."""
 
-    def __init__(self, node: gs.Node) -> None:
-        self.attrs: Mapping[str, Any] = dict(node.attrs)  # the node gets those of a rank
-        self.count = len(node.attrs["tree_roots"])
+    def __init__(self, node: gs.Node, width: int, stand_in: float | None = None) -> None:
+        super().__init__(node, len(node.attrs["tree_roots"]), width, stand_in)
         self._true, self._false = (
             (numbers(node.attrs[f"nodes_{side}nodeids"]), numbers(node.attrs[f"nodes_{side}leafs"]))
             for side in ("true", "false")
         )
-        self._cut: tuple[bytes, dict[str, Any]] = (b"", {})
 
     @property
     def targets(self) -> Array:
         """The target of each leaf."""
         return numbers(self.attrs["leaf_targetids"]).astype(np.int64)
 
-    def always(self, count: int) -> Array:
-        """For each of `count` targets, True if every row gets a weight for it: there is a tree all
+    def always(self) -> Array:
+        """For each target, True if every row gets a weight for it: there is a tree all
         of whose leaves give one."""
-        found = np.zeros(count, bool)
+        found = np.zeros(self.width, bool)
         for root in self.attrs["tree_roots"]:
             given = np.unique(self.targets[self._reached([root])[1]])
             if len(given) == 1:
                 found[given] = True
         return found
 
-    def cut(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
-        """The attributes of a TreeEnsemble with these trees. With `stand_in`, it has one more tree
-        for each of `count` targets, whose leaves give this weight to the target; an ensemble must
-        have a tree."""
-        key = trees.tobytes()
-        if self._cut[0] != key or not self._cut[1]:
-            self._cut = (key, self._taken(trees, 0.0 if not len(trees) else stand_in, count))
-        return self._cut[1]
-
     def _reached(self, roots: Any) -> tuple[Array, Array]:
         """The nodes and leaves of the trees with these roots, in order."""
         nodes = np.zeros(len(self._true[0]), bool)
-        leaves = np.zeros(len(self.attrs["leaf_targetids"]), bool)
+        leaves = np.zeros(len(self.targets), bool)
         front = np.unique(np.asarray(roots, np.int64))
         while len(front):
             nodes[front] = True
@@ -190,10 +195,10 @@ class Ensemble:
             front = front[~nodes[front]]
         return np.flatnonzero(nodes), np.flatnonzero(leaves)
 
-    def _taken(self, trees: Array, stand_in: float | None, count: int) -> dict[str, Any]:
+    def _taken(self, trees: Array, stand_in: float | None) -> dict[str, Any]:
         roots = numbers(self.attrs["tree_roots"])[trees]
         nodes, leaves = self._reached(roots)
-        place, leaf_place = (np.zeros(n, np.int64) for n in (len(self._true[0]), self._leaf_count))
+        place, leaf_place = (np.zeros(n, np.int64) for n in (len(self._true[0]), len(self.targets)))
         place[nodes], leaf_place[leaves] = np.arange(len(nodes)), np.arange(len(leaves))
         made = {
             key: _pick(self.attrs[key], nodes)
@@ -201,8 +206,9 @@ class Ensemble:
             if key in self.attrs and len(numbers(self.attrs[key])) == len(self._true[0])
         }
         for side, (ids, is_leaf) in (("true", self._true), ("false", self._false)):
-            new = np.where(is_leaf[nodes] != 0, leaf_place[ids[nodes] * (is_leaf[nodes] != 0)], 0)
-            new = new + np.where(is_leaf[nodes] != 0, 0, place[ids[nodes] * (is_leaf[nodes] == 0)])
+            to_leaf, new = is_leaf[nodes].astype(bool), ids[nodes]
+            new[to_leaf] = leaf_place[new[to_leaf]]
+            new[~to_leaf] = place[new[~to_leaf]]
             made[f"nodes_{side}nodeids"] = new.tolist()
         made["tree_roots"] = place[roots].tolist()
         for name in ("leaf_targetids", "leaf_weights"):
@@ -210,13 +216,9 @@ class Ensemble:
         if len(numbers(self.attrs.get("membership_values", ()))):
             made["membership_values"] = self._members(nodes)
         if stand_in is not None:
-            for target in range(count):
+            for target in range(self.width):
                 _add_stump(made, stand_in, target)
         return made
-
-    @property
-    def _leaf_count(self) -> int:
-        return len(self.attrs["leaf_targetids"])
 
     def _members(self, nodes: Array) -> Any:
         """The sets of the nodes that ask for membership; each set ends with NaN."""

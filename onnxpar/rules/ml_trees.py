@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.ir.attribute_weights import AT, ML, has_attribute_weights, numbers
 from onnxpar.ir.tensors import dtype_of
-from onnxpar.rules.forests import Ensemble, Forest
+from onnxpar.rules.forests import Ensemble, Forest, Trees
 from onnxpar.rules.ml_labels import finish_labels, has_text_labels, labels_of, matrix, row_fields
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, rule, whole_rule
 
@@ -42,16 +42,15 @@ def tree_regressor(node: gs.Node) -> Rule:
         return einsum(node, "n f -> n c", whole=whole)
     text, whole["b"] = "n f, t b -> n c", ONE_TREE
     count = int(node.attrs.get("n_targets", 1))
-    forest = Ensemble(node) if node.op == "TreeEnsemble" else Forest(node)
     how = _text(node.attrs.get("aggregate_function", _SUM[node.op == "TreeEnsemble"]))
     post = _text(node.attrs.get("post_transform"))
     stand_in = _NEUTRAL.get(how)
-    if stand_in is not None and not forest.always(count).all():
+    forest = (Ensemble if node.op == "TreeEnsemble" else Forest)(node, count, stand_in)
+    if stand_in is not None and not forest.always().all():
         return einsum(node, text, constants=STORED, whole={**whole, "t": FEW_TARGETS})
     if post in _NONE and how not in _AVERAGE:
-        reduce = "sum" if stand_in is None else ("min" if stand_in > 0 else "max")
-        local = _local(forest, node, stand_in, count)
-        return einsum(node, text, constants=STORED, whole=whole, reduce={"t": reduce}, local=local)
+        reduce, local = {"t": _reduction(forest)}, _local(forest)
+        return einsum(node, text, constants=STORED, whole=whole, reduce=reduce, local=local)
     if node.op == "TreeEnsemble" and post in (1, 2):
         return einsum(node, text, constants=STORED, whole={**whole, "t": _NUMBERED})
     if post not in _NONE and dtype_of(node.outputs[0]) != np.float32:
@@ -65,34 +64,37 @@ def tree_regressor(node: gs.Node) -> Rule:
         whole=whole,
         communicating=frozenset({"t"}),
         lowered=frozenset({"t"}),
-        lower=_lower_regressor(forest, node, stand_in, count),
+        lower=_lower_regressor(forest, node.op),
     )
 
 
-def _local(
-    forest: Forest | Ensemble, node: gs.Node, stand_in: float | None, count: int
-) -> dict[str | int, Callable[[Local], Any]]:
+def _reduction(forest: Trees) -> str:
+    """The reduction that combines the results of the ranks' trees."""
+    if forest.stand_in is None:
+        return "sum"
+    return "min" if forest.stand_in > 0 else "max"
+
+
+def _local(forest: Trees) -> dict[str | int, Callable[[Local], Any]]:
     """The attributes of a rank's trees. Only the first rank that holds trees adds the base values
     to its sums; every rank adds them to its extremes."""
     local: dict[str | int, Callable[[Local], Any]] = {}
-    for key in forest.cut(np.arange(forest.count), stand_in, count):
-        local[key] = _own_trees(forest, key, stand_in, count, node.attrs.get(key))
+    for key in forest.names():
+        local[key] = _own_trees(forest, key)
     for key in ("base_values", "base_values_as_tensor"):
-        base = node.attrs.get(key)
-        if stand_in is None and base is not None and len(numbers(base)):
+        base = forest.attrs.get(key)
+        if forest.stand_in is None and base is not None and len(numbers(base)):
             local[key] = _base(base)
     return local
 
 
-def _own_trees(
-    forest: Forest | Ensemble, key: str, stand_in: float | None, count: int, whole: Any = None
-) -> Callable[[Local], Any]:
-    """An attribute of the rank's trees; `whole` if trees are not split."""
+def _own_trees(forest: Trees, key: str) -> Callable[[Local], Any]:
+    """An attribute of the rank's trees; as it is if trees are not split."""
 
     def taken(local: Local) -> Any:
         if not local.is_split("t"):
-            return whole
-        return forest.cut(local.positions("t"), stand_in, count)[key]
+            return forest.attrs.get(key)
+        return forest.cut(local.positions("t"))[key]
 
     return taken
 
@@ -111,20 +113,17 @@ def _base(base: Any) -> Callable[[Local], Any]:
     return value
 
 
-def _lower_regressor(
-    forest: Forest | Ensemble, node: gs.Node, stand_in: float | None, count: int
-) -> Callable[[Lowering], None]:
+def _lower_regressor(forest: Trees, op: str) -> Callable[[Lowering], None]:
     """A lowering to the rank's trees, an all-reduce, the average, the base values and the
     post-transform."""
-    attrs, op = dict(node.attrs), node.op
+    attrs = forest.attrs
     how = _text(attrs.get("aggregate_function", _SUM[op == "TreeEnsemble"]))
     post = _text(attrs.get("post_transform"))
 
     def lower(build: Lowering) -> None:
         out = node_output(build, 0)
-        reduce = "sum" if stand_in is None else ("min" if stand_in > 0 else "max")
-        raw = partial_results(build, op, forest, attrs, stand_in, count, dtype_of(out))
-        x: gs.Tensor = build.all_reduce(raw, ["t"], reduce)
+        raw = partial_results(build, forest, dtype_of(out))
+        x: gs.Tensor = build.all_reduce(raw, ["t"], _reduction(forest))
         if how in _AVERAGE:
             x = build.add("Div", [x, np.array(forest.count, dtype_of(out))])
         base = base_of(attrs)
@@ -152,29 +151,19 @@ def base_of(attrs: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def partial_results(
-    build: Lowering,
-    op: str,
-    forest: Forest | Ensemble,
-    attrs: Mapping[str, Any],
-    stand_in: float | None,
-    count: int,
-    dtype: Any,
-) -> gs.Variable:
+def partial_results(build: Lowering, forest: Trees, dtype: Any) -> gs.Variable:
     """The rank's trees, aggregated without base values and post-transform."""
-    made = forest.cut(np.arange(forest.count), stand_in, count)
-    own: dict[str, Any] = {key: _own_trees(forest, key, stand_in, count) for key in made}
-    how = attrs.get("aggregate_function")
-    if op == "TreeEnsemble":
+    own: dict[str, Any] = {key: _own_trees(forest, key) for key in forest.names()}
+    how = forest.attrs.get("aggregate_function")
+    if isinstance(forest, Ensemble):
         kind = "TreeEnsemble"
         own["aggregate_function"] = 1 if how in (None, *_AVERAGE) else how
     else:
         kind = "TreeEnsembleRegressor"
         own["aggregate_function"] = "SUM" if _text(how) in (None, *_AVERAGE) else _text(how)
-    rows = build.shape(build.input(0))[0]
-    return build.make(
-        kind, [build.input(0)], (dtype, [rows, count]), domain=ML, n_targets=count, **own
-    )
+    x, count = build.input(0), forest.width
+    type_ = (dtype, [build.shape(x)[0], count])
+    return build.make(kind, [x], type_, domain=ML, n_targets=count, **own)
 
 
 def transformed(build: Lowering, x: gs.Tensor, post: str, output: int) -> None:
@@ -206,17 +195,16 @@ def tree_classifier(node: gs.Node) -> Rule:
         return einsum(node, f"n f -> {labels}; n c", whole=whole, **row_fields(node))
     whole["b"] = ONE_TREE
     text = f"n f, t b -> {labels}; n c"
-    forest = Forest(node)
-    count = len(labels_of(node))
-    always = forest.always(count)
-    reason = _unknown(node, forest, always, count)
+    forest = Forest(node, len(labels_of(node)))
+    always = forest.always()
+    reason = _unknown(node, forest, always)
     if reason:
         return einsum(
             node, text, constants=STORED, whole={**whole, "t": reason}, **row_fields(node)
         )
     over = frozenset({"t"})
     fields = row_fields(node)
-    lower = _lower_classifier(forest, node, always, count, fields.get("lower"))
+    lower = _lower_classifier(forest, node, always, fields.get("lower"))
     return einsum(
         node,
         text,
@@ -228,9 +216,10 @@ def tree_classifier(node: gs.Node) -> Rule:
     )
 
 
-def _unknown(node: gs.Node, forest: Forest, always: Any, count: int) -> str:
+def _unknown(node: gs.Node, forest: Forest, always: Any) -> str:
     """Why the trees cannot be split; empty if they can. A label is chosen among the classes that
     got a weight, so these must be the same for each row."""
+    count = forest.width
     given = np.isin(np.arange(count), forest.targets)
     base = base_of(node.attrs)
     if count < 2 or (always != given).any():
@@ -243,11 +232,11 @@ def _unknown(node: gs.Node, forest: Forest, always: Any, count: int) -> str:
 
 
 def _lower_classifier(
-    forest: Forest, node: gs.Node, always: Any, count: int, by_rows: Any
+    forest: Forest, node: gs.Node, always: Any, by_rows: Any
 ) -> Callable[[Lowering], None]:
     """A lowering to a regressor of the rank's trees, an all-reduce of the scores, and the choice of
     labels as in onnxruntime's kernel. `by_rows` is the lowering if only rows are split."""
-    attrs, base = dict(node.attrs), base_of(node.attrs)
+    count, base = forest.width, base_of(forest.attrs)
     weights, post = forest.weights, _text(node.attrs.get("post_transform", "NONE"))
     labels = labels_of(node)
 
@@ -255,7 +244,7 @@ def _lower_classifier(
         if not build.local.is_split("t"):
             by_rows(build)
             return
-        raw = partial_results(build, "", forest, attrs, None, count, np.dtype(np.float32))
+        raw = partial_results(build, forest, np.dtype(np.float32))
         x: gs.Tensor = build.all_reduce(raw, ["t"])
         if base is not None:
             x = build.add("Add", [x, np.resize(base, count).astype(np.float32)])
