@@ -55,10 +55,12 @@ class Trees:
 
     def cut(self, trees: Array) -> dict[str, Any]:
         """The attributes of a node with these trees. With `stand_in`, it also has leaves that give
-        this weight to each target; a node must have a tree."""
+        this weight to each target; without trees, such leaves give 0 if weights are added, because
+        a node must have a tree."""
         key = trees.tobytes()
         if self._last is None or self._last[0] != key:
-            self._last = (key, self._taken(trees, 0.0 if not len(trees) else self.stand_in))
+            of_none = 0.0 if self.stand_in is None else self.stand_in
+            self._last = (key, self._taken(trees, self.stand_in if len(trees) else of_none))
         return self._last[1]
 
     def names(self) -> list[str]:

@@ -1,6 +1,7 @@
 """Rules of forests."""
 
 import numpy as np
+import onnx_graphsurgeon as gs
 import pytest
 
 from onnxpar.testing.case import Case
@@ -51,6 +52,33 @@ REGRESSORS = [
 @pytest.mark.parametrize(("case", "text"), REGRESSORS)
 def test_regressor(prove_rule, case, text):
     prove_rule(case, text)
+
+
+def shifted(attrs, by):
+    """The same attributes with weights that are higher by this number."""
+    made = dict(attrs)
+    for name in {"target_weights", "leaf_weights"} & made.keys():
+        if isinstance(made[name], list):
+            made[name] = [weight + by for weight in made[name]]
+        else:
+            made[name] = gs.Constant("", made[name].values + np.float32(by))
+    return made
+
+
+EXTREMES = [("MIN", 2, 9.0), ("MAX", 3, -9.0)]
+
+
+@pytest.mark.parametrize("post", [None, "LOGISTIC"])
+@pytest.mark.parametrize(("how", "number", "by"), EXTREMES)
+def test_extremes_of_a_rank_without_trees(prove_rule, how, number, by, post):
+    """Such a rank changes nothing, even if no weight is on that side of 0."""
+    text = "n f, t b -> n c {%s: t, whole: f c b}" % ("communicating" if post else how.lower())
+    given = {"post_transform": post} if post else {}
+    trees = shifted(forest(2, 1, aggregate_function=how, **given), by)
+    prove_rule(case("TreeEnsembleRegressor", trees), text)
+    given = {"post_transform": 3} if post else {}
+    trees = shifted(ensemble(2, 1, aggregate_function=number, **given), by)
+    prove_rule(case("TreeEnsemble", trees, version=5), text)
 
 
 V5 = [
