@@ -67,6 +67,7 @@ def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
             "preset": options.preset is not None,
             "search": options.search is not None,
             "strategy": options.strategy is not None,
+            "dataset-strategy": options.dataset is not None,
             "configuration": options.configuration is not None,
             "topology": options.topology is not None,
             "objective": options.objective.goal != LATENCY,

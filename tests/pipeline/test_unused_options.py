@@ -126,6 +126,7 @@ def test_options_of_a_check_of_training(
         ["--mesh", "tp=4"],
         ["--preset", "data-parallel"],
         ["--search", "auto"],
+        ["--dataset-strategy", "full_batch"],
         ["--configuration", "none"],
         ["--objective", "throughput"],
         ["--memory-limit", "1GB"],
