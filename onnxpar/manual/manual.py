@@ -148,7 +148,9 @@ class Manual:
         Inputs in `defaults` get the whole shape of their default values. With `for_training`, folds
         values that are the same on all ranks and do not depend on weights; else folds nothing.
         """
-        expand_exchanges(model, lambda node: max(len(group) for group, _ in self._members(node)))
+        exchanges = expand_exchanges(
+            model, lambda node: max(len(group) for group, _ in self._members(node))
+        )
         for port in model.graph.input:
             if port.name in defaults and self.is_dealt(port.name):
                 dims = port.type.tensor_type.shape.dim
@@ -166,6 +168,8 @@ class Manual:
                 )
                 local.graph.initializer.remove(weight)
         walk = RankWalk(local, self._members, self._types, for_training).walk
+        for exchange in exchanges:
+            exchange.check_extents(walk.types)
         _put_folded(model.graph, walk)
         del model.graph.value_info[:]
         for node in model.graph.node:

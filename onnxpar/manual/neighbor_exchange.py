@@ -7,12 +7,12 @@ group. Each permute sends what a member sends in one direction; gradients are th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import onnx
-from onnx import NodeProto, helper, numpy_helper
+from onnx import NodeProto, TypeProto, helper, numpy_helper
 
 from onnxpar.errors import StrategyError
 from onnxpar.ir.collectives import DOMAIN
@@ -46,6 +46,7 @@ class _Exchange:
         self.group = {k: self.attrs[k] for k in ("axes", "group") if k in self.attrs}
         self.nodes: list[NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
+        self.longest: dict[str, int] = {}
 
     def table(self, key: str, width: int) -> Table:
         """An attribute as a table with a row for each member, of indices into the group or -1."""
@@ -74,6 +75,18 @@ class _Exchange:
 
     def fresh(self, what: str) -> str:
         return f"{self.name}::{what}{len(self.nodes)}"
+
+    def check_extents(self, types: Mapping[str, TypeProto]) -> None:
+        """Checks that X has as many rows and columns as its slices, now that types are known: a
+        Slice gives fewer without an error."""
+        x = self.node.input[0]
+        dims = types[x].tensor_type.shape.dim if x in types else []
+        for (what, longest), dim in zip(self.longest.items(), dims[2:], strict=False):
+            if dim.HasField("dim_value") and longest > dim.dim_value:
+                self.fail(
+                    f"recv_lens has {longest} at a side, but its input '{x}' has {dim.dim_value} "
+                    f"{what}; give at most as many"
+                )
 
     def fail(self, reason: str) -> NoReturn:
         raise StrategyError(f"{self.node.op_type} '{self.name}': {reason}")
@@ -133,6 +146,7 @@ class _Grid(_Exchange):
         give, take = (self._widths(f"{key}_lens") for key in ("send", "recv"))
         self._check(sends, receives, give, take)
         top, bottom, left, right = (max(each) for each in zip(*take, strict=True))
+        self.longest = {"rows": max(top, bottom), "columns": max(left, right)}
         sizes = (top, None, bottom), (left, None, right)
         x = self.node.input[0]
         grid: list[list[str]] = [[""] * 3 for _ in range(3)]
@@ -165,22 +179,22 @@ class _Grid(_Exchange):
 
     def _check(self, sends: Table, receives: Table, give: Table, take: Table) -> None:
         """Checks that members that send and receive, and their widths, fit together."""
+        self._check_answers(receives, sends, "receives from", "sends to")
+        self._check_answers(sends, receives, "sends to", "receives from")
         for member in range(self.members):
             for direction, other in enumerate(receives[member]):
-                back = (direction + 4) % 8
-                if other >= 0 and sends[other][back] != member:
-                    self.fail(
-                        f"member {member} receives from member {other} in direction {direction}, "
-                        f"but that one sends to {sends[other][back]} in direction {back}"
-                    )
                 if other >= 0:
                     self._check_widths(member, direction, other, take[member], give[other])
-            for direction, other in enumerate(sends[member]):
+
+    def _check_answers(self, own: Table, others: Table, does: str, answers: str) -> None:
+        """Checks that whoever a member names names that member in the opposite direction."""
+        for member, row in enumerate(own):
+            for direction, other in enumerate(row):
                 back = (direction + 4) % 8
-                if other >= 0 and receives[other][back] != member:
+                if other >= 0 and others[other][back] != member:
                     self.fail(
-                        f"member {member} sends to member {other} in direction {direction}, but "
-                        f"that one receives from {receives[other][back]} in direction {back}"
+                        f"member {member} {does} member {other} in direction {direction}, but "
+                        f"that one {answers} {others[other][back]} in direction {back}"
                     )
 
     def _check_widths(
@@ -224,12 +238,13 @@ class _Grid(_Exchange):
         return self.add("Slice", [whole, *bounds, self.constant([2, 3])], self.fresh("cut"))
 
 
-def expand_exchanges(model: onnx.ModelProto, members: Callable[[NodeProto], int]) -> None:
+def expand_exchanges(
+    model: onnx.ModelProto, members: Callable[[NodeProto], int]
+) -> list[_Exchange]:
     """Replaces the exchanges of a program, in place; `members` is a function from a node to the
-    number of ranks in its largest group. Errors: StrategyError, naming the node, for lists that do
-    not fit together."""
-    if not any(map(_is_exchange, model.graph.node)):
-        return
+    number of ranks in its largest group. Returns them, to check their sizes once types are known.
+    Errors: StrategyError, naming the node, for lists that do not fit together."""
+    found: list[_Exchange] = []
     nodes: list[NodeProto] = []
     for node in model.graph.node:
         if not _is_exchange(node):
@@ -237,7 +252,10 @@ def expand_exchanges(model: onnx.ModelProto, members: Callable[[NodeProto], int]
             continue
         kind = _Grid if node.op_type == "NeighborExchangeV2" else _Lists
         exchange = kind(node, members(node))
+        found.append(exchange)
         nodes += exchange.build()
         model.graph.initializer.extend(exchange.constants)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    if found:
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    return found

@@ -198,3 +198,23 @@ def test_widths_of_two_neighbours_must_agree(tmp_path: Path) -> None:
     ):
         x = {"x": [1, 1, 2, 2]}
         run(tmp_path, 2, node, x, {"y": [1, 1, 2, 2]}, {"x": np.zeros((2, 1, 2, 2), "f4")})
+
+
+@pytest.mark.parametrize(("side", "length"), [(0, 3), (1, 3), (2, 4), (3, 4)])
+def test_a_member_sends_no_more_than_it_has(tmp_path: Path, side: int, length: int) -> None:
+    """Shorter slices would make the result smaller than the widths say."""
+    widths = [0] * 4
+    widths[side] = length
+    node = grid(**ALONE, send_lens=[0] * 4, recv_lens=widths)
+    shape = [1, 1, 2, 3]
+    what = "rows" if side < 2 else "columns"
+    message = f"{length} at a side, but its input 'x' has {length - 1} {what}"
+    with pytest.raises(StrategyError, match=message):
+        run(tmp_path, 2, node, {"x": shape}, {"y": shape}, {"x": np.zeros((2, 1, 2, 3), "f4")})
+    widths[side] -= 1
+    node = grid(**ALONE, send_lens=[0] * 4, recv_lens=widths)
+    wanted = [1, 1, 2 + sum(widths[:2]), 3 + sum(widths[2:])]
+    plan, _ = run(
+        tmp_path, 2, node, {"x": shape}, {"y": wanted}, {"x": np.ones((2, 1, 2, 3), "f4")}
+    )
+    assert list(plan.outputs[0].shape) == [2, *wanted[1:]]
