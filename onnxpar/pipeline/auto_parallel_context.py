@@ -12,6 +12,7 @@ from typing import Any
 from onnxpar.base.near_names import did_you_mean
 from onnxpar.errors import StrategyError
 from onnxpar.manual.manual import MANUAL
+from onnxpar.pipeline.dataset import DATA_PARALLEL, FULL_BATCH, counts_of
 from onnxpar.search.search import AUTO, PROPAGATION
 
 Given = Mapping[str, Any]
@@ -69,14 +70,6 @@ def options_of_context(settings: Given, source: str = "auto_parallel_context") -
     return options
 
 
-def _whole(least: int) -> Callable[[Any], None]:
-    def check(value: Any) -> None:
-        if type(value) is not int or value < least:
-            raise StrategyError(f"give a whole number from {least}")
-
-    return check
-
-
 def _flag(value: Any) -> bool:
     if type(value) is not bool:
         raise StrategyError("give True or False")
@@ -123,7 +116,8 @@ def _only(known: Any, reason: str) -> Setting:
 
 
 def _device_num(value: Any, given: Given) -> Mapping[str, Any]:
-    _whole(1)(value)
+    if type(value) is not int or value < 1:
+        raise StrategyError("give a whole number from 1")
     return {"devices": value}
 
 
@@ -250,22 +244,20 @@ def _all_reduce_fusion_config(value: Any, given: Given) -> Mapping[str, Any]:
 
 
 def _full_batch(value: Any, given: Given) -> Mapping[str, Any]:
-    return {"dataset_strategy": "full_batch" if _flag(value) else DATA}
+    return {"dataset_strategy": FULL_BATCH if _flag(value) else DATA_PARALLEL}
 
 
 def _dataset_strategy(value: Any, given: Given) -> Mapping[str, Any]:
     """The layout of the data inputs, which the strategy keeps."""
-    if value in ("full_batch", DATA):
+    if value in (FULL_BATCH, DATA_PARALLEL):
         return {"dataset_strategy": value}
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(
-        isinstance(each, Sequence) and all(type(n) is int and n > 0 for n in each) for each in value
-    ):
+    counts = counts_of(value)
+    if counts is None:
         raise StrategyError(
-            f"give '{DATA}', 'full_batch', or for each data input the number of shards of each "
-            "dimension, such as ((8, 1), (8,))"
+            f"give '{DATA_PARALLEL}', '{FULL_BATCH}', or for each data input the number of shards "
+            "of each dimension, such as ((8, 1), (8,))"
         )
-    return {"dataset_strategy": [list(each) for each in value]}
+    return {"dataset_strategy": [list(each) for each in counts]}
 
 
 def _load_file(value: Any, given: Given) -> Mapping[str, Any]:

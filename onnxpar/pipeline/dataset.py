@@ -10,8 +10,10 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.tensors import tensor_shape
 from onnxpar.load.load import Model
 from onnxpar.manual.manual import MANUAL
+from onnxpar.model.annotations import choose_configuration
 from onnxpar.pipeline.options import Dataset, Options, wanted_mesh
 from onnxpar.search.search import AUTO
+from onnxpar.strategy.annotated_strategy import annotated_mesh
 from onnxpar.strategy.strategy import Strategy
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"
@@ -27,13 +29,22 @@ def read_dataset(given: str | Sequence[Sequence[int]] | None) -> Dataset:
     if given is None or given in (DATA_PARALLEL, FULL_BATCH):
         return given
     try:
-        each = json.loads(given) if isinstance(given, str) else given
-        counts = tuple(tuple(numbers) for numbers in each)
-    except (ValueError, TypeError):
-        raise StrategyError(f"--dataset-strategy {given}: {_FORMS}") from None
-    if not all(type(n) is int and n > 0 for numbers in counts for n in numbers):
-        raise StrategyError(f"--dataset-strategy {given}: {_FORMS}")
+        counts = counts_of(json.loads(given) if isinstance(given, str) else given)
+    except (ValueError, RecursionError):
+        counts = None
+    if counts is None:
+        raise StrategyError(f"--dataset-strategy {given!s:.60}: {_FORMS}")
     return counts
+
+
+def counts_of(given: object) -> tuple[tuple[int, ...], ...] | None:
+    """Numbers of shards by input and dimension; None if the value is something else."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return None
+    if not all(isinstance(numbers, Sequence) for numbers in given):
+        return None
+    counts = tuple(tuple(numbers) for numbers in given)
+    return counts if all(type(n) is int and n > 0 for c in counts for n in c) else None
 
 
 def with_dataset(options: Options, model: Model) -> Options:
@@ -48,8 +59,7 @@ def with_dataset(options: Options, model: Model) -> Options:
             "--dataset-strategy: the tensors of --strategy say how the inputs of a manual program "
             "are cut; leave it out"
         )
-    mesh = wanted_mesh(options)
-    ranks = mesh.size if mesh is not None else options.devices or 1
+    ranks = _ranks(options, model)
     shapes = _data_shapes(model)
     if not isinstance(asked, str) and len(asked) != len(shapes):
         raise StrategyError(
@@ -73,6 +83,16 @@ def with_dataset(options: Options, model: Model) -> Options:
         strategy=replace(own, tensors={**entries, **own.tensors}),
         search=AUTO if is_open else options.search,
     )
+
+
+def _ranks(options: Options, model: Model) -> int:
+    """The number of ranks: that of the options, or else of the model's annotations. If nothing
+    gives it, 1: then the choice of the mesh is what fails."""
+    mesh = wanted_mesh(options)
+    if mesh is None and options.devices is None:
+        annotated = choose_configuration(model.annotations, options.configuration, None)
+        mesh = annotated_mesh(annotated, None) if annotated is not None else None
+    return mesh.size if mesh is not None else options.devices or 1
 
 
 def _counts(asked: str, rank: int, ranks: int) -> list[int]:

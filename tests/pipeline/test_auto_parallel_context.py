@@ -237,6 +237,17 @@ def test_data_inputs_have_the_layout_of_the_dataset(
     assert port.layout is not None and tuple(map(split_count, port.layout.dims)) == wanted
 
 
+@pytest.mark.parametrize("asked", ["data_parallel", [[2, 1]]])
+def test_data_inputs_of_an_annotated_model(model: Path, tmp_path: Path, asked: Any) -> None:
+    """The annotations say how many ranks there are."""
+    annotated = tmp_path / "annotated.onnx"
+    onnxpar.annotate(model, annotated, devices=2, preset="data-parallel")
+    plan = onnxpar.plan(annotated, dataset_strategy=asked)
+    assert list(layouts(plan).values()) == ["[dp, -]"]
+    with pytest.raises(StrategyError, match="how many ranks"):
+        onnxpar.plan(model, dataset_strategy=asked)
+
+
 def test_data_inputs_of_a_step(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters and the learning rate are no data; the numbers are in the order of the inputs."""
     how: dict[str, Any] = {"devices": 2, "preset": "tensor-parallel"}
@@ -249,6 +260,7 @@ def test_data_inputs_of_a_step(step: Path, capsys: pytest.CaptureFixture[str]) -
         ("[[2, 1]]", "lists 1 inputs; the data inputs are x, "),
         ("[[2], [1]]", "x has 2 dimensions"),
         ("[[0, 1], [1, 1]]", "numbers of shards"),
+        ("[" * 100_000, "give data_parallel, full_batch"),
     ):
         assert main([*args, "--dataset-strategy", text]) == 2
         assert words in capsys.readouterr().err
