@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention_lowering import AttentionLowering, default_scale, sees_by_place
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import FIRST, Rule, einsum, rule, whole_rule
+from onnxpar.rules.rule import FIRST, Rule, einsum, given_specs, rule, whole_rule
 
 _ATTENDED = "each score is a sum over all of it"
 _CACHED = "queries attend to the whole cache"
@@ -45,9 +45,9 @@ def attention(node: gs.Node) -> Rule:
     sizes["u"] = (sizes["p"] or 0) + (sizes["t"] or 0)
     seen = "t" if past is None else "u"
     operands += [_mask(node, sizes, seen), "b k p d", "b k p e", "b"][: len(node.inputs) - 3]
-    operands = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=True)]
+    operands = given_specs(operands, node.inputs)
     results = [shapes["result"], f"b k {seen} d", f"b k {seen} e", f"b (k g) s {seen}"]
-    results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=False)]
+    results = given_specs(results, node.outputs)
     used = {c for text in operands + results for c in text}
     whole = dict.fromkeys("dm", _ATTENDED)
     if past is not None or "m" in used:
@@ -103,7 +103,7 @@ def rotary_embedding(node: gs.Node) -> Rule:
     sizes: dict[str, Size] = {"h": heads, "d": shape[-1] // heads if flat else shape[-1]}
     angles = "p r" if len(cache) == 2 else "b s r"
     operands = [text, angles, angles, "b s"][: len(node.inputs)]
-    operands = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=True)]
+    operands = given_specs(operands, node.inputs)
     whole = {f: "its elements are rotated in pairs" for f in "dr"}
     if len(cache) == 2:
         whole["p"] = "it is looked up by position"

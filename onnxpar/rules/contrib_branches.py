@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import given, tensor_shape
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import Local, Rule, einsum, names, rule, whole_rule
+from onnxpar.rules.rule import Local, Rule, einsum, given_specs, names, rule, whole_rule
 
 DOMAIN = "com.microsoft"
 ROWS = "the op computes over whole rows"
@@ -37,12 +37,13 @@ def packed_product(node: gs.Node) -> Rule:
 def pre_mix(node: gs.Node) -> Rule:
     """`d0 c h, d0 c -> d0 h {sum: c}`."""
     x, gates = node.inputs
-    sizes = _branches(node, x, gates)
+    rank = _rank(node.outputs[0])
+    sizes = _branches(node, x, rank)
     if sizes is None:
         return whole_rule(node, "its branches are not known")
-    lead = dims_text(names("d", _rank(node.outputs[0]) - 1))
-    streams = f"{lead} c h" if _rank(x) > _rank(node.outputs[0]) else f"{lead} (c h)"
-    text = f"{streams}, {lead} {_gates(node, gates, sizes)} -> {lead} h"
+    lead = dims_text(names("d", rank - 1))
+    streams = f"{lead} c h" if _rank(x) > rank else f"{lead} (c h)"
+    text = f"{streams}, {lead} {_gates(gates, rank, sizes)} -> {lead} h"
     linear = (frozenset({0}), frozenset({1}))
     return einsum(node, text, sizes=sizes, linear=linear, local=_own_branches(node))
 
@@ -51,12 +52,13 @@ def pre_mix(node: gs.Node) -> Rule:
 def post_mix(node: gs.Node) -> Rule:
     """`d0 c h, d0 h, d0 c -> d0 c h`; branches that a matrix mixes stay whole."""
     x, block, gates = node.inputs[:3]
-    sizes = _branches(node, x, gates, block)
+    rank = _rank(block)
+    sizes = _branches(node, x, rank)
     if sizes is None:
         return whole_rule(node, "its branches are not known")
-    lead = dims_text(names("d", _rank(block) - 1))
-    streams = f"{lead} c h" if _rank(x) > _rank(block) else f"{lead} (c h)"
-    operands = [streams, f"{lead} h", f"{lead} {_gates(node, gates, sizes)}"]
+    lead = dims_text(names("d", rank - 1))
+    streams = f"{lead} c h" if _rank(x) > rank else f"{lead} (c h)"
+    operands = [streams, f"{lead} h", f"{lead} {_gates(gates, rank, sizes)}"]
     whole = {}
     if given(node, 3) is not None:
         operands.append(f"{lead} x y")
@@ -65,16 +67,14 @@ def post_mix(node: gs.Node) -> Rule:
     return einsum(node, text, sizes=sizes, whole=whole, local=_own_branches(node))
 
 
-def _branches(
-    node: gs.Node, x: gs.Tensor, gates: gs.Tensor, block: gs.Tensor | None = None
-) -> dict[str, int] | None:
-    """The numbers of branches c and of features h; None if they are not known."""
+def _branches(node: gs.Node, x: gs.Tensor, rank: int) -> dict[str, int] | None:
+    """The numbers of branches c and of features h; None if they are not known. `rank` is that of a
+    tensor without branches."""
     shape = tensor_shape(x) or ()
-    lead = _rank(block if block is not None else node.outputs[0]) - 1
-    if len(shape) == lead + 2 and None not in shape[-2:]:
+    if len(shape) == rank + 1 and None not in shape[-2:]:
         return {"c": int(shape[-2] or 0), "h": int(shape[-1] or 0)}
     count = int(node.attrs.get("num_branches", 0))
-    if len(shape) != lead + 1 or not count or shape[-1] is None:
+    if len(shape) != rank or not count or shape[-1] is None:
         return None
     return {"c": count, "h": shape[-1] // count}
 
@@ -84,11 +84,10 @@ def _own_branches(node: gs.Node) -> dict[str | int, Callable[[Local], Any]]:
     return {"num_branches": lambda local: local.size("c")} if "num_branches" in node.attrs else {}
 
 
-def _gates(node: gs.Node, gates: gs.Tensor, sizes: dict[str, int]) -> str:
+def _gates(gates: gs.Tensor, rank: int, sizes: dict[str, int]) -> str:
     """The dimensions of the gates after the leading ones."""
     shape = tensor_shape(gates) or ()
-    lead = _rank(node.inputs[1] if "Post" in node.op else node.outputs[0]) - 1
-    if len(shape) == lead + 2:
+    if len(shape) == rank + 1:
         return "c 1" if shape[-1] == 1 else "c h"
     return "c" if shape[-1] == sizes["c"] else "(c h)"
 
@@ -96,10 +95,10 @@ def _gates(node: gs.Node, gates: gs.Tensor, sizes: dict[str, int]) -> str:
 @rule("EngramGate", domain=DOMAIN)
 def engram_gate(node: gs.Node) -> Rule:
     """`b s c h, b s c h, b s h, c h, c h -> b s c h`; h stays whole."""
-    operands = ["b s c h", "b s c h", "b s h", "c h", "c h", "c h"][: len(node.inputs)]
-    operands = [s if given(node, i) is not None else "_" for i, s in enumerate(operands)]
+    specs = ["b s c h", "b s c h", "b s h", "c h", "c h", "c h"]
+    operands = ", ".join(given_specs(specs, node.inputs))
     results = "; ".join("b s c h" if t.name else "_" for t in node.outputs)
-    return einsum(node, f"{', '.join(operands)} -> {results}", whole={"h": ROWS})
+    return einsum(node, f"{operands} -> {results}", whole={"h": ROWS})
 
 
 @rule("MRotaryEmbedding", domain=DOMAIN)
@@ -115,11 +114,9 @@ def multimodal_rotary(node: gs.Node) -> Rule:
 @rule("NGramHashMapping", domain=DOMAIN)
 def ngram_hash(node: gs.Node) -> Rule:
     """`b s, _, _, b p -> b s o; b p`; s stays whole."""
-    specs = ["b s", "_", "_", "b p", "_", "_", "b s"][: len(node.inputs)]
-    specs = [s if given(node, i) is not None else "_" for i, s in enumerate(specs)]
-    results = ["b s o", "b p"][: len(node.outputs)]
-    results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=True)]
-    used = " ".join([*specs, *results]).split()
+    operands = given_specs(["b s", "_", "_", "b p", "_", "_", "b s"], node.inputs)
+    results = given_specs(["b s o", "b p"], node.outputs)
+    used = " ".join([*operands, *results]).split()
     reasons = {"s": "a window reaches back", "p": "a window reaches back", "o": ROWS}
     whole = {f: why for f, why in reasons.items() if f in used}
-    return einsum(node, f"{', '.join(specs)} -> {'; '.join(results)}", whole=whole)
+    return einsum(node, f"{', '.join(operands)} -> {'; '.join(results)}", whole=whole)

@@ -9,7 +9,7 @@ from onnxpar.ir.tensors import Size, constant, given, tensor_shape
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.index_tuples import gather_nd
 from onnxpar.rules.notation import Cat, Expr, Spec, Var, dims_text
-from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
+from onnxpar.rules.rule import FIRST, Rule, einsum, given_specs, names, rule, whole_rule
 
 DOMAIN = "com.microsoft"
 _ROW = "the op computes over whole rows"
@@ -110,9 +110,8 @@ def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1
     if given(node, mask) is not None:
         whole["s"] = "the op counts the mask along it"
     operands += ["_"] * (len(node.inputs) - len(operands))
-    used = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=False)]
-    results = ["b s h", "b", "b s h"]
-    made = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=False)]
+    used = given_specs(operands, node.inputs)
+    made = given_specs(["b s h", "b", "b s h"], node.outputs)
     found = {c for text in used + made for c in text}
     return einsum(
         node,

@@ -10,7 +10,7 @@ from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.contraction import product_text
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import integer_product
-from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
+from onnxpar.rules.rule import FIRST, Rule, einsum, given_specs, names, rule, whole_rule
 
 DOMAIN = "com.microsoft"
 _EITHER = (FIRST, frozenset({1}))
@@ -70,14 +70,14 @@ def matmul_bits(node: gs.Node) -> Rule:
     lead = names("m", len(tensor_shape(node.inputs[0]) or ()) - 1)
     operands = [dims_text([*lead, columns]), f"n {blocks} w", _rows(node, 2, blocks)]
     operands += [_rows(node, 3, bytes_ if packed else blocks), "_", "n"]
-    used = [o if given(node, i) is not None else "_" for i, o in enumerate(operands)]
+    used = given_specs(operands, node.inputs)
     bias = frozenset({5}) if given(node, 5) is not None else frozenset[int]()
     local: dict[str | int, Any] = {"N": lambda at: at.size("n")}
     if "k" in sizes:
         local["K"] = lambda at: at.size("k") * shared * block
     return einsum(
         node,
-        f"{', '.join(used[: len(node.inputs)])} -> {dims_text([*lead, 'n'])}",
+        f"{', '.join(used)} -> {dims_text([*lead, 'n'])}",
         sizes=sizes,
         whole={f: why for f, why in whole.items() if any(f in o for o in used)},
         linear=() if node.attrs.get("accuracy_level") == _INTEGERS else (FIRST | bias,),
@@ -130,10 +130,10 @@ def experts(node: gs.Node) -> Rule:
     router = "(b s)" if len(shape) == 3 else "t"
     operands = [f"{tokens} h", f"{router} e", f"e {inner} h", f"e {inner}", "e h f", "e h"]
     operands += ["e f h", "e f"]
-    used = [o if given(node, i) is not None else "_" for i, o in enumerate(operands)]
+    used = given_specs(operands, node.inputs)
     bias = frozenset({5}) if given(node, 5) is not None else frozenset[int]()
     fields: dict[str, Any] = {"additive": bias, "reduce": {"f": "sum"}}
-    text = f"{', '.join(used[: len(node.inputs)])} -> {tokens} h"
+    text = f"{', '.join(used)} -> {tokens} h"
     return einsum(node, text, sizes=sizes, whole=whole, **fields)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import given, tensor_shape
-from onnxpar.rules.rule import Local, Rule, einsum, rule, whole_rule
+from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.rules.rule import Local, Rule, einsum, given_specs, rule, whole_rule
 
 STEPS = "every step needs all earlier steps"
 
@@ -23,22 +23,17 @@ def linear_attention(node: gs.Node) -> Rule:
         return whole_rule(node, "its query heads do not share key heads evenly")
     sizes = {"k": heads, "g": groups // heads}
     specs = ["b s (k g d)", "b s (k d)", "b s (k e)", "b k d e", "b s (k d)", "b s k"]
-    operands = []
-    for i, spec in enumerate(specs[: len(node.inputs)]):
-        tensor = given(node, i)
-        width = (tensor_shape(tensor) or (None,))[-1] if tensor is not None else None
-        if i == 4 and width == heads:
-            spec = "b s k"
-        if i == 5 and width == 1:
-            spec = "b s 1"
-        operands.append("_" if tensor is None else spec)
-    for at, name, each in ((1, "d", heads), (2, "e", heads)):
-        width = (tensor_shape(node.inputs[at]) or (None,))[-1]
-        if width is None or width % each:
+    if _width(node, 4) == heads:
+        specs[4] = "b s k"
+    if _width(node, 5) == 1:
+        specs[5] = "b s 1"
+    for at, name in ((1, "d"), (2, "e")):
+        width = _width(node, at)
+        if width is None or width % heads:
             return whole_rule(node, "the width of its heads is unknown")
-        sizes[name] = width // each
-    results = ["b s (k g e)", "b k d e"][: len(node.outputs)]
-    results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=True)]
+        sizes[name] = width // heads
+    operands = given_specs(specs, node.inputs)
+    results = given_specs(["b s (k g e)", "b k d e"], node.outputs)
 
     def query_heads(local: Local) -> int:
         return local.size("k") * local.size("g")
@@ -53,16 +48,20 @@ def linear_attention(node: gs.Node) -> Rule:
     )
 
 
+def _width(node: gs.Node, index: int) -> Size:
+    """The last size of an operand; None if it is unknown or the operand is left out."""
+    tensor = given(node, index)
+    return None if tensor is None else (tensor_shape(tensor) or (None,))[-1]
+
+
 def causal_convolution(node: gs.Node) -> Rule:
     """`b c s, c 1 w, c, b c p -> b c s; b c p`."""
     plain = {"activation", "ndim"}
     odd = [k for k, v in node.attrs.items() if k not in plain and v and not k.startswith("onnxpar")]
     if odd or node.attrs.get("ndim", 1) != 1 or len(node.outputs) > 2:
         return whole_rule(node, "its channels or states are in another order")
-    specs = ["b c s", "c 1 w", "c", "b c p"][: len(node.inputs)]
-    operands = [s if given(node, i) is not None else "_" for i, s in enumerate(specs)]
-    results = ["b c s", "b c p"][: len(node.outputs)]
-    results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=True)]
+    operands = given_specs(["b c s", "c 1 w", "c", "b c p"], node.inputs)
+    results = given_specs(["b c s", "b c p"], node.outputs)
     used = " ".join([*operands, *results]).split()
     whole = {"s": STEPS, "w": "the weights of one window", "p": "positions before the first"}
     is_linear = str(node.attrs.get("activation", "none")) in ("none", "b'none'")

@@ -12,7 +12,7 @@ from onnxpar.ir.tensors import tensor_shape
 from onnxpar.rules import recurrence_lowering
 from onnxpar.rules.communicate import communicating
 from onnxpar.rules.recurrence_lowering import GATES
-from onnxpar.rules.rule import Local, Rule, einsum, rule
+from onnxpar.rules.rule import Local, Rule, einsum, given_specs, rule
 
 _STEP = "every step of the recurrence needs all of it"
 
@@ -31,9 +31,8 @@ def recurrence(node: gs.Node) -> Rule:
     rows = _segments(GATES[node.op])
     operands = [sequence, f"d {rows} i", f"d {rows} k", f"d {_segments(2 * GATES[node.op])}"]
     operands += ["b", state, state, f"d {_segments(3)}"]
-    operands = [o if t.name else "_" for o, t in zip(operands, node.inputs, strict=False)]
-    results = [result, state, state]
-    results = [r if t.name else "_" for r, t in zip(results, node.outputs, strict=False)]
+    operands = given_specs(operands, node.inputs)
+    results = given_specs([result, state, state], node.outputs)
     whole = dict.fromkeys("sik", _STEP)
     if {"activation_alpha", "activation_beta"} & node.attrs.keys():
         whole["d"] = "the slopes of its activations are listed for all directions together"

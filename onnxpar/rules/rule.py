@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,6 +119,11 @@ def einsum(
 def names(prefix: str, count: int) -> list[str]:
     """Factor names that begin with a prefix: `d0`, `d1`, `d2`, ..."""
     return [f"{prefix}{i}" for i in range(count)]
+
+
+def given_specs(specs: Sequence[str], tensors: Sequence[gs.Tensor]) -> list[str]:
+    """The texts of operands or results, with `_` for those that are left out."""
+    return [spec if tensor.name else "_" for spec, tensor in zip(specs, tensors, strict=False)]
 
 
 RuleFunction = Callable[[gs.Node], Rule]
