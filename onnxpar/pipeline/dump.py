@@ -41,7 +41,7 @@ from onnxpar.sharding.state import ShardingState
 
 KEY = "onnxpar.dump"
 """The key of the decisions in a dump's metadata."""
-FORMAT = 2
+FORMAT = 3
 WEIGHTS = "weights.data"
 DUMPED = "[0-9][0-9]-*.onnx"
 """Names of dumped models, as a glob."""
@@ -49,7 +49,7 @@ LOADING = "00-load"
 """The folder for the text of the model after each rewrite of the loader."""
 _RESHARD = "onnxpar"
 """The attribute that holds a reshard, as JSON, in a written model."""
-_TABLES = ("annotations", "layouts", "copies")
+_TABLES = ("annotations", "layouts", "copies", "facts", "fused")
 
 
 class Dump:
@@ -187,9 +187,7 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
         "fixed": model.fixed,
         "stored": sorted(model.stored),
         "preset": ctx.request.preset,
-        "facts": sorted(ctx.facts),
         "step": asdict(model.step) if model.step is not None else None,
-        "fused": ctx.fused,
         "format": FORMAT,
     }
     proto.metadata_props.add(key=KEY, value=json.dumps(state))
@@ -258,14 +256,11 @@ def _restored(
     )
     tables = {name: decode(state[name], factors) for name in _TABLES}
     choices = Choices(**decode(state["choices"], factors))
-    fused = state.get("fused")
     return model, PassContext(
         model,
         sharding,
         Request(preset=state["preset"]),
         choices=choices,
-        fused=None if fused is None else {kind: (a, b) for kind, (a, b) in fused.items()},
-        facts=set(state["facts"]),
         **tables,
     )
 

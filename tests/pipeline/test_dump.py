@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,25 @@ def test_a_damaged_dump_is_refused_by_name(
     file.write_bytes(damaged.SerializeToString())
     assert opt(file, "--passes", "localize-ops") == 2
     assert file.name in capsys.readouterr().err
+
+
+def test_a_dump_of_another_version_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Format 2 had no facts."""
+    how = ["--devices", "2", "--preset", "tensor-parallel"]
+    model = MODELS / "dlrm.legacy.static.onnx"
+    assert opt(model, *how, "--passes", ",".join(PASSES[:2]), "--dump", str(tmp_path)) == 0
+    file = tmp_path / "02-propagate-layouts.onnx"
+    old = onnx.load(file, load_external_data=False)
+    entry = next(e for e in old.metadata_props if e.key == "onnxpar.dump")
+    state = json.loads(entry.value)
+    del state["facts"]
+    entry.value = json.dumps({**state, "format": 2})
+    file.write_bytes(old.SerializeToString())
+    assert opt(file, "--passes", "insert-collectives") == 2
+    told = capsys.readouterr().err
+    assert "was not written by --dump of this version of onnxpar" in told
 
 
 def test_a_graph_that_was_only_rewritten_is_a_plain_model(tmp_path: Path) -> None:
