@@ -43,7 +43,7 @@ def refuse_overwriting(options: Mapping[str, Any]) -> None:
         place = _place(path)
         if place in taken:
             raise InputError(f"{path} is {taken[place]}; give another file with {flag}")
-        if path.is_file() and place in dict(_data_files(options)):
+        if _has_weights(path, options):
             raise InputError(f"{path} has weights of the model; give another file with {flag}")
         if not path.exists() or path.is_file():  # /dev/null may be given twice
             taken[place] = f"also the file of {flag}"
@@ -52,7 +52,7 @@ def refuse_overwriting(options: Mapping[str, Any]) -> None:
         is_dump = fnmatchcase(Path(model).name, DUMPED) and _place(Path(model).parent) == _place(
             Path(dump)
         )
-        if is_dump or _place(Path(dump) / WEIGHTS) in dict(_data_files(options)):
+        if is_dump or _has_weights(Path(dump) / WEIGHTS, options):
             raise InputError(
                 f"--dump {os.fspath(dump)}: a dump replaces files of the model, which is in that "
                 "folder; give another folder"
@@ -79,13 +79,14 @@ def _place(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _data_files(options: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """The files with external data of the model, and their names."""
+def _has_weights(file: Path, options: Mapping[str, Any]) -> bool:
+    """True if a file exists and has external data of the model; the model is read only then."""
     model = options.get("model")
-    if not _is_path(model):
-        return
+    if not _is_path(model) or not file.is_file():
+        return False
+    folder, place = Path(model).parent, _place(file)
     with suppress(ModelError):  # the command itself reports it
-        for tensor in stored_tensors(read_proto(Path(model)).graph):
-            if tensor.data_location == tensor.EXTERNAL:
-                file = external_location(tensor)[0]
-                yield _place(Path(model).parent / file), file
+        tensors = stored_tensors(read_proto(Path(model)).graph)
+        stored = (external_location(t)[0] for t in tensors if t.data_location == t.EXTERNAL)
+        return any(_place(folder / name) == place for name in stored)
+    return False
