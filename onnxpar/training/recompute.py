@@ -3,6 +3,7 @@ memory. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -97,15 +98,23 @@ def named_blocks(
 
 def _connected(nodes: Sequence[gs.Node]) -> list[list[gs.Node]]:
     """Divides nodes into groups that are connected by tensors, in their order."""
-    group_of: dict[str, list[gs.Node]] = {}
-    groups: list[list[gs.Node]] = []
-    for node in nodes:
-        found = {id(g): g for t in node.inputs if (g := group_of.get(t.name)) is not None}
-        own = [other for group in found.values() for other in group] + [node]
-        groups = [g for g in groups if id(g) not in found] + [own]
-        group_of.update((t.name, own) for other in own for t in other.outputs)
-    place = {id(node): i for i, node in enumerate(nodes)}
-    return [sorted(group, key=lambda node: place[id(node)]) for group in groups]
+    makers = {t.name: i for i, node in enumerate(nodes) for t in node.outputs if t.name}
+    later = list(range(len(nodes)))
+
+    def last(i: int) -> int:
+        """The last node, so far, of the group of node i."""
+        while later[i] != i:
+            later[i] = i = later[later[i]]
+        return i
+
+    for i, node in enumerate(nodes):
+        for tensor in node.inputs:
+            if tensor.name in makers:
+                later[last(makers[tensor.name])] = i
+    groups: dict[int, list[gs.Node]] = defaultdict(list)
+    for i, node in enumerate(nodes):
+        groups[last(i)].append(node)
+    return [groups[i] for i in sorted(groups)]
 
 
 def _block(

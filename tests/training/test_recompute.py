@@ -123,6 +123,19 @@ def test_named_nodes_are_computed_again(
     check_training(second, "data-parallel 2", 2)
 
 
+APART = """apart (float[3,2,4] x, float[1,5,4] w, float[1,5,5] r, float[5,5] v)
+=> (float[1,2,5] y)
+{ , a = RNN<hidden_size=5>(x, w, r)  b = Mul(a, a)  c = MatMul(b, v)
+  most = Constant<value_float=0.5>()  d = Clip(c, , most)  e = Mul(d, d)  y = MatMul(e, v) }"""
+
+
+def test_what_is_left_out_connects_no_nodes(tmp_path: Path) -> None:
+    """A node without its first result, and one without an operand."""
+    step = write_step(APART, tmp_path, recompute_nodes=["RNN_*", "Mul_*", "Clip_*"])
+    copied = [n.name for n in onnx.load(step).graph.node if "recompute/block." in n.name]
+    assert {name.split("/")[1] for name in copied} == {"block.0", "block.1"}
+
+
 def test_named_nodes_that_cannot_be_computed_again(tmp_path: Path) -> None:
     for globs, words in (
         (["nope"], "'nope' matches no node; there are 'MatMul_a'"),
