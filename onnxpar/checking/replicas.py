@@ -21,7 +21,7 @@ def compare_replicas(
 
     Errors: InputError; RankError.
     """
-    names = [a.name for a in session.get_outputs() if a.name.endswith(REPLICAS)]
+    names = _names(session)
     outputs = session.run(names, feeds) if names else session.run(None, feeds)[:0]
     rows = []
     for name, copies in zip(names, outputs, strict=True):
@@ -36,11 +36,16 @@ def compare_trained_replicas(
 ) -> Report:
     """Takes training steps of a manual program that returns all replicas of its outputs, and
     compares the replicas after the last step, which must have the same bits. Errors: RankError."""
-    names = [port.name for port in trainer.session.get_outputs() if port.name.endswith(REPLICAS)]
+    names = _names(trainer.session)
     copies: list[Array] = []
     for seed, batch in enumerate(batches):
         copies = trainer.run(names, batch, rate, seed)
     return Report(tuple(_equal(name, own) for name, own in zip(names, copies, strict=True)))
+
+
+def _names(session: Session) -> list[str]:
+    """The names of the outputs that have all replicas of others."""
+    return [port.name for port in session.get_outputs() if port.name.endswith(REPLICAS)]
 
 
 def _equal(name: str, copies: Array) -> Comparison:

@@ -183,8 +183,7 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
     "Broadcast": (set(), 0),
 }
 """For each kind of reshard: the changes of its axes on leaves that are allowed (1: added, -1:
-removed), and the change of the partial axes. The table of kinds (`ir/collectives.py`) has these
-facts for the passes; the check repeats them, since an error in a shared table would go unnoticed.
+removed), and the change of the partial axes.
 
 The table of kinds (`ir/collectives.py`) says this too, for the passes. It is not read here: an
 error in it would then be in the check as well, which would prove nothing.

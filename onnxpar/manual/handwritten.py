@@ -156,13 +156,14 @@ class Handwritten:
                 f"{lists[0]} has an entry for each member, but the groups have {several[0]} and "
                 f"{several[-1]} members; give groups of one size, or leave {lists[0]} out",
             )
+        count = max(counts)
         for key in lists:
             entries = node.attrs[key]
-            if key != KINDS[node.op].shapes and len(entries) != self._count_members(node):
+            if key != KINDS[node.op].shapes and len(entries) != count:
                 self._fail(
                     node,
-                    f"{key}={list(entries)} must have an entry for each of the "
-                    f"{self._count_members(node)} members of a group",
+                    f"{key}={list(entries)} must have an entry for each of the {count} members of "
+                    "a group",
                 )
         for key in (*lists, "root"):
             if 1 in counts and several and key in node.attrs:

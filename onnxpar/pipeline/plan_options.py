@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from onnxpar.base.near_names import did_you_mean as did_you_mean
+from onnxpar.base.near_names import did_you_mean
 from onnxpar.base.progress_line import progress_line
 from onnxpar.compiler.pass_ import Pass
 from onnxpar.cost.topology import Topology
@@ -132,11 +132,12 @@ def options_of(
     Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
     for a value of the wrong type, or one that cannot be read.
     """
+    hints = _hints(kind)
     for name, value in asked.items():
-        _check(name, value, caller, _hints(kind))
+        _check(name, value, caller, hints)
     strategy = Strategy.given(asked.get("strategy"))
     if strategy is not None and strategy.context:
-        asked = _with_context(asked, strategy, _hints(kind))
+        asked = _with_context(asked, strategy, hints)
     for module in asked.get("plugin", ()):
         load_plugin(module)
     added = asked.get("passes", ())
