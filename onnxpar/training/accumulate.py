@@ -35,9 +35,9 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int)
     running statistics. Random numbers differ between micro-batches.
 
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
-    whose first dimension is not the batch. Errors: StrategyError.
+    whose first dimension is not the batch. `check_count` has accepted the count. Errors:
+    StrategyError.
     """
-    check_count(count)
     by_name = {t.name: t for t in graph.inputs}
     first = by_name[data[0]]
     if not first.shape:

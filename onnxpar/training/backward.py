@@ -73,11 +73,6 @@ class LossOptions:
     ) -> list[Block]:
         """Returns the blocks of a forward pass that are computed again. Errors: StrategyError."""
         if self.recompute_nodes:
-            if self.recompute:
-                raise StrategyError(
-                    "--recompute and --recompute-nodes: give only one of them; --recompute chooses "
-                    "among all nodes"
-                )
             return named_blocks(nodes, parameters, self.recompute_nodes)
         return find_blocks(nodes, parameters, loss) if self.recompute else []
 
@@ -85,6 +80,11 @@ class LossOptions:
         """Checks what needs no model. Errors: StrategyError."""
         check_statistics(self.statistics, self.groups)
         check_precision(self.precision)
+        if self.recompute and self.recompute_nodes:
+            raise StrategyError(
+                "--recompute and --recompute-nodes: give only one of them; --recompute chooses "
+                "among all nodes"
+            )
 
 
 @dataclass(frozen=True)

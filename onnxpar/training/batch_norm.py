@@ -25,10 +25,9 @@ def settle_batch_norms(
     If `statistics` is None, nodes in training mode take statistics over the batch, and other nodes
     use their running statistics. With `groups`, the batch is divided into that many groups, each
     with its own statistics. Ranks that split the batch by groups then need not communicate, and the
-    model is still one global program. Errors: StrategyError; ModelError if the model has no
-    BatchNormalization.
+    model is still one global program. `check_statistics` has accepted both. Errors: StrategyError;
+    ModelError if the model has no BatchNormalization.
     """
-    check_statistics(statistics, groups)
     if statistics is not None:
         _check(model, nodes, groups)
     running = []

@@ -60,9 +60,8 @@ def add_loss(
     kind        one of LOSSES, or the name of an output that is a loss
     output      the output to compare with the target; None if the model has only one
     class_axis  the dimension of classes: by default the last, or the second of four or more
-    Errors: StrategyError.
+    `check_loss` has accepted these options. Errors: StrategyError.
     """
-    check_loss(list(outputs), kind, output, class_axis)
     if kind not in LOSSES:
         value = builder.value(outputs[kind])
         if value.size != 1:
