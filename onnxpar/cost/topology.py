@@ -14,7 +14,7 @@ from onnxpar.base.plain_yaml import parse
 from onnxpar.base.units import quantity, text_of
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
 from onnxpar.errors import StrategyError
-from onnxpar.files.write_file import unread
+from onnxpar.files.unreadable import cannot_read
 from onnxpar.ir.collectives import KINDS
 
 
@@ -129,7 +129,7 @@ class Topology:
             is_json = text.lstrip().startswith("{")
             data = json.loads(text) if is_json else parse(text)
         except OSError as error:
-            raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
+            raise StrategyError(cannot_read(path, error)) from None
         except json.JSONDecodeError as error:
             raise StrategyError(f"{path}: not JSON: {error}") from None
         except (ValueError, RecursionError) as error:

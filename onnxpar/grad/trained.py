@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.near_names import there_are
 from onnxpar.errors import StrategyError
 from onnxpar.grad.constant_values import (
     Array,
@@ -143,8 +144,7 @@ def matching(glob: str, names: Collection[str], option: str) -> list[str]:
     if there is none."""
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
-        some = ", ".join(list(names)[:5]) + (" ..." if len(names) > 5 else "") if names else "none"
-        raise StrategyError(f"{option} {glob} matches no weight; the model has {some}")
+        raise StrategyError(f"{option} {glob} matches no weight{there_are(glob, names)}")
     return matching
 
 

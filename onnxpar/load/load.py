@@ -20,7 +20,7 @@ from onnxpar.canonicalize.unfuse import unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
 from onnxpar.canonicalize.upgrade import raise_opset, upgrade
 from onnxpar.errors import ModelError
-from onnxpar.files.write_file import unread
+from onnxpar.files.unreadable import cannot_read
 from onnxpar.ir.exported import exported_kinds
 from onnxpar.ir.stored import (
     check_constants,
@@ -258,12 +258,10 @@ def read_proto(path: Path) -> onnx.ModelProto:
     """Parses the file without its external data. Errors: ModelError, naming the file."""
     try:
         proto = onnx.load(str(path), load_external_data=False)
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise ModelError(f"{path} is a folder; give an .onnx file") from None
+        raise ModelError(f"{path} is {_kind_of_folder(path)}") from None
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {unread(error)}") from None
+        raise ModelError(cannot_read(path, error)) from None
     except (DecodeError, ValueError) as error:
         raise ModelError(
             f"{path}: not an ONNX model, or truncated ({error}); export or copy it again"
@@ -274,6 +272,16 @@ def read_proto(path: Path) -> onnx.ModelProto:
             "again"
         )
     return proto
+
+
+def _kind_of_folder(folder: Path) -> str:
+    """The kind of a folder that is given as a model, and the remedy."""
+    if (folder / "plan.json").exists():
+        return (
+            "a sharded model; give the .onnx file that it was made from, or see `onnxpar inspect`"
+        )
+    models = sorted(folder.glob("*.onnx"))
+    return "a folder; give an .onnx file" + (f", such as {models[0]}" if models else "")
 
 
 def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:

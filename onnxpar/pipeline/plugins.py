@@ -20,6 +20,7 @@ from types import ModuleType
 
 from onnxpar.compiler.pass_ import Pass
 from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.files.unreadable import missing
 
 PASSES, RULES = "onnxpar.passes", "onnxpar.rules"
 """Groups of entry points."""
@@ -107,7 +108,7 @@ def _from_file(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise StrategyError(f"--plugin {path}: there is no such file")
+        raise StrategyError(f"--plugin: {missing(path)}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

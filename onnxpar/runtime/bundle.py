@@ -14,6 +14,7 @@ import numpy as np
 from onnxpar.base.lookup import Lookup
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import Digests, check_files, check_listed, check_seal, check_size
+from onnxpar.files.unreadable import missing
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout, dim_axes
 from onnxpar.layout.mesh import Mesh
@@ -296,7 +297,7 @@ def _read_plan(folder: Path) -> dict[str, Any]:
             "writes the folder to give here"
         )
     if not folder.exists():
-        raise ModelError(f"{folder} does not exist; `onnxpar shard` writes it")
+        raise ModelError(missing(folder, "folder", "`onnxpar shard` writes it"))
     if not file.is_file():
         raise ModelError(
             f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"

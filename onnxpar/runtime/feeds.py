@@ -16,7 +16,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.files.write_file import new_file, unread
+from onnxpar.files.unreadable import cannot_read
+from onnxpar.files.write_file import new_file
 
 InputSpec = tuple[str, str, Sequence[int]]
 """Name, dtype and shape of an input. The dtype is NumPy's or ml_dtypes' name, or for other types
@@ -152,10 +153,8 @@ def read_npz(file: Path) -> dict[str, Array]:
                 _check_header(archive, name)
                 arrays[name] = archive[name]
         return arrays
-    except FileNotFoundError as error:
-        raise InputError(f"there is no file {file}") from error
     except OSError as error:
-        raise InputError(f"cannot read {file}: {unread(error)}; give a .npz file") from error
+        raise InputError(cannot_read(file, error, "give a .npz file")) from error
     # NumPy's reader of headers also raises these for a damaged file.
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, *_PARSING) as error:
         what = f"array {name!r} of {file} cannot be read: {_why(error)}"

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import InputError
-from onnxpar.files.write_file import unread, whole_file
+from onnxpar.files.unreadable import cannot_read
+from onnxpar.files.write_file import whole_file
 
 FORMAT = 1
 NODE, RUN = "Node", "Run"
@@ -199,7 +200,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             [(dict(sizes), share) for sizes, share in head.get("sizes", ())],
         )
     except OSError as error:
-        raise InputError(f"cannot read {file}: {unread(error)}; give a file") from None
+        raise InputError(cannot_read(file, error)) from None
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{file} is not a trace of onnxpar ({type(error).__name__}: {error}); write one with "

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
 
+from onnxpar.base.near_names import there_are
 from onnxpar.errors import SizeError, StrategyError
 from onnxpar.layout.layout import Dim, Factor
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
@@ -98,10 +99,7 @@ def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list
     names = list(names)
     found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
     if not found:
-        near = [n for n in names if pattern.strip("*/").lower() in n.lower()][:3] or names[:3]
-        raise StrategyError(
-            f"{source}: {pattern!r} matches no {what}; there are {', '.join(map(repr, near))} ..."
-        )
+        raise StrategyError(f"{source}: {pattern!r} matches no {what}{there_are(pattern, names)}")
     return found
 
 

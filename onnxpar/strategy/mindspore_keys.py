@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
+from onnxpar.base.near_names import there_are
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.factors import OpFactors
@@ -142,10 +143,9 @@ def fusion_buckets(shard: Mapping[str, Any], parameters: Sequence[str]) -> dict[
             continue
         names = [n for n in parameters if n == pattern or fnmatchcase(n, str(pattern))]
         if not names:
-            some = ", ".join(map(repr, parameters[:3]))
+            known = there_are(str(pattern), parameters) if parameters else "; the model is none"
             raise StrategyError(
-                f"{pattern!r}: {COMM_FUSION} is for parameters of a training step; "
-                + (f"there are {some} ..." if some else "the model is none")
+                f"{pattern!r}: {COMM_FUSION} is for parameters of a training step{known}"
             )
         bucket: int = entry[COMM_FUSION]
         found.update(dict.fromkeys(names, bucket))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from onnxpar.base.plain_yaml import parse
 from onnxpar.errors import StrategyError
-from onnxpar.files.write_file import unread
+from onnxpar.files.unreadable import cannot_read
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
@@ -57,7 +57,7 @@ class Strategy:
         try:
             data = parse(Path(path).read_text())
         except OSError as error:
-            raise StrategyError(f"cannot read {path}: {unread(error)}; give a file") from None
+            raise StrategyError(cannot_read(path, error)) from None
         except ValueError as error:
             raise StrategyError(f"{path}: {error}") from None
         return Strategy.of(data or {}, str(path))

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.near_names import there_are
 from onnxpar.errors import StrategyError
 from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.value import Value
@@ -76,10 +77,8 @@ def named_blocks(
     group has anything to compute again."""
     for pattern in patterns:
         if not any(fnmatchcase(node.name, pattern) for node in nodes):
-            some = ", ".join(repr(node.name) for node in nodes[:3])
-            raise StrategyError(
-                f"--recompute-nodes {pattern!r} matches no node; there are {some} ..."
-            )
+            known = there_are(pattern, [node.name for node in nodes])
+            raise StrategyError(f"--recompute-nodes {pattern!r} matches no node{known}")
     active = reached_from(nodes, parameters) - set(parameters)
     # The last node computes the loss, whose gradient is given: nothing could wait for it.
     chosen = [n for n in nodes[:-1] if any(fnmatchcase(n.name, pattern) for pattern in patterns)]

@@ -186,7 +186,7 @@ def bad_models(folder: Path) -> dict[str, tuple[Path, str]]:
         "cut": (folder / "cut.onnx", "cut.onnx"),
         "text": (folder / "text.onnx", "text.onnx"),
         "empty": (folder / "empty.onnx", "empty.onnx"),
-        "missing": (folder / "none.onnx", "no such file"),
+        "missing": (folder / "none.onnx", "there is no file"),
         "folder": (folder, "folder"),
     }
     for name, location, word in [

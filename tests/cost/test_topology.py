@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named(data: Any, message: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=r"none\.yaml: no such file"):
+    with pytest.raises(StrategyError, match=r"there is no file .*none\.yaml"):
         Topology.read(tmp_path / "none.yaml")
     for text, mistake in (
         ("{", "not JSON: Expecting property name"),

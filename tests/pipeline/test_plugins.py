@@ -233,7 +233,7 @@ def test_bad_plugins_are_named(text: str, said: str, tmp_path: Path) -> None:
 
 
 def test_missing_plugins_are_named() -> None:
-    with pytest.raises(StrategyError, match="there is no such file"):
+    with pytest.raises(StrategyError, match="--plugin: there is no file"):
         plugins.load_plugin("nowhere/at_all.py")
     with pytest.raises(StrategyError, match="--plugin nowhere: ModuleNotFoundError"):
         plugins.load_plugin("nowhere")

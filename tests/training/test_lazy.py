@@ -142,7 +142,7 @@ class OwnAdam(Adam):
         ({"optimizer": "none"}, "--lazy is for steps that update"),
         ({"optimizer": "adam", "weight_decay": 0.1}, "a weight decay of 0.1 changes rows"),
         ({"accumulate": 2}, "--lazy and --accumulate"),
-        ({"lazy": ["v*"]}, "--lazy v[*] matches no weight; the model has w, w2"),
+        ({"lazy": ["v*"]}, "--lazy v[*] matches no weight; there are 'w', 'w2'"),
         ({"lazy": ["w2"]}, "MatMul '.*' reads the whole table"),
         ({"preset": "manual", "devices": 2}, "look up different rows"),
     ],

@@ -336,8 +336,8 @@ def test_names_with_brackets_are_taken_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"params": ["v*"]}, r"--params v\* matches no weight; the model has w1, w2, w3, w4"),
-        ({"frozen": ["v"]}, "--frozen v matches no weight; the model has w1"),
+        ({"params": ["v*"]}, r"--params v\* matches no weight; there are 'w1', 'w2', 'w3', ..."),
+        ({"frozen": ["v"]}, "--frozen v matches no weight; there are 'w1'"),
         ({"frozen": ["w*"]}, "no weight is left to train; name weights with --params"),
     ],
 )

@@ -1,0 +1,45 @@
+"""Messages for files that are missing: they name a similar file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnxpar.api import inspect, make_plan
+from onnxpar.errors import ModelError, StrategyError
+from onnxpar.files.unreadable import cannot_read, missing
+from onnxpar.strategy.strategy import Strategy
+
+
+def test_a_similar_file(tmp_path: Path) -> None:
+    (tmp_path / "gpt2.onnx").touch()
+    (tmp_path / "strategy.yaml").touch()
+    (tmp_path / "gpt2.par").mkdir()
+    with pytest.raises(
+        ModelError, match=r"there is no file .*gpt.onnx; did you mean .*/gpt2.onnx\?"
+    ):
+        make_plan(tmp_path / "gpt.onnx", devices=2)
+    with pytest.raises(StrategyError, match=r"did you mean .*/strategy.yaml\?"):
+        Strategy.read(tmp_path / "stratgey.yaml")
+    with pytest.raises(
+        ModelError, match=r"there is no folder .*gpt3.par; did you mean .*gpt2.par\?"
+    ):
+        inspect(tmp_path / "gpt3.par")
+
+
+def test_no_similar_file(tmp_path: Path) -> None:
+    (tmp_path / "gpt2.onnx").touch()
+    assert missing(tmp_path / "bert.npz") == f"there is no file {tmp_path / 'bert.npz'}"
+    assert missing("nowhere/bert.npz").endswith("; there is no folder nowhere")
+    text = cannot_read("x.npz", PermissionError(13, "Permission denied"), "give a .npz file")
+    assert text == "cannot read x.npz: permission denied; give a .npz file"
+
+
+def test_a_folder_as_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(ModelError, match=r"is a folder; give an .onnx file, such as .*model.onnx"):
+        make_plan(tmp_path, devices=2)
+    (tmp_path / "plan.json").touch()
+    with pytest.raises(ModelError, match="is a sharded model; give"):
+        make_plan(tmp_path, devices=2)
