@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from onnxpar.pipeline.run_passes import Watch
 from onnxpar.pipeline.save_strategy import Saver
 from onnxpar.report import compare_trace as comparing
 from onnxpar.report import op_table
-from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one_rank, try_candidate
+from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one_rank, try_each
 from onnxpar.report.compare_trace import PlannedNode, planned_nodes
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
@@ -281,14 +281,12 @@ def compare_strategies(
     path: Path,
     options: Options,
     html: File | None,
-    follow: Callable[[list[Options]], Iterable[Options]] = iter,
 ) -> Candidates:
-    """Plans every strategy, and writes the page of one if `html` is given. `follow` wraps the list
-    of strategies to show progress."""
+    """Plans every strategy, and writes the page of one if `html` is given."""
     options = replace(options, verify=False)
     given = options if html is None else replace(options, preset=None, search=None)
     alone = on_one_rank(path, given)
-    tried = (try_candidate(path, each) for each in follow(choices(path, given)))
+    tried = try_each(path, choices(path, given))
     found = fastest_first(model_name(path), options.objective.goal, tried, alone)
     if html is not None:
         is_open = options.preset is None and options.search is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from onnxpar.checking.sensitivity import (
 )
 from onnxpar.checking.unsplit import Unsplit
 from onnxpar.errors import ModelError
+from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.values import arrays_in
 
@@ -41,6 +42,8 @@ MOVED = (
     f"changed by up to {CHANGE:.0e} of its value, or {COARSE_CHANGE:.0e} if the model quantizes or",
     "sorts.",
 )
+UNLIMITED = 0.01
+"""An error above this in a row without a tolerance is explained."""
 TIMED_RUNS, TIMED_SECONDS = 5, 1.5
 """The largest number of timed runs of each model, and of seconds for them together."""
 
@@ -118,9 +121,12 @@ class Times:
         how = f"shortest of {TIMED_RUNS} or fewer, warm"
         if max(self.unsplit, self.sharded) > TIMED_SECONDS:
             how = f"the first, if it takes over {TIMED_SECONDS} s"
+        cores = len(own_cores())
+        some = "one core" if cores == 1 else f"{cores} cores"
+        shared = f" that share {some}" if self.ranks > cores else ""
         return (
             f"a run takes {self.unsplit * 1e3:.2f} ms unsplit, {self.sharded * 1e3:.2f} ms on "
-            f"{self.ranks} ranks ({how})"
+            f"{self.ranks} ranks{shared} ({how})"
         )
 
 
@@ -152,6 +158,7 @@ class Report:
         verdict = "all outputs agree" if self.ok else "the outputs differ"
         worst = self.worst
         lines.append(f"{verdict}; the worst is {worst.name}: {worst.fault or f'{worst.error:.1e}'}")
+        lines += _unlimited_lines(self.rows)
         lines += [_blank_line(row) for row in self.rows if row.blank]
         if self.moved:
             lines += ["", *MOVED, *(_moved_line(r, self.moved) for r in self.rows if is_far(r))]
@@ -305,6 +312,21 @@ def _float_error(given: Array, reference: Array) -> tuple[float, float, str]:
         return math.inf, 0.0, "infinities in different places"
     off = np.abs(a[finite] - b[finite]).max(initial=0)
     return float(off), float(np.abs(b[finite]).max(initial=0)), ""
+
+
+def _unlimited_lines(rows: Iterable[Comparison]) -> list[str]:
+    """Returns an explanation of large errors without a tolerance."""
+    far = [row for row in rows if math.isinf(row.tolerance) and row.error > UNLIMITED]
+    if not far:
+        return []
+    most = max(far, key=lambda row: row.largest)
+    name = most.name if len(most.name) <= 80 else "..." + most.name[-77:]
+    return [
+        "-: no limit, since values diverge where gradients are only rounding errors. Errors are",
+        f"relative to the largest element, which is at most {most.largest:.1e} in the {len(far)} "
+        "rows with errors",
+        f"above {UNLIMITED:.0%}, such as {name}",
+    ]
 
 
 def _blank_line(row: Comparison) -> str:

@@ -132,9 +132,10 @@ def _losses(
 def _state(name: str, given: Array, expected: Array) -> Comparison:
     dtype = expected.dtype.name
     scale = float(np.abs(expected).max(initial=0)) if expected.size else 0.0
-    error = float(np.abs(given - expected).max(initial=0)) / (scale or 1.0)
+    off = float(np.abs(given - expected).max(initial=0))
+    error = off / (scale or 1.0)
     tolerance = CLOSE[dtype][1] if dtype == "float64" else math.inf
     if np.issubdtype(expected.dtype, np.integer):
         tolerance = 0.0
     fault = "" if math.isfinite(error) else "it is not finite"
-    return Comparison(name, dtype, expected.shape, error, tolerance, fault)
+    return Comparison(name, dtype, expected.shape, error, tolerance, fault, off, scale)

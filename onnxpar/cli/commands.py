@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial, wraps
@@ -124,7 +124,7 @@ def _explain(args: argparse.Namespace) -> int:
     the plan, and writes a page."""
     options = replace(_options(args), verify=False)
     if args.candidates:
-        _print(compare_strategies(args.model, options, args.html, _with_bar), args.json)
+        _print(compare_strategies(args.model, options, args.html), args.json)
     else:
         explained = explain(args.model, options)
         write_page(args.html, explained, None)
@@ -135,11 +135,6 @@ def _explain(args: argparse.Namespace) -> int:
     if args.html and not args.json:
         print(f"written to {args.html}")
     return 0
-
-
-def _with_bar(tries: Sequence[Options]) -> Iterable[Options]:
-    bar: Iterable[Options] = tqdm(tries, "strategies", disable=not _is_terminal())
-    return bar
 
 
 def _print(result: Candidates | Comparison | SavedPlan | StrategyCosts, as_json: bool) -> int:

@@ -33,12 +33,14 @@ class Typical:
     profiles: tuple[Profile, ...] = ()
 
     @staticmethod
-    def given(value: Typical | Mapping[str, int] | Sequence[Any] | None) -> Typical:
-        """Typical sizes from a mapping of sizes by symbol, a sequence of (mapping, weight), or
-        None. Errors: StrategyError."""
+    def given(value: Typical | Mapping[str, int] | Sequence[Any] | str | None) -> Typical:
+        """Typical sizes from a mapping of sizes by symbol, a sequence of (mapping, weight), a text
+        for `parse`, or None. Errors: StrategyError."""
+        if isinstance(value, str):
+            return Typical.parse([value])
         if value is None or isinstance(value, Typical):
             return value or Typical()
-        each = [(value, 1.0)] if isinstance(value, Mapping) else value
+        each: Sequence[Any] = [(value, 1.0)] if isinstance(value, Mapping) else value
         profiles = []
         for entry in each:
             sizes, weight = (entry, 1.0) if isinstance(entry, Mapping) else entry

@@ -49,8 +49,9 @@ class LayoutOptions(TypedDict, total=False):
     memory_limit    most bytes that a rank may hold at any time, or text such as "16GB"
     untied          True: the search decides each of several repeated blocks by itself
     dims            sizes of symbolic dimensions, by symbol: numbers, or expressions of others
-    typical         for open sizes, those that runs usually have, by symbol; or several such with
-                    weights: [({"seq": 1}, 0.9), ({"seq": 512}, 0.1)]. Costs are for these
+    typical         for open sizes, those that runs usually have, by symbol, or as text such as
+                    "batch=8,seq=128"; or several with weights: [({"seq": 1}, 0.9), ({"seq": 512},
+                    0.1)]. Costs are for these
     states          (input, output) pairs that are fed back, in addition to those that are found
     find_states     find state pairs by ops and by names (default); False: use only `states`
     strict          True: an op without a sharding rule is an error
@@ -70,7 +71,7 @@ class LayoutOptions(TypedDict, total=False):
     memory_limit: float | str | None
     untied: bool
     dims: Mapping[str, int | str] | None
-    typical: Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
+    typical: str | Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
     states: Sequence[tuple[str, str]]
     find_states: bool
     strict: bool

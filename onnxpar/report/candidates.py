@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,15 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
     for i in range(count):
         major = sizes[i * (len(sizes) - 1) // max(count - 1, 1)]
         yield Mesh(((BATCH, major), (WIDTH, devices // major)))
+
+
+def try_each(path: Path, each: Sequence[Options]) -> Iterator[Candidate | Refused]:
+    """Yields the outcome of each strategy, and tells meanwhile which one it plans."""
+    for count, options in enumerate(each, 1):
+        named = f"{options.preset or options.search} {options.mesh or ''}".strip()
+        patience = options.objective.patience.telling(f"{count} of {len(each)}, {named}")
+        objective = replace(options.objective, patience=patience)
+        yield try_candidate(path, replace(options, objective=objective))
 
 
 def try_candidate(path: Path, options: Options) -> Candidate | Refused:

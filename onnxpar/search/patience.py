@@ -41,6 +41,14 @@ class Patience:
         """A copy with this time limit, of which nothing is spent yet."""
         return replace(self, seconds=seconds, spent=0.0, _since=None)
 
+    def telling(self, prefix: str) -> Patience:
+        """A copy of which nothing is spent yet, and that tells what it is told after a prefix."""
+
+        def tell(text: str) -> None:
+            self.tell(f"{prefix}: {text}" if text else "")
+
+        return replace(self.renewed(self.seconds), tell=tell)
+
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Counts the time inside the block as spent; a nested block does not count twice."""

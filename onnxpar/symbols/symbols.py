@@ -114,14 +114,18 @@ class Polynomial:
 
     def __str__(self) -> str:
         below = self.denominator
-        parts = []
+        text = ""
         for monomial, coefficient in self.terms:
             number = int(coefficient * below)
-            factors = [] if number == 1 and monomial else [str(number)]
-            alone = not factors and len(monomial) == 1
+            factors = [] if abs(number) == 1 and monomial else [str(abs(number))]
+            alone = number > 0 and not factors and len(monomial) == 1
             factors += [str(v) if alone or isinstance(v, str) else f"({v})" for v in monomial]
-            parts.append("*".join(factors))
-        text = " + ".join(parts) or "0"
+            if text:
+                text += " - " if number < 0 else " + "
+            elif number < 0:
+                text = "-"
+            text += "*".join(factors)
+        text = text or "0"
         return text if below == 1 else f"({text}) // {below}"
 
     @staticmethod

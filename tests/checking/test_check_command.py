@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +255,22 @@ def test_a_check_tells_what_it_does(model: Path) -> None:
     with pytest.raises(InputError):
         check_model(model, Options(devices=2), Way({"q": np.ones(1)}), tell=told.append)
     assert told == ["sharding", ""]
+
+
+def test_ranks_that_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "own_cores", lambda: [0, 1])
+    assert "ms on 4 ranks that share 2 cores (" in compare.Times(0.1, 0.1, 4).text()
+    assert "ms on 2 ranks (" in compare.Times(0.1, 0.1, 2).text()
+
+
+def test_large_errors_without_a_limit_are_explained() -> None:
+    """Of values that are nothing but rounding errors."""
+    row = compare.Comparison("w", "float32", (2,), 1e-3, math.inf, largest=1.0)
+    assert "no limit" not in compare.Report((row,)).text()
+    far = replace(row, name="k.bias.exp_avg", error=1.6, largest=2.5e-10)
+    text = compare.Report((row, far)).text()
+    assert "-: no limit" in text
+    assert "at most 2.5e-10 in the 1 rows" in text and "such as k.bias.exp_avg" in text
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,13 @@ def planned(name: str, how: Options) -> Plan:
     return pipeline.plan(MODELS / f"{name}.onnx", how)[0]
 
 
+def test_typical_sizes_as_text() -> None:
+    given = onnxpar.plan(
+        MODELS / "gpt2.dynamo.dynamic.onnx", devices=2, typical="batch=4,seq=16", preset="hybrid"
+    )
+    assert list(given.typical) == [({"batch": 4, "seq": 16}, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "preset"),
     [

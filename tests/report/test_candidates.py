@@ -28,8 +28,10 @@ from onnxpar.report.candidates import (
     fastest_first,
     on_one_rank,
     try_candidate,
+    try_each,
 )
 from onnxpar.search.objective import LATENCY, THROUGHPUT, Objective
+from onnxpar.search.patience import Patience
 from onnxpar.search.predict import Prediction
 
 TEXT = """m (float[8,4,16] x, float[16,32] w1, float[32,16] w2) => (float[8,4,16] y)
@@ -54,6 +56,18 @@ def told(model: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[st
     assert main(how) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_it_is_told_which_strategy_is_planned(model: Path) -> None:
+    texts: list[str] = []
+    objective = Objective(patience=Patience(tell=texts.append))
+    each = choices(model, Options(devices=4, objective=objective))
+    found = list(try_each(model, each))
+    told = [text.partition(": ")[0] for text in texts]
+    names = list(dict.fromkeys(name for name in told if name))
+    assert len(names) == len(found) == len(each) and texts[-1] == ""
+    assert names[0] == f"1 of {len(each)}, data-parallel dp=4"
+    assert names[-1] == f"{len(each)} of {len(each)}, auto"
 
 
 def test_rows_are_those_of_the_plans(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

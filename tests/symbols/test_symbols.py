@@ -31,6 +31,16 @@ def test_names_of_dimensions_are_read(text: str) -> None:
     assert Polynomial.parse(text).at(names) == eval(text, dict(names))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["b - 1", "-b + s", "b*s - 3*b - s", "b - (s // 2) + 1", "-(b // 2) + s", "(b - 1) // 2"],
+)
+def test_differences_are_written_with_a_minus(text: str) -> None:
+    made = Polynomial.parse(text)
+    assert "+ -" not in str(made) and "1*" not in str(made)
+    assert Polynomial.parse(str(made)) == made
+
+
 @pytest.mark.parametrize("text", ["a b", "round(s)", "s ** 2", "s / b", "s // 0", "1.5", ""])
 def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(ValueError):
