@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,19 +13,29 @@ from onnxpar.base.arrays import Array
 @dataclass(frozen=True)
 class Lookup:
     """An input whose elements index the rows of a node's table; valid indices are in [-rows,
-    rows)."""
+    rows).
+
+    columns  the elements that do so, if not all: those at `start`, `start + step`, ... below `stop`
+             along a dimension, as (dimension, start, stop, step)
+    """
 
     input: str
     node: str
     table: str
     rows: int
+    columns: Sequence[int] = ()
 
     def fault(self, value: Array) -> str | None:
         """A message that names the first element out of range; None if all elements are in
         range."""
-        if value.dtype.kind not in "iu":
+        if value.dtype.kind not in "iu" or (self.columns and value.ndim <= self.columns[0]):
             return None
         outside = (value >= self.rows) | (value < -self.rows)
+        if self.columns:
+            dim, *bounds = self.columns
+            read = np.zeros(value.shape[dim], bool)
+            read[slice(*bounds)] = True
+            outside &= np.expand_dims(read, [d for d in range(value.ndim) if d != dim])
         if not outside.any():
             return None
         at = tuple(int(i) for i in np.argwhere(outside)[0])

@@ -39,15 +39,42 @@ def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
 
 
 def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:
-    """The integer inputs whose elements all index a table. If sizes are open, only stored tables
-    count, as only their sizes are known to be fixed."""
+    """The integer inputs whose elements, all or those of certain columns, index a table. If sizes
+    are open, only stored tables count, as only their sizes are known to be fixed."""
     return [
-        Lookup(tensor.name, node.name, node.inputs[0].name, rows)
+        Lookup(tensor.name, node.name, node.inputs[0].name, rows, columns)
         for tensor in graph.inputs
         if tensor.dtype is not None and "int" in str(tensor.dtype)
-        for node, rows in _tables(tensor, set())
+        for read, columns in [(tensor, ()), *_selections(tensor)]
+        for node, rows in _tables(read, set())
         if not is_open or _is_stored(node.inputs[0])
     ]
+
+
+def _selections(tensor: gs.Tensor) -> Iterator[tuple[gs.Tensor, tuple[int, ...]]]:
+    """Yields each tensor that has some columns of an input, and which: (dimension, start, stop,
+    step)."""
+    for node in tensor.outputs:
+        if node.inputs[0] is not tensor:
+            continue
+        shape, bounds = tensor_shape(tensor) or (), [constant(t) for t in node.inputs[1:]]
+        if node.op == "Identity":
+            yield from _selections(node.outputs[0])
+        elif node.op == "Gather" and bounds[0] is not None and bounds[0].size == 1:
+            dim, at = int(node.attrs.get("axis", 0)) % len(shape), int(bounds[0].reshape(-1)[0])
+            yield node.outputs[0], (dim, at, at + 1 or 2**31, 1)
+        elif node.op == "Slice" and all(b is not None and b.size == 1 for b in bounds):
+            start, stop, dim, *step = (int(b.reshape(-1)[0]) for b in bounds if b is not None)
+            if len(bounds) > 2 and (not step or step[0] > 0):
+                yield node.outputs[0], (dim % len(shape), start, stop, *(step or [1]))
+        elif node.op == "Split":
+            dim, start = int(node.attrs.get("axis", 0)) % len(shape), 0
+            for result in node.outputs:
+                size = (tensor_shape(result) or (None,) * len(shape))[dim]
+                if size is None:
+                    break
+                yield result, (dim, start, start + size, 1)
+                start += size
 
 
 def _tables(tensor: gs.Tensor, seen: set[str]) -> Iterator[tuple[gs.Node, int]]:

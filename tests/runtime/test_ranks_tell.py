@@ -96,7 +96,7 @@ def test_a_rank_that_lacks_the_model(folder: Path, tmp_path: Path) -> None:
     first, second = job(folder, tmp_path, "--inputs", "in.npz", second="gone.par").end()
     assert first == (2, "", "onnxpar: error: rank 1 has not joined the world within 8 s\n")
     assert second[0] == 2
-    assert second[2].startswith("onnxpar: error on rank 1: gone.par does not exist")
+    assert second[2].startswith("onnxpar: error on rank 1: there is no folder gone.par")
 
 
 def test_ranks_that_have_different_models(folder: Path, tmp_path: Path) -> None:
@@ -159,4 +159,4 @@ def test_mpirun_tells_of_the_rank_that_lacks_the_model(folder: Path, tmp_path: P
         [command, *options], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.count("onnxpar: error on rank 1: gone.par does not exist") == 1
+    assert done.stderr.count("onnxpar: error on rank 1: there is no folder gone.par") == 1
