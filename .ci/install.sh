@@ -25,5 +25,6 @@ if [ -n "${missing[*]}$browser" ]; then
     echo "no package $browser here: the test that opens a page in a browser is left out"
 fi
 
+echo "installing onnxpar in .venv; the first time takes a minute or two" >&2
 [ -x .venv/bin/python ] || python3 -m venv .venv
 .venv/bin/pip install --quiet --disable-pip-version-check ".${extras:+[$extras]}"

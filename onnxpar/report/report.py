@@ -99,7 +99,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield ""
     yield from _state_lines(plan, full)
     yield from _collective_lines(plan["collectives"], plan.get("fused", {}), full)
-    yield from _weight_lines(plan["weights"], plan["ranks"], full)
+    yield from _weight_lines(plan, full)
     yield from _whole_lines(plan["whole"])
     memory, flops = plan["memory"], plan["flops"]
     typical = [(each["sizes"], each["weight"]) for each in plan.get("typical", ())]
@@ -109,14 +109,21 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         )
         yield f"sizes are open: costs are for {sizes_text(typical)}{change}"
     states = memory.get("states_per_rank", 0)
+    kept = "parameters and states" if plan.get("step") else "states"
     yield (
-        f"per rank: weights {size_text(memory['weights_per_rank'])}, "
-        + (f"states {size_text(states)}, " if states else "")
+        f"per rank: {_stored(plan)}s {size_text(memory['weights_per_rank'])}, "
+        + (f"{kept} {size_text(states)}, " if states else "")
         + f"activations at most {size_text(memory['activations_per_rank'])}, "
         f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
     )
     yield from _predicted_lines(plan.get("predicted"), plan["ranks"])
     yield from _note_lines(plan.get("notes", ()))
+
+
+def _stored(plan: Mapping[str, Any]) -> str:
+    """The word for the stored tensors of a plan. Those of a training step are constants, as its
+    parameters are states."""
+    return "constant" if plan.get("step") else "weight"
 
 
 def _other_sizes(typical: Mapping[str, int]) -> str:
@@ -250,11 +257,12 @@ def _group(collective: Mapping[str, Any]) -> str:
     return f"{shown} (x{collective['groups']})" if collective["groups"] > 1 else shown
 
 
-def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) -> Iterator[str]:
+def _weight_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
+    weights, stored = plan["weights"], _stored(plan)
     total = sum(w["bytes"] for w in weights)
     held = sum(w["bytes_per_rank"] for w in weights)
     share = f" ({held / total:.1%} of it)" if total else ""
-    yield f"weights: {size_text(total)} in total, at most {size_text(held)} per rank{share}"
+    yield f"{stored}s: {size_text(total)} in total, at most {size_text(held)} per rank{share}"
     if full:
         large = [w for w in weights if w["bytes"] > 4096]
         rows = [
@@ -262,7 +270,7 @@ def _weight_lines(weights: Sequence[Mapping[str, Any]], ranks: int, full: bool) 
             for w in large
         ]
         if rows:
-            heads = ("weight over 4 kB", "shape", "layout", "bytes", "per rank")
+            heads = (f"{stored} over 4 kB", "shape", "layout", "bytes", "per rank")
             yield from table(grouped(rows), [*heads[:3], *_each(rows, heads[3:])])
     yield ""
 
