@@ -37,10 +37,10 @@ def _add_choice_of_strategy(to: argparse.ArgumentParser) -> None:
         "--preset",
         choices=PRESETS,
         help="a fixed strategy instead of the search; hybrid is for a mesh of dp and another "
-        "axis, the zero presets are for training steps. manual: the model is the program of one "
-        "rank and already contains onnxpar's collectives, like the body of JAX's shard_map; the "
-        "tensors of --strategy say how to shard inputs and weights and how to put outputs "
-        "together, and all others stay whole",
+        "axis, context-parallel for one with cp, the zero presets are for training steps. manual: "
+        "the model is the program of one rank and already contains onnxpar's collectives, like the "
+        "body of JAX's shard_map; the tensors of --strategy say how to shard inputs and weights "
+        "and how to put outputs together, and all others stay whole",
     )
     to.add_argument(
         "--search",

@@ -14,6 +14,8 @@ _WEIGHT = {
 }
 """The index of the weight among the operands of ops with several operands, such as scales and zero
 points."""
+CONTRACTIONS = _CONTRACT | _WEIGHT.keys()
+"""Ops that multiply two operands and add up."""
 _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 
 

@@ -11,6 +11,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.model.interchange import is_weight
+from onnxpar.presets.context_parallel import AXIS, CONTEXT, context_annotation
 from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
 from onnxpar.presets.sparse_sums import sparse_sums
 from onnxpar.presets.tensor_parallel import tensor_parallel_rounds
@@ -25,7 +26,16 @@ from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.spread import nest
 from onnxpar.strategy.strategy import Annotation, TensorAnnotation
 
-PRESETS = ("data-parallel", "tensor-parallel", "hybrid", *ZERO_STAGES, SEQUENCE, EXPERT, "manual")
+PRESETS = (
+    "data-parallel",
+    "tensor-parallel",
+    "hybrid",
+    *ZERO_STAGES,
+    SEQUENCE,
+    CONTEXT,
+    EXPERT,
+    "manual",
+)
 
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
@@ -45,6 +55,7 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
         "data-parallel": "dp",
         "manual": "ranks",
         EXPERT: "ep",
+        CONTEXT: AXIS,
         **dict.fromkeys(ZERO_STAGES, "dp"),
     }
     return Mesh(((names.get(preset or "", "tp"), devices),))
@@ -77,7 +88,8 @@ def preset_rounds(
     if preset == EXPERT:
         experts: list[Annotation] = list(expert_annotations(graph, sharding, _all_axes(mesh)))
         return [experts, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
-    axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name != "dp")
+    taken = ("dp", AXIS) if preset == CONTEXT else ("dp",)
+    axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name not in taken)
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
         raise StrategyError(
             f"hybrid needs a mesh with an axis dp and another axis, not {mesh}; give --mesh "
@@ -89,6 +101,10 @@ def preset_rounds(
     wide = tensor_parallel_rounds(graph, sharding, axes)
     if preset == SEQUENCE:
         return [batch, *wide[:-1], sequence_annotations(graph, axes, sharding, step), *wide[-1:]]
+    if preset == CONTEXT:
+        samples = batch_atoms(graph, sharding, step)
+        context = context_annotation(graph, sharding, samples, step)
+        return [batch, *wide[:-1], [context], *wide[-1:]]
     if preset not in ZERO_STAGES:
         return [batch, *wide]
     if "dp" not in mesh.sizes:

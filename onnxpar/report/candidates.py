@@ -14,6 +14,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import read_proto
 from onnxpar.model.interchange import header_of
 from onnxpar.pipeline.options import NO_RANKS, Options
+from onnxpar.presets.context_parallel import AXIS, CONTEXT
 from onnxpar.presets.expert_parallel import EXPERT
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.presets.training_presets import SEQUENCE, ZERO_STAGES
@@ -162,8 +163,9 @@ def choices(path: Path, options: Options) -> list[Options]:
     options = replace(options, compared=True)
     is_step = Step.of(header_of(read_proto(path))) is not None
     names = ["data-parallel", "tensor-parallel", "hybrid"]
-    names += [*(ZERO_STAGES if is_step else ()), SEQUENCE, EXPERT]
     mesh = options.mesh or (options.strategy.mesh if options.strategy is not None else None)
+    context = [CONTEXT] if mesh is None or AXIS in mesh.sizes else []
+    names += [*(ZERO_STAGES if is_step else ()), SEQUENCE, *context, EXPERT]
     if mesh is not None:
         made = [replace(options, preset=name, mesh=mesh) for name in names if name != "hybrid"]
         if BATCH in mesh.sizes and len(mesh.shape) > 1:

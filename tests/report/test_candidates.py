@@ -73,7 +73,8 @@ def test_it_is_told_which_strategy_is_planned(model: Path) -> None:
 def test_rows_are_those_of_the_plans(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(model, capsys, "--devices", "4", "--candidates")
     tried = {row["strategy"] for row in found["candidates"]}
-    assert tried == {"data-parallel", "tensor-parallel", "hybrid", "sequence-parallel", "auto"}
+    presets = {"data-parallel", "tensor-parallel", "hybrid", "sequence-parallel"}
+    assert tried == {*presets, "context-parallel", "auto"}
     for row in found["candidates"]:
         mesh = ",".join(f"{name}={size}" for name, size in row["mesh"])
         flag = "--search" if row["strategy"] == "auto" else "--preset"
