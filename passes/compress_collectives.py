@@ -26,7 +26,7 @@ from onnxpar.lowering.compression import (
 )
 from onnxpar.lowering.schedule import schedule
 from onnxpar.lowering.threshold_codes import Sum, ThresholdBuilder, other_axes
-from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.shard_bytes import largest_shard_bytes
 
 _WIRE: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": TensorProto.BFLOAT16}
 
@@ -281,7 +281,7 @@ def _reduced(reshard: Reshard) -> Layout:
 
 
 def _size(node: gs.Node, ctx: PassContext) -> int:
-    return shard_bytes(node.inputs[0], reshard_of(node).before, ctx.sharding.mesh)
+    return largest_shard_bytes(node.inputs[0], reshard_of(node).before)
 
 
 def _like(

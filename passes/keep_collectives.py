@@ -17,7 +17,7 @@ from onnxpar.layout.layout import Factor, Layout
 from onnxpar.manual.handwritten import Handwritten, check_order
 from onnxpar.manual.manual import REPLICAS, Manual
 from onnxpar.sharding.planned_collectives import Collective
-from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.shard_bytes import largest_shard_bytes
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _entry(node: gs.Node, written: Handwritten, ctx: PassContext) -> Collective:
     working = sorted((g for g in groups if len(g) > 1), key=lambda g: 0 not in g) or [*groups]
     known = x.dtype is not None and x.shape and all(isinstance(s, int) for s in x.shape)
     layout = ctx.layouts.get(x.name) or Layout.whole(x.shape if known else ())
-    size = shard_bytes(x, layout, mesh) if known else 0
+    size = largest_shard_bytes(x, layout) if known else 0
     sent = size if node.op == "Send" else int(bytes_sent(node.op, len(working[0]), size))
     return Collective(
         node.op, node.name, working[0], len(working), sent, x.name, "by hand", "by hand"

@@ -106,6 +106,12 @@ def _add_strategy_files(to: argparse.ArgumentParser) -> None:
         "rank, such as calibrate writes; or a rank table of MindSpore or HCCL. Default: one host "
         "with slow cores",
     )
+    to.add_argument(
+        "--balance",
+        action="store_true",
+        help="give ranks whose devices differ in --topology parts in proportion to their speed, "
+        "as far as their memory allows. Open sizes are divided equally. Default: equal parts",
+    )
 
 
 def _add_sizes(to: argparse.ArgumentParser) -> None:

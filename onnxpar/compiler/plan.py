@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,35 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class RankLoad:
+    """What a rank holds and computes, where the devices of ranks differ.
+
+    weights, states, activations  bytes; of activations at any time
+    flops                         of the contractions in a run
+    memory                        bytes of its device; None if unknown
+    compute                       seconds of a run, without waiting for others
+    """
+
+    weights: int
+    states: int
+    activations: int
+    flops: int
+    memory: float | None = None
+    compute: float = 0.0
+
+    @property
+    def held(self) -> int:
+        """Bytes that the rank needs."""
+        return self.weights + self.states + self.activations
+
+
+@dataclass(frozen=True)
 class Predicted:
     """Seconds of a run, predicted by the cost model.
 
-    `compute` and `communication` are those of the slowest rank, without overlap; `one_rank` is the
-    time of the unsplit model on one rank.
+    `compute` and `communication` add up, without overlap, the seconds of each node on the rank that
+    is slowest in it; `one_rank` is the time of the unsplit model on one rank, the fastest if ranks
+    differ.
     """
 
     compute: float
@@ -134,6 +159,7 @@ class Plan(Shown):
     is_told       true if the user gave the typical sizes
     caches        as in OpenSizes
     predicted     None for a manual program
+    loads         what each rank holds and computes, if the devices of ranks differ
     initial       the first value of each state, by input name: STORED with the model, or ZERO
     step          the roles of the ports, if the model is a training step
     fused         number of collectives before and after fuse-all-reduces, by kind
@@ -165,6 +191,7 @@ class Plan(Shown):
     fused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     predicted: Predicted | None = None
+    loads: Sequence[RankLoad] = ()
     typical: Sequence[tuple[Mapping[str, int], float]] = ()
     is_told: bool = False
     caches: Sequence[CacheSizes] = ()
@@ -203,6 +230,7 @@ class Plan(Shown):
             "flops": dict(self.flops),
             "metadata": dict(self.metadata),
             "predicted": None if self.predicted is None else self.predicted.to_json(),
+            "loads": list(_grouped(self.loads)),
             "typical": [{"sizes": dict(s), "weight": weight} for s, weight in self.typical],
             "typical_given": self.is_told,
             "notes": list(self.notes),
@@ -225,6 +253,16 @@ class SavedPlan(Shown):
     def to_json(self) -> dict[str, Any]:
         """The object of plan.json."""
         return dict(self.data)
+
+
+def _grouped(loads: Sequence[RankLoad]) -> Iterator[dict[str, Any]]:
+    """Yields the loads as plain JSON, with the first and the last of neighbouring ranks that have
+    the same load."""
+    first = 0
+    for load, same in groupby(loads):
+        count = len(list(same))
+        yield {"ranks": [first, first + count - 1], **asdict(load)}
+        first += count
 
 
 def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.packing import stored_bits
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.compiler.plan import Plan, Port, Weight, Whole, open_shape
+from onnxpar.compiler.plan import Plan, Port, RankLoad, Weight, Whole, open_shape
 from onnxpar.compiler.ranges import integer_ranges, lookups
 from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.reshards import is_reshard, operands_of
@@ -25,14 +25,14 @@ from onnxpar.runtime.first_states import STORED, ZERO
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import Links, OpFactors
 from onnxpar.sharding.flops import flops, flops_of_ranks
-from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.shard_bytes import largest_shard_bytes, shard_bytes
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:
     """Makes the plan of a graph after insert-collectives, while shapes are still global."""
     weights = _weights(graph, ctx)
-    held = sum(w.bytes_per_rank for w in weights)
     initial = _initial(graph, ctx)
+    loads = _loads(graph, ctx)
     return Plan(
         name,
         ctx.sharding.mesh,
@@ -43,19 +43,59 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         [],
         weights,
         list(whole_nodes(ctx, preset)),
-        {
-            "weights_per_rank": held,
-            "states_per_rank": _states(graph, ctx),
-            "activations_per_rank": _peak_activations(graph, ctx),
-        },
-        _flops(ctx),
+        _memory(graph, ctx, weights, loads),
+        _flops(ctx, loads),
         integer_ranges(graph),
         ctx.model.fixed,
         initial=initial,
         step=ctx.model.step,
         lookups=lookups(graph, ctx.model.sizes is not None),
         unpaired=missing_states(graph, ctx.model.states),
+        loads=loads,
     )
+
+
+def _memory(
+    graph: gs.Graph, ctx: PassContext, weights: Sequence[Weight], loads: Sequence[RankLoad]
+) -> dict[str, int]:
+    """The most bytes that any rank holds, by kind."""
+    if loads:
+        return {
+            "weights_per_rank": max(load.weights for load in loads),
+            "states_per_rank": max(load.states for load in loads),
+            "activations_per_rank": max(load.activations for load in loads),
+        }
+    return {
+        "weights_per_rank": sum(w.bytes_per_rank for w in weights),
+        "states_per_rank": max(_states(graph, ctx, r) for r in _sample(ctx.sharding.mesh.size)),
+        "activations_per_rank": _peak_activations(graph, ctx, None),
+    }
+
+
+def _loads(graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
+    """What each rank holds and computes; empty if all have the same device."""
+    topology, mesh = ctx.sharding.costs.topology, ctx.sharding.mesh
+    if len(ctx.sharding.costs.devices) == 1:
+        return []
+    ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
+    columns = [flops_of_ranks(op, ctx.sharding, range(mesh.size)) for op in ops]
+    counts = [sum(column) for column in zip(*columns, strict=True)] or [0] * mesh.size
+    inner = sum(w.bytes for w in _inner_weights(graph, mesh))
+    return [
+        RankLoad(
+            sum(_weight_bytes(t, ctx, rank) for t in constants(graph)) + inner,
+            _states(graph, ctx, rank),
+            _peak_activations(graph, ctx, rank),
+            counts[rank],
+            topology.device_of(rank).memory,
+        )
+        for rank in range(mesh.size)
+    ]
+
+
+def _weight_bytes(tensor: gs.Constant, ctx: PassContext, rank: int) -> int:
+    layout = ctx.layouts.get(tensor.name) or Layout.whole(tensor.shape)
+    return shard_bytes(tensor, layout, ctx.sharding.mesh, rank)
 
 
 def _initial(graph: gs.Graph, ctx: PassContext) -> dict[str, str]:
@@ -82,7 +122,7 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         layout = ctx.layouts.get(tensor.name) or Layout.whole(tensor.shape)
         dtype = numpy_dtype(tensor)
         size = -(-math.prod(tensor.shape) * stored_bits(dtype) // 8)
-        held = max(shard_bytes(tensor, layout, mesh, r) for r in _sample(mesh.size))
+        held = max(_weight_bytes(tensor, ctx, r) for r in _sample(mesh.size))
         name = ctx.copies.get(tensor.name, tensor.name)
         shape = tuple(int(s) for s in tensor.shape)
         out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
@@ -100,15 +140,12 @@ def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
             yield Weight(node.outputs[0].name, shape, dtype.name, layout, size, size)
 
 
-def _states(graph: gs.Graph, ctx: PassContext) -> int:
-    """The most bytes of states that any rank keeps between runs."""
+def _states(graph: gs.Graph, ctx: PassContext, rank: int) -> int:
+    """Bytes of the states that a rank keeps between runs."""
     names = {source for source, _ in ctx.model.states}
     tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
     mesh = ctx.sharding.mesh
-    return max(
-        sum(shard_bytes(t, ctx.layouts[t.name], mesh, rank) for t in tensors)
-        for rank in _sample(mesh.size)
-    )
+    return sum(shard_bytes(t, ctx.layouts[t.name], mesh, rank) for t in tensors)
 
 
 def _sample(ranks: int) -> list[int]:
@@ -174,7 +211,7 @@ def _gathered(op: OpFactors, ctx: PassContext) -> int:
 def _bytes(tensors: Iterable[gs.Tensor], ctx: PassContext) -> int:
     """The bytes that a rank holds of these tensors, without constants."""
     return sum(
-        shard_bytes(tensor, ctx.layouts[tensor.name], ctx.sharding.mesh)
+        largest_shard_bytes(tensor, ctx.layouts[tensor.name])
         for tensor in tensors
         if isinstance(tensor, gs.Variable)
     )
@@ -205,13 +242,15 @@ def _is_made_whole(node: gs.Node, links: Links) -> bool:
     return any(link is None and a != b for link, a, b in zip(links, had, have, strict=True))
 
 
-def _flops(ctx: PassContext) -> dict[str, int]:
+def _flops(ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
     """FLOPs of the contractions: of the whole model, of the rank with the most, and the mean of
     ranks."""
     ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
-    ranks = _spread(ctx.sharding.mesh.size)
-    columns = [flops_of_ranks(op, ctx.sharding, ranks) for op in ops]
-    by_rank = [sum(column) for column in zip(*columns, strict=True)] or [0]
+    by_rank = [load.flops for load in loads]
+    if not by_rank:
+        ranks = _spread(ctx.sharding.mesh.size)
+        columns = [flops_of_ranks(op, ctx.sharding, ranks) for op in ops]
+        by_rank = [sum(column) for column in zip(*columns, strict=True)] or [0]
     return {
         "model": sum(flops(op) for op in ops),
         "per_rank": max(by_rank),
@@ -219,14 +258,17 @@ def _flops(ctx: PassContext) -> dict[str, int]:
     }
 
 
-def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> list[int]:
-    """Bytes of activations that are alive on rank 0 while each of these nodes runs, in this order.
+def activations(
+    graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext, rank: int | None = None
+) -> list[int]:
+    """Bytes of activations that are alive on a rank while each of these nodes runs, in this order;
+    without a rank, of the largest shards.
 
     An input counts all the time, a result until its last reader has run, an output to the end.
     Tensors inside bodies do not count.
     """
     kept = {source for source, _ in ctx.model.states}
-    alive = sum(_held(t, ctx) for t in graph.inputs if t.name not in kept)
+    alive = sum(_held(t, ctx, rank) for t in graph.inputs if t.name not in kept)
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
         for tensor in read_by(node):
@@ -236,7 +278,7 @@ def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> 
     found = []
     for i, node in enumerate(nodes):
         for tensor in node.outputs:
-            size = _held(tensor, ctx)
+            size = _held(tensor, ctx, rank)
             alive += size
             ends.setdefault(last.get(tensor.name, i), []).append(size)
         found.append(alive)
@@ -244,18 +286,22 @@ def activations(graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext) -> 
     return found
 
 
-def _held(tensor: gs.Tensor, ctx: PassContext) -> int:
-    """Bytes of an activation on rank 0; 0 if it has no layout."""
+def _held(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
+    """Bytes of an activation on a rank, or of its largest shard; 0 if it has no layout."""
     layout = ctx.layouts.get(tensor.name)
-    return 0 if layout is None else shard_bytes(tensor, layout, ctx.sharding.mesh)
+    if layout is None:
+        return 0
+    if rank is None:
+        return largest_shard_bytes(tensor, layout)
+    return shard_bytes(tensor, layout, ctx.sharding.mesh, rank)
 
 
-def _peak_activations(graph: gs.Graph, ctx: PassContext) -> int:
-    """The peak of bytes of activations on rank 0, with those in bodies, if nodes run in graph
-    order."""
-    alive = activations(graph, graph.nodes, ctx)
+def _peak_activations(graph: gs.Graph, ctx: PassContext, rank: int | None) -> int:
+    """The peak of bytes of activations on a rank, or of the largest shards, with those in bodies,
+    if nodes run in graph order."""
+    alive = activations(graph, graph.nodes, ctx, rank)
     inside = [
-        max((_peak_activations(body, ctx) for body in subgraphs(node)), default=0)
+        max((_peak_activations(body, ctx, rank) for body in subgraphs(node)), default=0)
         for node in graph.nodes
     ]
     return max((a + b for a, b in zip(alive, inside, strict=True)), default=0)

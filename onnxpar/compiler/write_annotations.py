@@ -149,7 +149,7 @@ def _annotate(
     parts = {
         i: list(sizes)
         for i, leaf in enumerate(op.leaves)
-        if axes[i] and (sizes := sharding.parts.get((leaf.atom, axes[i])))
+        if axes[i] and (sizes := sharding.uneven_sizes(leaf.atom, axes[i], leaf.size))
     }
     note = NodeConfiguration(op.node.name, {s.tensor: s for s in shardings}, None, metadata)
     if parts or not _says(op, names, note, axes, sharding):

@@ -7,16 +7,21 @@ group crosses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from onnxpar.cost.topology import ROW_BYTES, Level, Topology
+from onnxpar.cost.device import ROW_BYTES, Device
+from onnxpar.cost.topology import Level, Topology
 from onnxpar.ir.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
+from onnxpar.layout.shares import Shares
 
+_EVEN = 1e-9
+"""Ranks whose shares differ by a smaller fraction take the same."""
 DIRECT_BYTES = 384 * 1024
 """Most bytes that a rank may send for an all-reduce in one round, in which each rank sends its
 whole tensor to every other. With more, there are two rounds, with chunks of the tensor."""
@@ -79,6 +84,12 @@ class Costs:
     topology: Topology
     mesh: Mesh
     _crossed: dict[Axes, Level] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _places: dict[Axes, Sequence[int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _shares: dict[Axes, Shares | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.topology.check(self.mesh.size)
@@ -120,19 +131,55 @@ class Costs:
                 return level
         return outermost
 
+    def places(self, axes: Axes) -> Sequence[int]:
+        """The place of each rank of the mesh along axes."""
+        if axes not in self._places:
+            ranks: Any = np.arange(self.mesh.size)
+            at: Any = self.mesh.coordinate(axes, ranks)
+            self._places[axes] = tuple(np.broadcast_to(at, len(ranks)).tolist())
+        return self._places[axes]
+
+    def shares(self, axes: Axes) -> Shares | None:
+        """The shares of the work that ranks along axes take; None if all take the same. Of ranks at
+        one place along the axes, the shares are added up."""
+        if not self.topology.shares:
+            return None
+        if axes not in self._shares:
+            own = np.array(self.topology.shares[: self.mesh.size])
+            weights = np.bincount(self.places(axes), own, parts_over(axes))
+            is_even = np.ptp(weights) < _EVEN * weights.max()
+            counts = tuple(axis.size for axis in axes)
+            self._shares[axes] = None if is_even else Shares(counts, tuple(map(float, weights)))
+        return self._shares[axes]
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that ranks of the mesh have, each once."""
+        return self.topology.of_ranks(self.mesh.size)
+
     def local(self, kind: str, size: float) -> float:
         """Seconds of a step of a reshard that copies `size` bytes without communication, such as a
-        slice; the same for every `kind`."""
-        return self.topology.device.launch + size / self.topology.device.memory_bandwidth
+        slice, on the slowest device; the same for every `kind`."""
+        return max(device.launch + size / device.memory_bandwidth for device in self.devices)
 
-    def rows(self, count: float) -> float:
-        """Additional seconds for `count` rows that are copied or processed one by one."""
-        device = self.topology.device
-        return count * (ROW_BYTES / device.memory_bandwidth if device.row is None else device.row)
+    def rows(self, count: float, device: Device | None = None) -> float:
+        """Additional seconds for `count` rows that are copied or processed one by one, on a device
+        or, without one, on the slowest."""
+        each = self.devices if device is None else (device,)
+        return count * max(
+            d.row if d.row is not None else ROW_BYTES / d.memory_bandwidth for d in each
+        )
 
-    def compute(self, flops: float, size: float, convolves: bool = False) -> float:
+    def compute(
+        self, flops: float, size: float, convolves: bool = False, device: Device | None = None
+    ) -> float:
         """Seconds of an op with `flops` multiplications and additions that reads and writes `size`
-        bytes: the launch, plus the slower of the two (the roofline model)."""
-        device = self.topology.device
-        rate = device.convolution if convolves and device.convolution else device.flops
-        return device.launch + max(flops / rate, size / device.memory_bandwidth)
+        bytes: the launch, plus the slower of the two (the roofline model). On a device or, without
+        one, on the slowest."""
+        each = self.devices if device is None else (device,)
+        return max(_roofline(d, flops, size, convolves) for d in each)
+
+
+def _roofline(device: Device, flops: float, size: float, convolves: bool) -> float:
+    rate = device.convolution if convolves and device.convolution else device.flops
+    return device.launch + max(flops / rate, size / device.memory_bandwidth)

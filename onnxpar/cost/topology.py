@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from onnxpar.base.plain_yaml import parse
-from onnxpar.base.units import quantity, text_of
+from onnxpar.base.units import text_of
+from onnxpar.cost.device import DEVICE_UNITS, Listed, devices_of
+from onnxpar.cost.device import Device as Device
+from onnxpar.cost.entries import mapping, number
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
 from onnxpar.errors import StrategyError
 from onnxpar.files.unreadable import cannot_read
@@ -51,50 +55,20 @@ NETWORK = Link(100e-6, 1e9)
 """Default link between hosts: an Ethernet of 10 Gbit/s that few ranks share."""
 
 
-ROW_BYTES = 100
-"""Bytes of contiguous memory that can be copied in the time that one more row costs
-(`Device.row`)."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """The speed of a rank's device; by default about one CPU core of 2020.
-
-    flops             operations per second (a multiplication and addition counts as two)
-    memory_bandwidth  bytes read or written per second
-    launch            seconds that every op takes at least
-    memory            bytes that a rank has; None: unknown
-    convolution       operations per second of convolutions; None: the same as `flops`
-    row               additional seconds for each row, a stretch of contiguous elements that is
-                      copied, multiplied or normalized on its own; None: the time to copy ROW_BYTES
-    """
-
-    flops: float = 2e10
-    memory_bandwidth: float = 1e10
-    launch: float = 5e-6
-    memory: float | None = None
-    convolution: float | None = None
-    row: float | None = None
-
-
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
 """Kinds of collectives for which a level may have links."""
-_DEVICE_UNITS = {
-    "flops": "FLOP/s",
-    "convolution": "FLOP/s",
-    "memory_bandwidth": "B/s",
-    "row": "s",
-    "launch": "s",
-    "memory": "B",
-}
 _LINK_UNITS = {"latency": "s", "bandwidth": "B/s"}
 
 
 @dataclass(frozen=True)
 class Topology:
     """The hardware of the ranks: levels of links from the innermost to the outermost, and the
-    device that every rank has. Neighbouring ranks are on one host: rank r is on host r // (ranks
-    per host).
+    device of each rank. Neighbouring ranks are on one host: rank r is on host r // (ranks per
+    host).
+
+    device   the device of every rank, unless `devices` are given
+    devices  the device of each rank, if they differ
+    shares   the share of the work that each rank takes; empty: all take the same
 
     >>> Topology.of({"levels": [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]})
     ... # doctest: +ELLIPSIS
@@ -102,7 +76,9 @@ class Topology:
     """
 
     levels: tuple[Level, ...]
-    device: Device = Device()
+    device: Device = field(default_factory=Device)
+    devices: tuple[Device, ...] = ()
+    shares: tuple[float, ...] = ()
 
     @staticmethod
     def default() -> Topology:
@@ -141,26 +117,30 @@ class Topology:
         """A topology from the structure of a topology file or rank table. Errors: StrategyError."""
         if is_rank_table(data):
             return _of_rank_table(data, source)
-        entries = _mapping(data, ("levels", "device"), source)
+        entries = mapping(data, ("levels", "device"), source)
         found = entries.get("levels")
+        if "levels" not in entries and entries.get("device"):
+            found = [{"name": "host", "latency": HOST.latency, "bandwidth": HOST.bandwidth}]
         if not isinstance(found, list) or not found:
             raise StrategyError(
                 f"{source}: levels must be a list of at least one level, the innermost first"
             )
         levels = [_level(entry, f"{source}: levels[{i}]") for i, entry in enumerate(found)]
-        for level in levels[:-1]:
-            if level.size is None:
-                raise StrategyError(
-                    f"{source}: level '{level.name}' has no size, which only the outermost level "
-                    "may omit; give the number of units in it"
-                )
         names = [level.name for level in levels]
         for name in names:
             if names.count(name) > 1:
                 raise StrategyError(
                     f"{source}: two levels are named '{name}'; give each its own name"
                 )
-        return Topology(tuple(levels), _device(entries.get("device") or {}, f"{source}: device"))
+        top = Listed.read(entries.get("device"), f"{source}: device")
+        own = [
+            Listed.read(entry.get("device"), f"{source}: levels[{i}]: device")
+            for i, entry in enumerate(found)
+        ]
+        _check_inner_sizes(levels, source)
+        levels[-1] = _sized(levels, own, top, source)
+        each = [(listed, level.size) for listed, level in zip(own, levels, strict=True)]
+        return Topology(tuple(levels), *devices_of(top, each))
 
     @property
     def ranks(self) -> int | None:
@@ -173,9 +153,22 @@ class Topology:
         sizes = [level.size or 1 for level in self.levels[:-1]]
         return [math.prod(sizes[: i + 1]) for i in range(len(sizes))]
 
+    def device_of(self, rank: int) -> Device:
+        """The device of a rank."""
+        return self.devices[rank] if self.devices else self.device
+
+    def of_ranks(self, ranks: int) -> tuple[Device, ...]:
+        """The devices that any of the first `ranks` ranks has, each once."""
+        return tuple(dict.fromkeys(self.devices[:ranks])) or (self.device,)
+
     def check(self, ranks: int) -> None:
         """Checks that the topology has this number of ranks. Errors: StrategyError if it has
         fewer."""
+        if self.devices and len(self.devices) < ranks:
+            raise StrategyError(
+                f"the topology has devices for {len(self.devices)} ranks, but the mesh has "
+                f"{ranks}; use fewer ranks, or give a device for each rank"
+            )
         if self.ranks is not None and self.ranks < ranks:
             outermost = self.levels[-1]
             raise StrategyError(
@@ -197,10 +190,14 @@ class Topology:
             for kind, link in level.collectives.items():
                 latency, bandwidth = text_of(link.latency, "s"), text_of(link.bandwidth, "B/s")
                 lines.append(f"      {kind}: {{latency: {latency}, bandwidth: {bandwidth}}}")
-        lines.append("device:  # one rank")
-        for name, unit in _DEVICE_UNITS.items():
-            value = getattr(self.device, name)
-            lines += [f"  {name}: {text_of(value, unit)}"] if value is not None else []
+        lines.append("device:  # of each rank" if self.devices else "device:  # one rank")
+        for device, group in groupby(self.devices or (self.device,)):
+            marks = [f"count: {count}"] if (count := len(list(group))) > 1 else []
+            for name, unit in DEVICE_UNITS.items():
+                value = getattr(device, name)
+                marks += [f"{name}: {text_of(value, unit)}"] if value is not None else []
+            first = "  - " if self.devices else "  "
+            lines += [f"{first if not i else ' ' * len(first)}{m}" for i, m in enumerate(marks)]
         return "\n".join(lines) + "\n"
 
 
@@ -214,50 +211,51 @@ def _of_rank_table(data: Any, source: str) -> Topology:
     return Topology((host, Level("cluster", hosts, NETWORK.latency, NETWORK.bandwidth)))
 
 
-def _mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise StrategyError(f"{where}: must be a mapping with the keys {', '.join(keys)}")
-    unknown = sorted(set(map(str, data)) - set(keys))
-    if unknown:
-        raise StrategyError(f"{where}: unknown key {unknown[0]!r}; use {', '.join(keys)}")
-    return data
+def _check_inner_sizes(levels: Sequence[Level], source: str) -> None:
+    for level in levels[:-1]:
+        if level.size is None:
+            raise StrategyError(
+                f"{source}: level '{level.name}' has no size, which only the outermost level "
+                "may omit; give the number of units in it"
+            )
 
 
-def _number(entries: Mapping[str, Any], key: str, unit: str, where: str) -> float:
-    """The quantity `key` of a mapping, in `unit`. Errors: StrategyError if it is missing, negative,
-    or 0 and not a time."""
-    if entries.get(key) is None:
-        raise StrategyError(f"{where}: {key} is missing; give it in {unit}")
-    value = quantity(entries[key], unit, f"{where}: {key}")
-    if value < 0 or (value == 0 and unit != "s"):
-        least = "at least" if unit == "s" else "above"
-        raise StrategyError(f"{where}: {key} is {entries[key]!r}; it must be {least} 0")
-    return value
+def _sized(levels: Sequence[Level], own: Sequence[Listed], top: Listed, source: str) -> Level:
+    """The outermost level, with the size that follows from a list of devices if it has none.
+    Errors: StrategyError if devices differ and the number of ranks is unknown."""
+    outermost, inner = levels[-1], math.prod(level.size or 1 for level in levels[:-1])
+    if outermost.size is not None:
+        return outermost
+    if own[-1].each:
+        return replace(outermost, size=len(own[-1].each))
+    if top.each:
+        if len(top.each) % inner:
+            raise StrategyError(
+                f"{top.where}: lists {len(top.each)} devices, which do not fill units of {inner} "
+                f"ranks of the level '{outermost.name}'; list one device for each rank"
+            )
+        return replace(outermost, size=len(top.each) // inner)
+    if any(listed.each for listed in own):
+        raise StrategyError(
+            f"{source}: devices differ, and level '{outermost.name}' has no size; give it, so that "
+            "each rank has a device"
+        )
+    return outermost
 
 
 def _link(data: Any, where: str) -> Link:
-    entries = _mapping(data, tuple(_LINK_UNITS), where)
-    return Link(**{key: _number(entries, key, unit, where) for key, unit in _LINK_UNITS.items()})
+    entries = mapping(data, tuple(_LINK_UNITS), where)
+    return Link(**{key: number(entries, key, unit, where) for key, unit in _LINK_UNITS.items()})
 
 
 def _level(data: Any, where: str) -> Level:
-    entries = _mapping(data, ("name", "size", *_LINK_UNITS, "collectives"), where)
+    entries = mapping(data, ("name", "size", *_LINK_UNITS, "collectives", "device"), where)
     name, size = entries.get("name"), entries.get("size")
     if not isinstance(name, str) or not name:
         raise StrategyError(f"{where}: name is missing; write host, rack or the like")
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise StrategyError(f"{where}: size is {size!r}; it must be an integer of at least 1")
     own = _link({key: entries.get(key) for key in _LINK_UNITS}, where)
-    kinds = _mapping(entries.get("collectives") or {}, _LINKED, f"{where}: collectives")
+    kinds = mapping(entries.get("collectives") or {}, _LINKED, f"{where}: collectives")
     links = {kind: _link(link, f"{where}: {kind}") for kind, link in kinds.items()}
     return Level(name, size, own.latency, own.bandwidth, links)
-
-
-def _device(data: Any, where: str) -> Device:
-    entries = _mapping(data, tuple(_DEVICE_UNITS), where)
-    given = {
-        key: _number(entries, key, unit, where)
-        for key, unit in _DEVICE_UNITS.items()
-        if entries.get(key) is not None
-    }
-    return Device(**given)

@@ -136,6 +136,16 @@ def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
     return abs(local_size(dim, mesh, rank))
 
 
+def largest_size(dim: Dim) -> int:
+    """Number of elements of the dimension in the largest shard; a data-dependent size counts as
+    1. Of a product of factors with sizes by hand, no rank may hold the largest part of each."""
+    if isinstance(dim, Factor):
+        sizes = dim.part_sizes()
+        return abs(max(sizes) if dim.parts else sizes[0])
+    each = map(largest_size, dim.children)
+    return math.prod(each) if isinstance(dim, Product) else sum(each)
+
+
 def is_data_dependent(dim: Dim) -> bool:
     """True if the size of the dimension is data-dependent; it is then a single factor of size
     -1."""

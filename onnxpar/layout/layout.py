@@ -20,6 +20,7 @@ from onnxpar.layout.dims import estimated_size as estimated_size
 from onnxpar.layout.dims import first_index as first_index
 from onnxpar.layout.dims import indices as indices
 from onnxpar.layout.dims import is_data_dependent as is_data_dependent
+from onnxpar.layout.dims import largest_size as largest_size
 from onnxpar.layout.dims import leaves as leaves
 from onnxpar.layout.dims import local_size as local_size
 from onnxpar.layout.dims import nested_parts as nested_parts
@@ -82,6 +83,10 @@ class Layout:
     def estimated_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The result of `local_shape`, except that a data-dependent size counts as 1; for costs."""
         return tuple(estimated_size(d, mesh, rank) for d in self.dims)
+
+    def largest_shape(self) -> tuple[int, ...]:
+        """The shape of the largest shard, in which a data-dependent size counts as 1."""
+        return tuple(map(largest_size, self.dims))
 
     def take(self, whole: Array, mesh: Mesh, rank: int) -> Array:
         """A rank's shard of a global array, as a view if possible.

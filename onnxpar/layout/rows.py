@@ -6,31 +6,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onnxpar.layout.dims import Dim, Factor, Product, dim_axes, estimated_size, normalize
-from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.dims import Dim, Factor, Product, dim_axes, largest_size, normalize
 
 
-def rows_within(dim: Dim, mesh: Mesh) -> int:
-    """Number of rows in a copy of rank 0's shard of a dimension: 1 if the dimension is one factor;
-    in a product, one for each element of the factors before the last split one; in segments, one
-    for each element, because the copy picks them one by one."""
+def rows_within(dim: Dim) -> int:
+    """Number of rows in a copy of the largest shard of a dimension: 1 if the dimension is one
+    factor; in a product, one for each element of the factors before the last split one; in
+    segments, one for each element, because the copy picks them one by one."""
     dim = normalize(dim)
     if isinstance(dim, Factor):
         return 1
     if isinstance(dim, Product):
         split = [i for i, child in enumerate(dim.children) if dim_axes(child)]
-        return math.prod(
-            estimated_size(c, mesh, 0) for c in dim.children[: split[-1] if split else 0]
-        )
-    return estimated_size(dim, mesh, 0)
+        return math.prod(map(largest_size, dim.children[: split[-1] if split else 0]))
+    return largest_size(dim)
 
 
-def rows_moved(before: Sequence[Dim], after: Sequence[Dim], mesh: Mesh) -> int:
-    """Number of rows that rank 0, which has the largest shards, copies in one step of a reshard
+def rows_moved(before: Sequence[Dim], after: Sequence[Dim]) -> int:
+    """Number of rows that the rank with the largest shards copies in one step of a reshard
     from the dimensions `before` to those `after`."""
     rows, outer = 0, 1
     for b, a in zip(before, after, strict=True):
         if b != a:
-            rows += outer * max(rows_within(b, mesh), rows_within(a, mesh))
-        outer *= max(estimated_size(b, mesh, 0), estimated_size(a, mesh, 0))
+            rows += outer * max(rows_within(b), rows_within(a))
+        outer *= max(largest_size(b), largest_size(a))
     return rows

@@ -81,7 +81,7 @@ def _first_reader(node: gs.Node) -> str | None:
 def _size(node: gs.Node, mesh: Mesh, sizes: dict[str, int]) -> int:
     """Bytes per rank of the whole tensor that a node reduces or gathers."""
     if node.name not in sizes:
-        sizes[node.name] = reshard_bytes(node, mesh)
+        sizes[node.name] = reshard_bytes(node)
     return sizes[node.name]
 
 

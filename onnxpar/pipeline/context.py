@@ -15,6 +15,7 @@ from onnxpar.compiler.replay import opened, variants
 from onnxpar.ir.training_spec import Step
 from onnxpar.load.load import InferTypes, Model, load
 from onnxpar.manual.manual import MANUAL, refuse_collectives
+from onnxpar.pipeline.balance import balanced
 from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.dataset import with_dataset
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
@@ -117,6 +118,7 @@ def make_context(model: Model, options: Options) -> PassContext:
     factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
     others = variants(model, factors)
     factors = opened(model, factors, others)
+    options = replace(options, topology=balanced(options, model, factors))
     chosen = choose_strategy(model, options, factors)
     return PassContext(
         model,

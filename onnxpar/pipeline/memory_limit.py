@@ -4,7 +4,7 @@ takes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -59,14 +59,16 @@ def within_limit(
 class _Excess:
     """The memory that a plan needs beyond what there is.
 
-    per_rank  bytes that a rank may hold
+    per_rank  bytes that a rank may hold, or that the rank may hold which may hold the most
     needed    who needs how many bytes
     present   the memory that there is, and whose it is
+    memories  bytes that each rank may hold, if that differs; infinite if unknown
     """
 
     per_rank: float
     needed: str
     present: str
+    memories: tuple[float, ...] = ()
 
 
 def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
@@ -75,6 +77,8 @@ def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
     unknown."""
     if plan.mesh.size == 1:
         return None
+    if topology is not None and topology.devices:
+        return _excess_of_devices(plan, [d.memory for d in topology.devices[: plan.mesh.size]])
     if topology is not None:
         memory = topology.device.memory
         held = sum(plan.memory.values())
@@ -88,6 +92,40 @@ def _excess(plan: Plan, topology: Topology | None) -> _Excess | None:
     ranks = plan.mesh.size
     needed = f"the {ranks} ranks need {text_of(held, 'B')} together"
     return _Excess(SHARE * memory / ranks, needed, f"the {text_of(memory, 'B')} of this host")
+
+
+def _excess_of_devices(plan: Plan, memories: Sequence[float | None]) -> _Excess | None:
+    """The excess of the rank that needs the most beyond the memory of its own device."""
+    held = _held_by_rank(plan)
+    over = [
+        (need / memory, rank, need, memory)
+        for rank, (need, memory) in enumerate(zip(held, memories, strict=True))
+        if memory is not None and need > memory
+    ]
+    if not over:
+        return None
+    _, rank, need, memory = max(over)
+    return _Excess(
+        max(m for m in memories if m is not None),
+        f"rank {rank} needs {text_of(need, 'B')}",
+        f"the {text_of(memory, 'B')} of its device in the topology",
+        tuple(math.inf if m is None else m for m in memories),
+    )
+
+
+def _held_by_rank(plan: Plan) -> list[int]:
+    """Bytes that each rank holds."""
+    if plan.loads:
+        return [load.held for load in plan.loads]
+    return [sum(plan.memory.values())] * plan.mesh.size
+
+
+def _held(plan: Plan, objective: Objective) -> float:
+    """Bytes of the rank that is nearest to its limit, in relation to the rank that may hold the
+    most."""
+    if not plan.loads:
+        return sum(plan.memory.values())
+    return max(load.held * objective.weight_of(rank) for rank, load in enumerate(plan.loads))
 
 
 def within_hardware(
@@ -109,15 +147,20 @@ def within_hardware(
         )
         return None
     patience = objective.patience.renewed()
-    limited = replace(objective, memory=excess.per_rank, patience=patience)
+    limited = replace(
+        objective, memory=excess.per_rank, memories=excess.memories, patience=patience
+    )
     try:
         found, made = _lower(limited, plan.mesh.size, make)
     except OverLimit:
         plan.notes.append(f"{said}, and the search found no strategy that fits: use more hosts")
         return None
+    most = f"at most {text_of(excess.per_rank, 'B')}, to fit {excess.present}"
+    if excess.memories:
+        most = "no more than its device has"
     made[0].notes.append(
-        f"each rank needs at most {text_of(excess.per_rank, 'B')}, to fit {excess.present}; with "
-        f"the fastest strategy, {excess.needed}. --memory-limit sets another limit"
+        f"each rank needs {most}; with the fastest strategy, {excess.needed}. --memory-limit sets "
+        "another limit"
     )
     return found, made
 
@@ -152,7 +195,7 @@ def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objec
                 made, ctx = make(lowered, devices)
         except OverLimit as error:
             raise over or error from None
-        held = sum(made.memory.values())
+        held = _held(made, objective)
         if held <= limit:
             return lowered, (made, ctx)
         decided = ctx.request.preset or PROPAGATION

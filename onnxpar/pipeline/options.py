@@ -29,6 +29,8 @@ class Options:
     """The options that `shard`, `plan` and `check` share; see `onnxpar shard --help`.
 
     dataset    the layout of the data inputs, which `with_dataset` adds to the strategy
+    balance    True: ranks share the work in proportion to the speed of their devices
+    shares     the shares to take with `balance`; if empty, they follow from the speeds
     found      annotations that a search has found for this mesh, so that it is not repeated
     reckon_at  sizes at which costs are computed; if empty, the `typical` ones
     compared   true if the plan is one of several that are compared by the objective
@@ -56,6 +58,8 @@ class Options:
     objective: Objective = field(default_factory=Objective)
     passes: Sequence[Pass | Placed] = ()
     compared: bool = False
+    balance: bool = False
+    shares: tuple[float, ...] = ()
     dataset: Dataset = None
     found: list[Annotation] | None = None
     typical: Typical = field(default_factory=Typical)

@@ -34,6 +34,7 @@ from onnxpar.manual.manual import MANUAL
 from onnxpar.model.interchange import metadata_of
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.passes.split_ranks import SplitRanks, check_open
+from onnxpar.pipeline.balance import fitting_shares
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import passes_of
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
@@ -129,8 +130,22 @@ def _again(
     return replace(options, objective=objective, mesh=plan.mesh, found=ctx.request.found), made
 
 
-@_no_collector()
 def _plan(
+    path: str | Path,
+    options: Options,
+    watch: Watch | None = None,
+    reckon: Reckon | None = None,
+) -> tuple[Plan, PassContext]:
+    if not options.balance:
+        return _plan_once(path, options, watch, reckon)
+    found, made = fitting_shares(options, lambda one: _plan_once(path, one))
+    if watch is None and reckon is None:
+        return made
+    return _plan_once(path, found, watch, reckon)
+
+
+@_no_collector()
+def _plan_once(
     path: str | Path,
     options: Options,
     watch: Watch | None = None,

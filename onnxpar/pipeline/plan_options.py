@@ -45,6 +45,7 @@ class LayoutOptions(TypedDict, total=False):
                     full_batch (whole), or numbers of shards by input: [[8, 1], [8]]
     configuration   which multi-device annotations of the model to follow, or "none"
     topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure
+    balance         True: parts in proportion to the speed and memory of devices that differ
     objective       what the search minimizes: latency (default) or throughput
     memory_limit    most bytes that a rank may hold at any time, or text such as "16GB"
     untied          True: the search decides each of several repeated blocks by itself
@@ -67,6 +68,7 @@ class LayoutOptions(TypedDict, total=False):
     dataset_strategy: str | Sequence[Sequence[int]] | None
     configuration: str | None
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None
+    balance: bool
     objective: str | None
     memory_limit: float | str | None
     untied: bool
@@ -98,6 +100,7 @@ class PlanOptions(LayoutOptions, total=False):
 
 
 DEFAULTS: Mapping[str, Any] = {
+    "balance": False,
     "untied": False,
     "states": (),
     "find_states": True,
@@ -152,6 +155,7 @@ def options_of(
         dataset=read_dataset(asked.get("dataset_strategy")),
         configuration=asked.get("configuration"),
         topology=Topology.given(asked.get("topology")),
+        balance=asked.get("balance", False),
         objective=Objective.given(
             asked.get("objective"),
             asked.get("memory_limit"),

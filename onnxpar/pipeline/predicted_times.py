@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.units import text_of
 from onnxpar.compiler.pass_ import Pass, PassContext
-from onnxpar.compiler.plan import Plan, Predicted
+from onnxpar.compiler.plan import Plan, Predicted, RankLoad
 from onnxpar.compiler.replay import replay_typical
 from onnxpar.compiler.summary import summarize
 from onnxpar.ir.clone import nodes_of_run
@@ -18,7 +18,7 @@ from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
-from onnxpar.search.predict import predict_nodes, predict_on_one
+from onnxpar.search.predict import compute_by_rank, predict_nodes, predict_on_one
 from onnxpar.sharding.planned_collectives import collective_of
 from onnxpar.sharding.state import ShardingState
 from onnxpar.symbols.fits import fit
@@ -43,6 +43,16 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
         sum(p.communication for p in each),
         predict_on_one(nodes, ctx.sharding),
     )
+
+
+def with_compute(loads: Sequence[RankLoad], graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
+    """The loads with the seconds in which each rank computes in a run of the graph."""
+    if not loads:
+        return []
+    step = ctx.model.step
+    nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
+    seconds = compute_by_rank(nodes, ctx.sharding)
+    return [replace(load, compute=s) for load, s in zip(loads, seconds, strict=True)]
 
 
 def note_weights(made: Plan, sharding: ShardingState) -> None:
@@ -132,6 +142,7 @@ def reckon_typical(
     ):
         plan = summarize(graph, other, made.model, made.preset)
         passes[at].run(graph, other)
+        plan.loads = with_compute(plan.loads, graph, other)
         reckon(weight, graph, other)
         each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
     made.typical = model.sizes.typical or first
@@ -139,6 +150,7 @@ def reckon_typical(
     made.memory = {key: max(c.plan.memory[key] for c in each) for key in made.memory}
     made.flops = {key: _mean((c.weight, c.plan.flops[key]) for c in each) for key in made.flops}
     made.whole = each[0].plan.whole
+    made.loads = _joined_loads([(c.weight, c.plan.loads) for c in each])
     made.predicted = Predicted(
         sum(c.weight * c.predicted.compute for c in each),
         sum(c.weight * c.predicted.communication for c in each),
@@ -168,6 +180,22 @@ def _reckon_runs(
         reckon(weight, graph, other)
     sent = _bytes(made, ctx, each, sizes)
     return {entry.name: size for entry, size in zip(made.collectives, sent, strict=True)}
+
+
+def _joined_loads(each: Sequence[tuple[float, Sequence[RankLoad]]]) -> list[RankLoad]:
+    """The load of each rank over the typical sizes: maxima of bytes, means of work."""
+    weights = [weight for weight, _ in each]
+    return [
+        replace(
+            same[0],
+            weights=max(load.weights for load in same),
+            states=max(load.states for load in same),
+            activations=max(load.activations for load in same),
+            flops=_mean((w, load.flops) for w, load in zip(weights, same, strict=True)),
+            compute=sum(w * load.compute for w, load in zip(weights, same, strict=True)),
+        )
+        for same in zip(*(loads for _, loads in each), strict=True)
+    ]
 
 
 def _mean(each: Iterable[tuple[float, int]]) -> int:

@@ -17,7 +17,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.model_name import model_name
 from onnxpar.pipeline.placed_passes import check_rewritten, known_of
-from onnxpar.pipeline.predicted_times import Reckon, ignore, predicted
+from onnxpar.pipeline.predicted_times import Reckon, ignore, predicted, with_compute
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
@@ -61,6 +61,7 @@ def run_passes(
         if step.costs_after and plan is not None and model.sizes is None:
             with times.of(SUMMARIZE):
                 plan.predicted = predicted(model.graph, ctx)
+                plan.loads = with_compute(plan.loads, model.graph, ctx)
                 reckon(1.0, model.graph, ctx)
     if plan is not None:
         plan.collectives = list(ctx.lowered.collectives)

@@ -30,6 +30,7 @@ def refuse_for_manual(options: Options) -> None:
             "memory-limit": options.objective.memory is not None,
             "untied": options.objective.untied,
             "topology": options.topology is not None,
+            "balance": options.balance,
             "configuration": options.configuration is not None,
             "strict": options.strict,
         }
@@ -70,6 +71,7 @@ def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
             "dataset-strategy": options.dataset is not None,
             "configuration": options.configuration is not None,
             "topology": options.topology is not None,
+            "balance": options.balance,
             "objective": options.objective.goal != LATENCY,
             "memory-limit": options.objective.memory is not None,
             "untied": options.objective.untied,

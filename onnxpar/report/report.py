@@ -116,7 +116,8 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         + f"activations at most {size_text(memory['activations_per_rank'])}, "
         f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
     )
-    yield from _predicted_lines(plan.get("predicted"), plan["ranks"])
+    yield from _load_lines(plan.get("loads", ()))
+    yield from _predicted_lines(plan.get("predicted"), plan["ranks"], bool(plan.get("loads")))
     yield from _note_lines(plan.get("notes", ()))
 
 
@@ -132,7 +133,31 @@ def _other_sizes(typical: Mapping[str, int]) -> str:
     return f"--typical {','.join(pairs[:3])}"
 
 
-def _predicted_lines(predicted: Mapping[str, float] | None, ranks: int) -> Iterator[str]:
+def _load_lines(loads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a table of what each rank holds and computes, where the devices of ranks differ."""
+    if not loads:
+        return
+    rows = [
+        (
+            _range(*load["ranks"]),
+            *(size_text(load[kind]) for kind in ("weights", "states", "activations")),
+            "unknown" if load["memory"] is None else size_text(load["memory"]),
+            load["flops"],
+            f"{_ms(load['compute'])} ms",
+        )
+        for load in loads
+    ]
+    kinds = ("weights", "states", "activations", "of memory", "FLOPs", "compute")
+    yield from table(rows, ("rank", *kinds))
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _predicted_lines(
+    predicted: Mapping[str, float] | None, ranks: int, differ: bool
+) -> Iterator[str]:
     """Yields the predicted time of a run, and the speedup over one rank."""
     if not predicted:
         return
@@ -140,7 +165,8 @@ def _predicted_lines(predicted: Mapping[str, float] | None, ranks: int) -> Itera
     parts = " and ".join(f"{_ms(predicted[kind])} {kind}" for kind in ("compute", "communication"))
     yield f"predicted: {_ms(total)} ms a run ({parts})"
     if ranks > 1 and total:
-        yield f"on one rank: {_ms(one)} ms; {ranks} ranks are {_gain(one / total)}"
+        alone = "on the fastest rank alone" if differ else "on one rank"
+        yield f"{alone}: {_ms(one)} ms; {ranks} ranks are {_gain(one / total)}"
 
 
 def _gain(times: float) -> str:
@@ -187,7 +213,8 @@ def _balance(flops: Mapping[str, int]) -> str:
     mean = flops.get("mean", flops["per_rank"])
     if mean == flops["per_rank"]:
         return ", the same on all"
-    return f", {flops['per_rank'] / mean:.2f} times the mean"
+    times = f"{flops['per_rank'] / mean:.2f}"
+    return ", nearly the same on all" if times == "1.00" else f", {times} times the mean"
 
 
 def _ports(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -79,7 +79,7 @@ class ReshardGraph:
         counts = [len(locations) for locations in self.locations]
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.states: Array = np.indices(counts).reshape(len(counts), math.prod(counts)).T
-        shards = ShardSizes(self.sub_axes, self.locations, self.states, factors, parts, costs.mesh)
+        shards = ShardSizes(self.sub_axes, self.locations, self.states, factors, parts)
         self.permutes = Permutes(self.sub_axes, self.locations, self.states, factors, parts)
         self.sizes = [shards.of(dims, itemsize, weight) for weight, dims in factors.costed]
         self.valid = self.sizes[0].valid & self._is_one_reduction()

@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.layout.layout import Dim, estimated_size
-from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes
+from onnxpar.layout.layout import Dim, largest_size
+from onnxpar.layout.mesh import Axes, Axis, merge_axes
 from onnxpar.layout.rows import rows_within
 from onnxpar.reshard.sub_axes import Locations, leaves_at
 from onnxpar.sharding.factors import TensorFactors, with_axes
@@ -62,7 +62,6 @@ class ShardSizes:
     states: Array
     factors: TensorFactors
     parts: PartSizes | None
-    mesh: Mesh
 
     def of(self, dims: Sequence[Dim], itemsize: float, weight: float) -> StateSizes:
         """The sizes in all states if the tensor has these dimensions, of elements of `itemsize`
@@ -112,14 +111,14 @@ class ShardSizes:
             ]
             axes = merge_axes(tuple(held))
             given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
-        return _extent_of(dim, tuple(given), self.mesh)
+        return _extent_of(dim, tuple(given))
 
 
 @lru_cache(maxsize=1 << 16)
 def _extent_of(
-    dim: Dim, given: tuple[tuple[Axes, tuple[int, ...] | None], ...], mesh: Mesh
+    dim: Dim, given: tuple[tuple[Axes, tuple[int, ...] | None], ...]
 ) -> tuple[float, float]:
     """Elements of a dimension in the largest shard if `given` axes split it, and its number of
     contiguous runs (`rows_within`)."""
     split = with_axes(dim, iter(given))
-    return estimated_size(split, mesh, 0), rows_within(split, mesh)
+    return largest_size(split), rows_within(split)

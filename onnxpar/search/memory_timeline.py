@@ -35,9 +35,10 @@ class LiveRange:
 
 class MemoryTimeline:
     """Collects demands on memory, by step. Each node is a step; the nodes of a body count once, not
-    once per iteration. With several `profiles` of open sizes, the steps of a profile follow those
-    of the profile before: a plan must fit in memory in each, and no tensor lives from one profile
-    to the next."""
+    once per iteration. With several `profiles`, the steps of a profile follow those of the
+    profile before: a plan must fit in memory in each, and no tensor lives from one profile to the
+    next. A profile is one of the typical sizes, on one of the ranks that hold different
+    amounts."""
 
     def __init__(self, graph: gs.Graph, profiles: int) -> None:
         self.demands: list[Demand] = []

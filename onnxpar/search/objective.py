@@ -19,13 +19,15 @@ run to the next if runs overlap: only the larger of compute and communication co
 @dataclass(frozen=True)
 class Objective:
     """The objective of the search (`goal`), and its limits. `memory` is the bytes that a rank may
-    hold at any time. Repeated blocks get the same strategy unless `untied`. With `any_fit`, the
+    hold at any time; if `memories` has the bytes of each rank, the other ranks may hold as much
+    less as these say. Repeated blocks get the same strategy unless `untied`. With `any_fit`, the
     search ends at the first strategy within the limit."""
 
     goal: str = LATENCY
     memory: float | None = None
     untied: bool = False
     any_fit: bool = False
+    memories: tuple[float, ...] = ()
     patience: Patience = field(default_factory=Patience, compare=False)
 
     @classmethod
@@ -46,6 +48,13 @@ class Objective:
         if memory is not None and memory <= 0:
             raise StrategyError(f"--memory-limit {memory_limit}: give more than 0")
         return cls(objective or LATENCY, memory, untied, patience=patience or Patience())
+
+    def weight_of(self, rank: int) -> float:
+        """The factor from bytes that a rank holds to bytes that count towards `memory`: more than 1
+        for a rank that has less than others, 0 for one whose memory is unknown."""
+        if not self.memories:
+            return 1.0
+        return max(m for m in self.memories if math.isfinite(m)) / self.memories[rank]
 
     def check(self, step: Step | None) -> None:
         """Raises StrategyError if the objective is unknown, or does not apply to a training

@@ -1,13 +1,16 @@
-"""The cost of a node under a strategy, on the rank with the largest shards."""
+"""The cost of a node under a strategy, on the slowest rank."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.cost.device import Device
 from onnxpar.ir.attribute_weights import AT, has_attribute_weights
 from onnxpar.ir.tensors import shape_bytes
 from onnxpar.layout.mesh import parts_over
@@ -15,7 +18,7 @@ from onnxpar.presets.contraction import convolves, is_contraction
 from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.flops import flops_on_rank_0
+from onnxpar.sharding.flops import flops_over
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _VIEWS = frozenset(
@@ -47,33 +50,67 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class _Part:
-    """The largest shard of a tensor; empty if its shape is unknown."""
+    """The largest shard of a tensor, or that of a rank; empty if its shape is unknown."""
 
     shape: tuple[int, ...] = ()
     bytes: float = 0.0
 
 
 def op_cost(op: OpFactors, strategy: OpStrategy, sharding: ShardingState) -> tuple[float, float]:
-    """Seconds of compute, and of communication inside the node, on the rank with the largest
-    shards. Compute is a roofline of operations and bytes read and written, plus the cost of rows.
-    Both are averages over the sizes for which costs are computed."""
+    """Seconds of compute, and of communication inside the node, on the slowest rank: on that with
+    the largest shards, if all have the same device. Compute is a roofline of operations and bytes
+    read and written, plus the cost of rows. Both are averages over the sizes for which costs are
+    computed."""
+    ranks = _candidates(op, strategy, sharding) if sharding.costs.topology.devices else [None]
+    each = [op_cost_on(rank, op, strategy, sharding) for rank in ranks]
+    return max(own for own, _ in each), max(between for _, between in each)
+
+
+def _candidates(
+    op: OpFactors, strategy: OpStrategy, sharding: ShardingState
+) -> Sequence[int | None]:
+    """Ranks of which one is the slowest: of each device, those whose shards no other rank with
+    that device exceeds."""
+    columns = [
+        sharding.sizes_by_rank(leaf.atom, over, op.extent(i))
+        for i, (leaf, over) in enumerate(zip(op.leaves, strategy.axes, strict=True))
+        if over
+    ]
+    found: dict[Device, dict[tuple[int, ...], int]] = defaultdict(dict)
+    for rank in range(sharding.mesh.size):
+        sizes = tuple(column[rank] for column in columns)
+        found[sharding.costs.topology.device_of(rank)].setdefault(sizes, rank)
+    ranks: list[int] = []
+    for by_sizes in found.values():
+        largest = tuple(map(max, zip(*by_sizes, strict=True)))
+        ranks += [by_sizes[largest]] if largest in by_sizes else by_sizes.values()
+    return ranks
+
+
+def op_cost_on(
+    rank: int | None, op: OpFactors, strategy: OpStrategy, sharding: ShardingState
+) -> tuple[float, float]:
+    """The seconds of `op_cost` on a rank; without one, on the slowest device with the largest
+    shards."""
     if op.bodies:
         return 0.0, 0.0
     seconds = communication = 0.0
     for number, (weight, at) in enumerate(op.costed):
-        own, between = _op_cost(at, strategy, sharding, number)
+        own, between = _op_cost(at, strategy, sharding, number, rank)
         seconds, communication = seconds + weight * own, communication + weight * between
     return seconds, communication
 
 
 def _op_cost(
-    op: OpFactors, strategy: OpStrategy, sharding: ShardingState, at: int
+    op: OpFactors, strategy: OpStrategy, sharding: ShardingState, at: int, rank: int | None
 ) -> tuple[float, float]:
-    """The seconds of `op_cost` at one of the sizes for which costs are computed, given by its index
-    `at`."""
+    """The seconds of `op_cost_on` at one of the sizes for which costs are computed, given by its
+    index `at`."""
     node, costs = op.node, sharding.costs
-    held = [_part(t, strategy.operand(op, i), sharding, at) for i, t in enumerate(node.inputs)]
-    produced = [_part(t, strategy.result(op, i), sharding, at) for i, t in enumerate(node.outputs)]
+    device = None if rank is None else costs.topology.device_of(rank)
+    part = partial(_part, sharding=sharding, at=at, rank=rank)
+    held = [part(t, strategy.operand(op, i)) for i, t in enumerate(node.inputs)]
+    produced = [part(t, strategy.result(op, i)) for i, t in enumerate(node.outputs)]
     read, written = sum(part.bytes for part in held), sum(part.bytes for part in produced)
     if node.op in _VIEWS:
         read = written = 0.0
@@ -86,9 +123,9 @@ def _op_cost(
     elif has_attribute_weights(node):
         count = _attribute_flops(node, held)
     elif is_contraction(op):
-        count = flops_on_rank_0(op, strategy.axes, sharding.mesh)
-    seconds = costs.compute(count, read + written, convolves(op)) + costs.rows(
-        _rows(op, held, produced)
+        count = flops_over(op, strategy.axes, sharding, rank)
+    seconds = costs.compute(count, read + written, convolves(op), device) + costs.rows(
+        _rows(op, held, produced), device
     )
     split = [i for i, over in enumerate(strategy.axes) if over]
     lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
@@ -97,7 +134,9 @@ def _op_cost(
         return seconds + costs.local("Concat", 2 * read), _halo(op, strategy, sharding, tied, read)
     if lowered:
         iterations = _iterations(op)
-        seconds += (_STEPS * iterations - 1) * costs.compute(0, 2 * written / iterations)
+        seconds += (_STEPS * iterations - 1) * costs.compute(
+            0, 2 * written / iterations, device=device
+        )
     return seconds, _communication(
         op, strategy, sharding, max((part.bytes for part in produced), default=0.0)
     )
@@ -114,11 +153,15 @@ def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
 
 
 def _part(
-    tensor: gs.Tensor, factor_sharding: FactorSharding, sharding: ShardingState, at: int
+    tensor: gs.Tensor,
+    factor_sharding: FactorSharding,
+    sharding: ShardingState,
+    at: int,
+    rank: int | None,
 ) -> _Part:
     if tensor.name not in sharding.factors.tensors:
         return _Part()
-    _, shape = sharding.costed_shapes(tensor.name, factor_sharding)[at]
+    _, shape = sharding.costed_shapes(tensor.name, factor_sharding, rank)[at]
     return _Part(shape, shape_bytes(tensor, shape))
 
 

@@ -8,20 +8,22 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.cost.device import Device
 from onnxpar.ir.collectives import KINDS, LOCAL_STEPS
 from onnxpar.ir.repetitions import repetitions
 from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.layout.rows import rows_moved
-from onnxpar.search.op_cost import op_cost
+from onnxpar.search.op_cost import op_cost, op_cost_on
 from onnxpar.search.op_strategies import OpStrategy
+from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.shard_bytes import reshard_bytes
 from onnxpar.sharding.state import ShardingState
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a run on the rank with the largest shards."""
+    """Seconds of a run, each node on the rank that is slowest in it."""
 
     compute: float
     communication: float
@@ -39,13 +41,37 @@ def predict(graph: gs.Graph, sharding: ShardingState) -> Prediction:
 
 
 def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState) -> float:
-    """Seconds of the nodes if one rank computes everything."""
+    """Seconds of the nodes if one rank computes everything, the one with the fastest device."""
     times = repetitions(list(nodes))
-    total = 0.0
-    for op in sharding.factors.ops:
-        whole = OpStrategy(tuple(() for _ in op.leaves))
-        total += times.get(op.node.name, 0) * sum(op_cost(op, whole, sharding))
-    return total
+    costs = sharding.costs
+    ranks: dict[Device, int | None] = {}
+    for rank in range(sharding.mesh.size) if costs.topology.devices else ():
+        ranks.setdefault(costs.topology.device_of(rank), rank)
+    return min(
+        sum(
+            times.get(op.node.name, 0) * sum(op_cost_on(rank, op, _whole(op), sharding))
+            for op in sharding.factors.ops
+        )
+        for rank in ranks.values() or [None]
+    )
+
+
+def _whole(op: OpFactors) -> OpStrategy:
+    return OpStrategy(tuple(() for _ in op.leaves))
+
+
+def compute_by_rank(nodes: Iterable[gs.Node], sharding: ShardingState) -> list[float]:
+    """Seconds in which each rank computes the nodes; slices between layouts are left out."""
+    times = repetitions(list(nodes))
+    ops = [(op, OpStrategy(tuple(sharding.op_axes(op)))) for op in sharding.factors.ops]
+    return [
+        sum(
+            times[op.node.name] * op_cost_on(rank, op, strategy, sharding)[0]
+            for op, strategy in ops
+            if op.node.name in times
+        )
+        for rank in range(sharding.mesh.size)
+    ]
 
 
 def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str, Prediction]:
@@ -73,8 +99,7 @@ def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str
 
 def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
     """Seconds of a node that reshards: a collective, or a slice on each rank."""
-    mesh = sharding.mesh
     costs = sharding.costs
     each = [] if KINDS[node.op].by_message else operands_of(node)
-    rows = sum(rows_moved(before.dims, after.dims, mesh) for _, before, after in each)
-    return costs.step(node.op, reshard_of(node).axes, reshard_bytes(node, mesh)) + costs.rows(rows)
+    rows = sum(rows_moved(before.dims, after.dims) for _, before, after in each)
+    return costs.step(node.op, reshard_of(node).axes, reshard_bytes(node)) + costs.rows(rows)

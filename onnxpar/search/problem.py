@@ -26,7 +26,7 @@ from onnxpar.search.objective import THROUGHPUT, Objective
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy, partial_kinds, strategies_of
 from onnxpar.search.repeats import tied
-from onnxpar.search.reshard_costs import ReshardCosts, ShardingDomain
+from onnxpar.search.reshard_costs import Holders, ReshardCosts, ShardingDomain
 from onnxpar.search.serving import Serving
 from onnxpar.search.solver.column_generation import minimize_within
 from onnxpar.search.solver.elimination import Table, TooLarge, diagonal, minimize
@@ -168,10 +168,11 @@ class Problem:
     def _build_small_enough(self, graph: gs.Graph) -> None:
         """Builds the tables, with fewer strategies per node if they would be too large."""
         profiles = max((len(t.costed) for t in self.sharding.factors.tensors.values()), default=1)
+        self.holders = Holders(self._holders(), profiles)
         self.known_strategies: dict[str, list[OpStrategy]] = {}
         most = MOST_STRATEGIES
         while True:
-            self.timeline = MemoryTimeline(graph, profiles)
+            self.timeline = MemoryTimeline(graph, profiles * len(self.holders.ranks))
             self._add_all(most)
             largest = max(map(len, self.strategies.values()), default=1)
             if self.tables.entries <= MOST_ENTRIES or largest <= FEWEST_STRATEGIES:
@@ -181,6 +182,26 @@ class Problem:
             )  # most tables are over pairs
             most = max(int(min(share, LESS) * largest), FEWEST_STRATEGIES)
         self.tables.make()
+
+    def _holders(self) -> tuple[tuple[int | None, float], ...]:
+        """Ranks that may hold different amounts, with the weights of their bytes; of ranks with
+        the same weight and the same shares along every axis, one."""
+        objective, costs = self.objective, self.sharding.costs
+        if objective.memory is None or not (objective.memories or costs.topology.shares):
+            return Holders().ranks
+        mesh = self.sharding.mesh
+        shares = [
+            (found.weights, costs.places((axis,)))
+            for name, _ in mesh.shape
+            if (found := costs.shares((axis := mesh.axis(name),))) is not None
+        ]
+        kinds: dict[Hashable, tuple[int, float]] = {}
+        for rank in range(mesh.size):
+            weight = objective.weight_of(rank)
+            own = tuple(weights[places[rank]] for weights, places in shares)
+            own_share = costs.topology.shares[rank] if costs.topology.shares else None
+            kinds.setdefault((weight, own_share, own), (rank, weight))
+        return tuple(kinds.values())
 
     def _add_all(self, most: int) -> None:
         """Adds all variables and tables, but does not compute the tables yet; a node has at most
@@ -252,6 +273,7 @@ class Problem:
             [produced, requested, *required, requested.reduced()],
             self.known_gradients if is_gradient else self.known,
             self._is_apart,
+            self.holders,
         )
         if requested is not produced:
             self.tables.add([produced, requested], lambda: times * costs.paths(produced, requested))
@@ -282,7 +304,9 @@ class Problem:
     def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
         """Adds the memory of weights with one signature."""
         required = self.domains.required(found[0].name)
-        costs = ReshardCosts(self.sharding, found[0], required, self.known, self._is_apart)
+        costs = ReshardCosts(
+            self.sharding, found[0], required, self.known, self._is_apart, self.holders
+        )
         add = self.timeline.add_weight
         self.tables.later(lambda: add(costs, required, len(found)))
 

@@ -41,6 +41,15 @@ class ShardingDomain:
         return ShardingDomain(self.variable, tuple(p.reduced() for p in self.factor_shardings))
 
 
+@dataclass(frozen=True)
+class Holders:
+    """The ranks whose memory counts, each with the weight of its bytes: all ranks that may differ,
+    or None for the one with the largest shards. `profiles` is the number of typical sizes."""
+
+    ranks: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    profiles: int = 1
+
+
 def table_of(domains: Sequence[ShardingDomain], values: Array) -> Table:
     """The table over the variables of these domains. `values` has an axis for each domain, of
     length 1 for a domain without a variable."""
@@ -61,8 +70,9 @@ class ReshardCosts:
         domains: Sequence[ShardingDomain],
         known: dict[Hashable, Array],
         apart: bool,
+        holders: Holders,
     ) -> None:
-        self.sharding, self.tensor = sharding, tensor
+        self.sharding, self.tensor, self.holders = sharding, tensor, holders
         factor_shardings = list(dict.fromkeys(p for d in domains for p in d.factor_shardings))
         self.index = {p: i for i, p in enumerate(factor_shardings)}
         self.known, self.apart = known, apart
@@ -80,9 +90,11 @@ class ReshardCosts:
     def _seconds(self) -> Array:
         sharding, name = self.sharding, self.tensor.name
         factors = sharding.factors.tensors[name]
-        parts = partial(sharding.part_sizes, name) if sharding.parts else None
+        is_uneven = bool(sharding.parts or sharding.costs.topology.shares)
+        parts = partial(sharding.part_sizes, name) if is_uneven else None
         size = element_bytes(self.tensor)
-        key = (*self.index, factors.dims, factors.priced, size, name if parts else None)
+        own = (name if sharding.parts else None, factors.open if is_uneven else None)
+        key = (*self.index, factors.dims, factors.priced, size, *own)
         if key not in self.known:
             try:
                 found = ReshardGraph(list(self.index), factors, sharding.costs, size, parts)
@@ -139,13 +151,23 @@ class ReshardCosts:
         return best
 
     def sizes(self, domain: ShardingDomain) -> Array:
-        """Bytes of a rank's shard, by profile of typical sizes (rows), and by the shardings of a
-        domain (columns)."""
-        name = self.tensor.name
-        each = [self.sharding.costed_shapes(name, at) for at in domain.factor_shardings]
-        held = [[float(shape_bytes(self.tensor, shape)) for _, shape in some] for some in each]
-        by_size: Array = np.array(held).T
-        return by_size
+        """Bytes of the shard of each holder, by profile of typical sizes and within it by holder
+        (rows), and by the shardings of a domain (columns); one row if all are alike."""
+        held: list[Array] = []
+        for rank, weight in self.holders.ranks:
+            each = [
+                self.sharding.costed_shapes(self.tensor.name, at, rank)
+                for at in domain.factor_shardings
+            ]
+            sizes = [
+                [weight * shape_bytes(self.tensor, shape) for _, shape in some] for some in each
+            ]
+            held.append(np.array(sizes, float).T)
+        if len(held) == 1:
+            return held[0]
+        by_profile = np.stack(held, 1)
+        shape = (self.holders.profiles, *by_profile.shape[1:])
+        return np.broadcast_to(by_profile, shape).reshape(-1, shape[-1])
 
     def _size(self, factor_sharding: FactorSharding) -> float:
         return mean_bytes(self.tensor, factor_sharding, self.sharding)

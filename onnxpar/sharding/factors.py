@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.layout.layout import Dim, Factor, SizedFactor
 from onnxpar.layout.layout import leaves as leaves_of
 from onnxpar.layout.mesh import Axes
+from onnxpar.layout.shares import Shares
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.bonds import edges_of, groups
 
@@ -187,14 +188,20 @@ def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
     return frozenset(i for i, (_, dim) in enumerate(each) if dim in dims)
 
 
-def with_axes(dim: Dim, axes: Iterator[tuple[Axes, tuple[int, ...] | None]]) -> Dim:
+Parts = tuple[int, ...] | Shares
+"""Sizes of the shards of a leaf, or the shares from which they follow."""
+
+
+def with_axes(dim: Dim, axes: Iterator[tuple[Axes, Parts | None]]) -> Dim:
     """Assigns axes and part sizes to the splittable leaves of a tree, in order; leaves after the
     end of the iterator are whole."""
     if isinstance(dim, Factor):
         if not dim.is_leaf:
             return dim
         over, parts = next(axes, ((), None))
-        if isinstance(
+        if isinstance(parts, Shares):
+            parts = parts.sizes(dim.size) if over and dim.size > 0 else None
+        elif isinstance(
             dim, SizedFactor
         ):  # sizes by hand hold only for the dimension's size for which they were given
             parts = parts if parts and sum(parts) == dim.size else None

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from onnxpar.ir.tensors import Size
-from onnxpar.layout.layout import estimated_size
-from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.layout.layout import estimated_size, largest_size
+from onnxpar.layout.mesh import Axes
 from onnxpar.rules.notation import expr_vars
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.factors import OpFactors, with_axes
@@ -15,11 +15,11 @@ from onnxpar.sharding.state import ShardingState
 
 
 def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
-    """Multiplications and additions of a contraction: of the unsplit op, or of rank 0 if `sharding`
-    is given."""
+    """Multiplications and additions of a contraction: of the unsplit op, or of the rank with the
+    largest shards if `sharding` is given."""
     if sharding is None:
         return 2 * _products(op.rule, op.rule.sizes)
-    return flops_on_rank_0(op, sharding.op_axes(op), sharding.mesh)
+    return flops_over(op, sharding.op_axes(op), sharding)
 
 
 def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int]) -> list[int]:
@@ -28,7 +28,7 @@ def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int])
     held: dict[str, list[int]] = {}
     for name in op.rule.sizes.keys() - op.whole.keys():
         at = [(i, leaf) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
-        over = [(axes[i], sharding.parts.get((leaf.atom, axes[i]))) for i, leaf in at]
+        over = [(axes[i], sharding.parts_of(leaf.atom, axes[i])) for i, leaf in at]
         if any(split for split, _ in over):
             tree = with_axes(op.trees[name], iter(over))
             held[name] = [estimated_size(tree, sharding.mesh, rank) for rank in ranks]
@@ -43,12 +43,23 @@ def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int])
     return found
 
 
-def flops_on_rank_0(op: OpFactors, axes: Sequence[Axes], mesh: Mesh) -> int:
-    """Multiplications and additions of rank 0 if the node's leaves are split over these axes."""
+def flops_over(
+    op: OpFactors, axes: Sequence[Axes], sharding: ShardingState, rank: int | None = None
+) -> int:
+    """Multiplications and additions of a rank, or of the rank with the largest shards, if the
+    node's leaves are split over these axes."""
     sizes = dict(op.rule.sizes)
     for name in sizes.keys() - op.whole.keys():
-        over = [(axes[i], None) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
-        sizes[name] = estimated_size(with_axes(op.trees[name], iter(over)), mesh, 0)
+        over = [
+            (axes[i], sharding.parts_of(leaf.atom, axes[i]))
+            for i, leaf in enumerate(op.leaves)
+            if leaf.factor == name
+        ]
+        tree = with_axes(op.trees[name], iter(over))
+        if rank is None:
+            sizes[name] = largest_size(tree)
+        else:
+            sizes[name] = estimated_size(tree, sharding.mesh, rank)
     return 2 * _products(op.rule, sizes)
 
 

@@ -18,7 +18,8 @@ from onnxpar.sharding.shard_bytes import reshard_bytes
 @dataclass(frozen=True)
 class Collective:
     """One collective of a plan. `group` is the group of rank 0, or another one if rank 0 takes no
-    part; there are `groups` groups. `bytes` is what each of their ranks sends, over all iterations
+    part; there are `groups` groups. `bytes` is what each of their ranks sends, or the rank
+    with the largest shard, over all iterations
     of a Scan."""
 
     kind: str
@@ -39,7 +40,7 @@ def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
     """The plan's entry for a reshard node."""
     members = operands_of(node)
     group = mesh.group(reshard_of(node).axes, 0)
-    sent = int(bytes_sent(node.op, len(group), reshard_bytes(node, mesh)))
+    sent = int(bytes_sent(node.op, len(group), reshard_bytes(node)))
     tensor = " ".join(source.name.split("@")[0] for source, _, _ in members)
     layouts = ["; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2)]
     return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)

@@ -11,15 +11,21 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 
-def shard_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
-    """Bytes of a rank's shard; with default sizes, rank 0 has the largest."""
+def shard_bytes(tensor: gs.Tensor, layout: Layout, mesh: Mesh, rank: int) -> int:
+    """Bytes of a rank's shard."""
     return shape_bytes(tensor, layout.estimated_shape(mesh, rank))
 
 
-def reshard_bytes(node: gs.Node, mesh: Mesh) -> int:
-    """Bytes of the shards of a reshard node's operands, each before or after it, as is larger."""
+def largest_shard_bytes(tensor: gs.Tensor, layout: Layout) -> int:
+    """Bytes of the largest shard."""
+    return shape_bytes(tensor, layout.largest_shape())
+
+
+def reshard_bytes(node: gs.Node) -> int:
+    """Bytes of the largest shards of a reshard node's operands, each before or after it, as is
+    larger."""
     return sum(
-        max(shard_bytes(tensor, layout, mesh) for layout in layouts)
+        max(largest_shard_bytes(tensor, layout) for layout in layouts)
         for tensor, *layouts in operands_of(node)
     )
 

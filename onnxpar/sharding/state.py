@@ -22,11 +22,13 @@ from onnxpar.layout.layout import (
     Product,
     ReduceOp,
     estimated_size,
+    largest_size,
     nested_parts,
     normalize,
 )
 from onnxpar.layout.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes
-from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors, with_axes
+from onnxpar.layout.shares import Shares
+from onnxpar.sharding.factors import GraphFactors, OpFactors, Parts, TensorFactors, with_axes
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,32 @@ class ShardingState:
 
     def part_sizes(self, name: str, leaf: int, axes: Axes) -> tuple[int, ...]:
         """Sizes of the shards of a tensor's leaf if it is split over these axes: those given by
-        hand, or else the default ones."""
+        hand, or by the shares of ranks, or else the default ones."""
         factor = self.factors.tensors[name].leaves[leaf]
-        by_hand = self.parts.get((factor.atom, axes)) if axes else None
-        return by_hand or nested_parts(factor.size, tuple(a.size for a in axes))
+        found = self.uneven_sizes(factor.atom, axes, factor.size)
+        return found or nested_parts(factor.size, tuple(a.size for a in axes))
+
+    def parts_of(self, atom: int, axes: Axes) -> Parts | None:
+        """Sizes by hand of the shards of an atom, or the shares of the ranks along the axes; None
+        if its shards have the default sizes. Open sizes are divided equally."""
+        if not axes:
+            return None
+        if self.parts and (by_hand := self.parts.get((atom, axes))):
+            return by_hand
+        return None if atom in self.factors.open_atoms else self.costs.shares(axes)
+
+    def uneven_sizes(self, atom: int, axes: Axes, size: int) -> tuple[int, ...] | None:
+        """Sizes of the shards of an atom of this size; None if they are the default ones."""
+        parts = self.parts_of(atom, axes)
+        if isinstance(parts, Shares):
+            return parts.sizes(size) if size > 0 else None
+        return parts
+
+    def sizes_by_rank(self, atom: int, axes: Axes, size: int) -> Sequence[int]:
+        """The number of elements of an atom of this size that each rank holds if axes split it."""
+        counts = tuple(axis.size for axis in axes)
+        sizes = self.uneven_sizes(atom, axes, size) or nested_parts(size, counts)
+        return [sizes[at] for at in self.costs.places(axes)]
 
     def layout(self, tensor: gs.Tensor | str, factor_sharding: FactorSharding) -> Layout:
         """The factor sharding as a layout of the tensor's dimensions."""
@@ -220,39 +244,43 @@ class ShardingState:
         return self._layout(name, factor_sharding, self.factors.tensors[name].dims)
 
     def costed_shapes(
-        self, name: str, factor_sharding: FactorSharding
+        self, name: str, factor_sharding: FactorSharding, rank: int | None = None
     ) -> list[tuple[float, tuple[int, ...]]]:
-        """The shape of the largest shard at each of the sizes for which costs are computed, with
-        the weight of these sizes."""
+        """The shape of the largest shard, or of that of a rank, at each of the sizes for which
+        costs are computed, with the weight of these sizes."""
         factors = self.factors.tensors[name]
         given: dict[int, Given] = defaultdict(tuple)
         for axes, dim, leaf in zip(
             factor_sharding.leaves, factors.dim_of_leaf, factors.leaves, strict=True
         ):
-            given[dim] += ((axes, self.parts.get((leaf.atom, axes)) if axes else None),)
+            given[dim] += ((axes, self.parts_of(leaf.atom, axes)),)
+        at = None if rank is None else (self.mesh, rank)
         return [
-            (weight, tuple(_largest_part(d, given[i], self.mesh) for i, d in enumerate(dims)))
+            (weight, tuple(_part(d, given[i], at) for i, d in enumerate(dims)))
             for weight, dims in factors.costed
         ]
 
     def _layout(self, name: str, factor_sharding: FactorSharding, of: tuple[Dim, ...]) -> Layout:
         factors = self.factors.tensors[name]
         given = iter(
-            (axes, self.parts.get((leaf.atom, axes)) if axes else None)
+            (axes, self.parts_of(leaf.atom, axes))
             for leaf, axes in zip(factors.leaves, factor_sharding.leaves, strict=True)
         )
         dims = tuple(with_axes(dim, given) for dim in of)
         return Layout(dims, factor_sharding.partial, factor_sharding.reduce)
 
 
-Given = tuple[tuple[Axes, tuple[int, ...] | None], ...]
-"""Axes of each leaf of a dimension, with the sizes of its shards if they are given by hand."""
+Given = tuple[tuple[Axes, Parts | None], ...]
+"""Axes of each leaf of a dimension, with the sizes of its shards if these are not the default
+ones."""
 
 
 @lru_cache(maxsize=1 << 16)
-def _largest_part(dim: Dim, given: Given, mesh: Mesh) -> int:
-    """The number of elements of a dimension in the largest shard, if its leaves have these axes."""
-    return estimated_size(with_axes(dim, iter(given)), mesh, 0)
+def _part(dim: Dim, given: Given, at: tuple[Mesh, int] | None) -> int:
+    """The number of elements of a dimension in the largest shard, or in that of a rank of a mesh,
+    if its leaves have these axes."""
+    split = with_axes(dim, iter(given))
+    return largest_size(split) if at is None else estimated_size(split, *at)
 
 
 def _fits(

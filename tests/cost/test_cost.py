@@ -171,16 +171,16 @@ def test_rows_are_the_runs_that_a_step_moves(
             Factor(n, tp if is_split else ()) for n, is_split in zip((8, 6, 4), split, strict=True)
         ]
 
-    assert rows_moved(dims(before), dims(after), mesh) == rows
+    assert rows_moved(dims(before), dims(after)) == rows
 
 
 def test_rows_within_a_dimension() -> None:
     mesh = Mesh.parse("tp=2")
     tp = (mesh.axis("tp"),)
-    assert rows_within(Factor(6, tp), mesh) == 1
-    assert rows_within(Product((Factor(3), Factor(4, tp))), mesh) == 3
-    assert rows_within(Product((Factor(4, tp), Factor(3))), mesh) == 1
-    assert rows_within(Concat((Factor(1), Factor(6, tp))), mesh) == 4  # picked one by one
+    assert rows_within(Factor(6, tp)) == 1
+    assert rows_within(Product((Factor(3), Factor(4, tp)))) == 3
+    assert rows_within(Product((Factor(4, tp), Factor(3)))) == 1
+    assert rows_within(Concat((Factor(1), Factor(6, tp)))) == 4  # picked one by one
 
 
 FLAT = Topology(

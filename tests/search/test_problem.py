@@ -39,7 +39,7 @@ from onnxpar.search.reshard_costs import faster
 from onnxpar.search.solver.elimination import LIMIT
 from onnxpar.search.solver.limits import Limit, TooMuch
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.shard_bytes import shard_bytes
+from onnxpar.sharding.shard_bytes import largest_shard_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 from onnxpar.strategy.strategy import NodeAnnotation
 
@@ -188,9 +188,7 @@ class BruteForce:
 
     def size(self, name: str, factor_sharding: FactorSharding) -> float:
         tensor = self.tensors[name]
-        return shard_bytes(
-            tensor, self.sharding.layout(tensor, factor_sharding), self.sharding.mesh
-        )
+        return largest_shard_bytes(tensor, self.sharding.layout(tensor, factor_sharding))
 
 
 def context(path: Path, mesh: str, topology: Topology) -> tuple[gs.Graph, PassContext]:

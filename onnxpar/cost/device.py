@@ -1,0 +1,128 @@
+"""The speed and memory of a rank's device, and the devices of all ranks as topology files give
+them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onnxpar.cost.entries import mapping, number
+from onnxpar.errors import StrategyError
+from onnxpar.layout.mesh import MOST_RANKS
+
+ROW_BYTES = 100
+"""Bytes of contiguous memory that can be copied in the time that one more row costs
+(`Device.row`)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The speed of a rank's device; by default about one CPU core of 2020.
+
+    flops             operations per second (a multiplication and addition counts as two)
+    memory_bandwidth  bytes read or written per second
+    launch            seconds that every op takes at least
+    memory            bytes that a rank has; None: unknown
+    convolution       operations per second of convolutions; None: the same as `flops`
+    row               additional seconds for each row, a stretch of contiguous elements that is
+                      copied, multiplied or normalized on its own; None: the time to copy ROW_BYTES
+    """
+
+    flops: float = 2e10
+    memory_bandwidth: float = 1e10
+    launch: float = 5e-6
+    memory: float | None = None
+    convolution: float | None = None
+    row: float | None = None
+
+
+DEVICE_UNITS = {
+    "flops": "FLOP/s",
+    "convolution": "FLOP/s",
+    "memory_bandwidth": "B/s",
+    "row": "s",
+    "launch": "s",
+    "memory": "B",
+}
+Settings = Mapping[str, float]
+"""The quantities of a device that a file gives."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The entry `device` of one place in a topology file: `same` for all ranks there, or `each`
+    with one item for each unit; `where` names the place in errors."""
+
+    same: Settings
+    each: tuple[Settings, ...]
+    where: str
+
+    @staticmethod
+    def read(data: Any, where: str) -> Listed:
+        """Reads the entry: a mapping of quantities, or a list of such mappings, in which `count`
+        makes an item stand for several neighbours. Errors: StrategyError."""
+        if not isinstance(data, list):
+            return Listed(_settings(data or {}, where), (), where)
+        each: list[Settings] = []
+        for i, item in enumerate(data):
+            entries = mapping(item, (*DEVICE_UNITS, "count"), f"{where}[{i}]")
+            count = entries.get("count", 1)
+            if type(count) is not int or not 1 <= count <= MOST_RANKS:
+                raise StrategyError(
+                    f"{where}[{i}]: count is {count!r}; give a number from 1 to {MOST_RANKS:,}"
+                )
+            own = {key: value for key, value in entries.items() if key != "count"}
+            each += [_settings(own, f"{where}[{i}]")] * count
+        if not each:
+            raise StrategyError(f"{where}: the list is empty; give one entry for each unit")
+        return Listed({}, tuple(each), where)
+
+    def check(self, units: int, what: str) -> None:
+        """Errors: StrategyError if the list has another number of items than there are units."""
+        if self.each and len(self.each) != units:
+            raise StrategyError(
+                f"{self.where}: lists {len(self.each)} devices, but there are {units} {what}; list "
+                "one for each, or give an entry a count"
+            )
+
+
+def devices_of(
+    top: Listed, levels: Sequence[tuple[Listed, int | None]]
+) -> tuple[Device, tuple[Device, ...]]:
+    """The device of all ranks, and the devices of each rank if they differ. `top` is the entry of
+    the whole file, `levels` those of the levels with their sizes, from the inside out. An inner
+    entry overrides an outer one, and a list by rank overrides all. Errors: StrategyError."""
+    sizes = [size for _, size in levels]
+    common = dict(top.same)
+    for listed, _ in reversed(levels):
+        common |= listed.same
+    if not top.each and not any(listed.each for listed, _ in levels):
+        return Device(**common), ()
+    ranks = math.prod(size or 1 for size in sizes)
+    if ranks > MOST_RANKS:
+        raise StrategyError(f"{top.where}: {ranks:,} ranks; give at most {MOST_RANKS:,}")
+    top.check(ranks, "ranks")
+    for listed, size in levels:
+        listed.check(size or 1, "units in this level")
+    found = tuple(_device_of(rank, top, levels) for rank in range(ranks))
+    return (found[0], ()) if len(set(found)) == 1 else (Device(**common), found)
+
+
+def _device_of(rank: int, top: Listed, levels: Sequence[tuple[Listed, int | None]]) -> Device:
+    settings: dict[str, float] = dict(top.same)
+    units = [math.prod(size or 1 for _, size in levels[:i]) for i in range(len(levels))]
+    for (listed, size), unit in reversed(list(zip(levels, units, strict=True))):
+        settings |= listed.same
+        settings |= listed.each[rank // unit % (size or 1)] if listed.each else {}
+    return Device(**{**settings, **(top.each[rank] if top.each else {})})
+
+
+def _settings(data: Any, where: str) -> Settings:
+    entries = mapping(data, tuple(DEVICE_UNITS), where)
+    return {
+        key: number(entries, key, unit, where)
+        for key, unit in DEVICE_UNITS.items()
+        if entries.get(key) is not None
+    }
