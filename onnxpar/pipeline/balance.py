@@ -26,6 +26,10 @@ ROUNDS = 8
 SLACK = 0.98
 """Fraction of a device's memory that the next plan aims at, if a rank needed more than it has."""
 
+PROGRESS = 0.999
+"""The search for shares ends when the fullest rank holds more than this fraction of what it held
+before: then other shares do not help."""
+
 Made = tuple[Plan, PassContext]
 
 
@@ -61,10 +65,11 @@ def _seconds(model: Model, factors: GraphFactors, topology: Topology, device: De
 
 def limits(topology: Topology, options: Options) -> list[float]:
     """Bytes that each rank may hold; infinite if there is no limit."""
-    given = options.objective.memory
-    if given is not None:
-        return [given] * len(topology.devices)
-    return [device.memory or math.inf for device in topology.devices]
+    objective = options.objective
+    if objective.memory is None:
+        return [device.memory or math.inf for device in topology.devices]
+    weights = map(objective.weight_of, range(len(objective.memories or topology.devices)))
+    return [objective.memory / weight if weight else math.inf for weight in weights]
 
 
 def capped(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
@@ -90,30 +95,40 @@ def capped(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]
 def fitting_shares(options: Options, make: Callable[[Options], Made]) -> tuple[Options, Made]:
     """Makes a plan whose shares of the work fit into the memory of each rank's device: where a rank
     needs more than it has, the others take over some of its share. If no plan fits, returns the
-    last one. Also returns the options with these shares. Errors: OverLimit if a search finds no
+    first one. Also returns the options with these shares. Errors: OverLimit if a search finds no
     strategy that fits."""
-    topology = options.topology
     try:
-        made = make(options)
+        first = make(options)
     except OverLimit:
-        assert topology is not None
-        most = limits(topology, options)
+        most = limits(options.topology or Topology.default(), options)
         if not all(map(math.isfinite, most)):
             raise
-        options = replace(options, shares=capped(most, [math.inf] * len(most)))
-        return options, make(options)
-    assert topology is not None
-    speeds: tuple[float, ...] = made[1].sharding.costs.topology.shares
-    for _ in range(ROUNDS):
-        shares = made[1].sharding.costs.topology.shares
-        pairs = list(zip(made[0].loads, limits(topology, options), strict=False))
-        if not shares or all(load.held <= limit for load, limit in pairs):
-            break
-        most = [
+        options = replace(options, shares=capped(most, [1.0] * len(most)))
+        first = make(options)
+    made, found = first, options
+    speeds = _shares(first)
+    for _ in range(ROUNDS if options.topology is not None else 0):
+        assert options.topology is not None
+        most = limits(options.topology, options)
+        if not speeds or _fullness(made, most) <= 1:
+            return found, made
+        caps = [
             share * limit / load.held * (SLACK if load.held > limit else 1)
-            for share, (load, limit) in zip(shares, pairs, strict=False)
+            for share, limit, load in zip(_shares(made), most, made[0].loads, strict=False)
         ]
-        rest = [math.inf] * (len(shares) - len(most))
-        options = replace(options, shares=capped(speeds, [*most, *rest]))
-        made = make(options)
-    return options, made
+        rest = [math.inf] * (len(speeds) - len(caps))
+        found = replace(options, shares=capped(speeds, [*caps, *rest]))
+        before, made = made, make(found)
+        if _fullness(made, most) > _fullness(before, most) * PROGRESS:
+            break
+    return options, first
+
+
+def _shares(made: Made) -> tuple[float, ...]:
+    return made[1].sharding.costs.topology.shares
+
+
+def _fullness(made: Made, most: Sequence[float]) -> float:
+    """The largest quotient of what a rank holds by what it may hold."""
+    pairs = zip(made[0].loads, most, strict=False)
+    return max((load.held / limit for load, limit in pairs), default=0.0)

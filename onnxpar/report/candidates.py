@@ -213,7 +213,12 @@ def try_candidate(path: Path, options: Options) -> Candidate | Refused:
 
 
 def on_one_rank(path: Path, options: Options) -> Candidate:
-    """Plans the unsplit model on one rank, without a memory limit."""
+    """Plans the unsplit model on one rank, the fastest, without a memory limit."""
+    topology = options.topology
+    if topology is not None and topology.devices:
+        each = [replace(topology, device=d, devices=()) for d in dict.fromkeys(topology.devices)]
+        found = [on_one_rank(path, replace(options, topology=one, balance=False)) for one in each]
+        return min(found, key=_order)
     alone = replace(
         options, compared=True, devices=1, mesh=None, preset=None, search=PROPAGATION, strategy=None
     )

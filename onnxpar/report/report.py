@@ -110,8 +110,9 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         yield f"sizes are open: costs are for {sizes_text(typical)}{change}"
     states = memory.get("states_per_rank", 0)
     kept = "parameters and states" if plan.get("step") else "states"
+    ranks = "per rank at most" if plan.get("loads") else "per rank"
     yield (
-        f"per rank: {_stored(plan)}s {size_text(memory['weights_per_rank'])}, "
+        f"{ranks}: {_stored(plan)}s {size_text(memory['weights_per_rank'])}, "
         + (f"{kept} {size_text(states)}, " if states else "")
         + f"activations at most {size_text(memory['activations_per_rank'])}, "
         f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
@@ -137,6 +138,14 @@ def _load_lines(loads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields a table of what each rank holds and computes, where the devices of ranks differ."""
     if not loads:
         return
+    heads, rows = load_rows(loads)
+    yield from table(rows, heads)
+
+
+def load_rows(
+    loads: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[str], list[tuple[str | int, ...]]]:
+    """The heads and rows of a table of what each rank holds and computes."""
     rows = [
         (
             _range(*load["ranks"]),
@@ -147,8 +156,7 @@ def _load_lines(loads: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
         for load in loads
     ]
-    kinds = ("weights", "states", "activations", "of memory", "FLOPs", "compute")
-    yield from table(rows, ("rank", *kinds))
+    return ("rank", "weights", "states", "activations", "of memory", "FLOPs", "compute"), rows
 
 
 def _range(first: int, last: int) -> str:

@@ -18,7 +18,7 @@ from onnxpar.report.charts import memory_curve, timeline
 from onnxpar.report.explain import Explained
 from onnxpar.report.layout_key import layout_key
 from onnxpar.report.page_tables import collectives, ms_text, nodes, number, row, table, tensors
-from onnxpar.report.report import size_text
+from onnxpar.report.report import load_rows, size_text
 
 _SEARCH = (
     '<form class="search" role="search" hidden><label>Filter the tables '
@@ -118,11 +118,12 @@ def _header(explained: Explained) -> Iterator[str]:
     how = f", strategy <b>{escape(plan.preset)}</b>" if plan.preset else ""
     yield f"<h1>{escape(plan.model)}</h1>"
     yield f"<p>{plan.mesh.size} ranks, mesh <b>{plan.mesh}</b>{how}</p>"
+    alone = plan.predicted.one_rank if plan.predicted else 0.0
     facts = {
         "one run": f"{ms_text(seconds.total)} ms",
         "compute": f"{ms_text(seconds.compute)} ms",
         "communication": f"{ms_text(seconds.communication)} ms",
-        "one run on one rank": f"{ms_text(plan.predicted.one_rank if plan.predicted else 0.0)} ms",
+        f"one run on {'the fastest' if plan.loads else 'one'} rank": f"{ms_text(alone)} ms",
         "sent per rank": size_text(sum(c.bytes for c in plan.collectives)),
     }
     for key, size in plan.memory.items():
@@ -130,6 +131,11 @@ def _header(explained: Explained) -> Iterator[str]:
             facts[f"{key.removesuffix('_per_rank')} per rank"] = size_text(size)
     items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
     yield f'<dl class="facts">{"".join(items)}</dl>'
+    if plan.loads:
+        heads, rows = load_rows(plan.to_json()["loads"])
+        cells = [(escape(head), "n" if i else "") for i, head in enumerate(heads)]
+        body = (row("", [number(f"{c:,}" if isinstance(c, int) else c) for c in r]) for r in rows)
+        yield from table("loads", cells, body)
     yield "<p>Times are predictions of the cost model.</p>"
     if plan.typical:
         sizes = escape(sizes_text(plan.typical))

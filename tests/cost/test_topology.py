@@ -101,12 +101,85 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
         ({"levels": [LEVEL], "device": {"cores": 4}}, "device: unknown key 'cores'; use flops"),
         ({"levels": [LEVEL], "device": {"flops": "9 GB"}}, "write 20GFLOP/s"),
         ({"levels": [LEVEL], "device": {"memory": True}}, "True is not a size; write 16GB"),
+        ({"device": []}, "levels must be a list"),
+        ({"levels": [LEVEL], "device": []}, "device: the list is empty"),
+        ({"levels": [LEVEL], "device": [{}, {}, {}]}, "lists 3 devices, but there are 2 ranks"),
+        (
+            {"levels": [{**LEVEL, "device": [{"flops": 1}]}]},
+            r"levels\[0\]: device: lists 1 devices, but there are 2 units in this level",
+        ),
+        (
+            {"levels": [LEVEL, {**LEVEL, "name": "r", "size": None}], "device": [{"row": 0}] * 3},
+            "lists 3 devices, which do not fill units of 2 ranks",
+        ),
+        (
+            {
+                "levels": [
+                    {**LEVEL, "device": [{"flops": 1}, {"flops": 2}]},
+                    {**LEVEL, "name": "rack", "size": None},
+                ]
+            },
+            "devices differ, and level 'rack' has no size",
+        ),
+        ({"device": [{"flops": 1, "count": 0}]}, r"device\[0\]: count is 0; give a number from 1"),
+        ({"device": [{"flop": 1}]}, r"device\[0\]: unknown key 'flop'; use flops"),
+        ({"device": ["fast"]}, r"device\[0\]: must be a mapping with the keys flops"),
     ],
 )
 def test_what_is_wrong_is_named(data: Any, message: str) -> None:
     with pytest.raises(StrategyError, match=message) as error:
         Topology.of(data, "cluster.yaml")
     assert str(error.value).startswith("cluster.yaml: ")
+
+
+FAST, SLOW = {"flops": 3e10}, {"flops": 1e10}
+
+
+@pytest.mark.parametrize(
+    "data,flops",
+    [
+        ({"device": [FAST, SLOW]}, [3, 1]),
+        ({"device": [{**FAST, "count": 2}, SLOW]}, [3, 3, 1]),
+        ({"levels": [LEVEL], "device": [FAST, SLOW]}, [3, 1]),
+        ({"levels": [{**LEVEL, "device": [FAST, SLOW]}]}, [3, 1]),
+        (
+            {"levels": [LEVEL, {**LEVEL, "name": "rack", "device": [FAST, SLOW]}]},
+            [3, 3, 1, 1],
+        ),
+        (
+            {"levels": [{**LEVEL, "device": [FAST, SLOW]}, {**LEVEL, "name": "rack"}]},
+            [3, 1, 3, 1],
+        ),
+        (  # an inner entry overrides an outer one
+            {
+                "levels": [
+                    {**LEVEL, "device": [{"memory": 1}, SLOW]},
+                    {**LEVEL, "size": None, "name": "rack", "device": [FAST, {"flops": 2e10}]},
+                ]
+            },
+            [3, 1, 2, 1],
+        ),
+        ({"levels": [{**LEVEL, "size": None}], "device": [FAST, SLOW, FAST]}, [3, 1, 3]),
+        ({"levels": [{**LEVEL, "device": FAST}], "device": {"flops": 5e9}}, [3, 3]),
+    ],
+)
+def test_devices_of_ranks(data: Any, flops: list[float], tmp_path: Path) -> None:
+    topology = Topology.of(data)
+    assert topology.ranks == len(flops)
+    found = [topology.device_of(rank).flops / 1e10 for rank in range(len(flops))]
+    assert found == pytest.approx(flops)
+    file = tmp_path / "mixed.yaml"
+    file.write_text(topology.text())
+    again = Topology.read(file)
+    assert [again.device_of(rank) for rank in range(len(flops))] == [
+        topology.device_of(rank) for rank in range(len(flops))
+    ]
+
+
+def test_a_device_alone_has_the_default_level() -> None:
+    topology = Topology.of({"device": {"flops": "40 GFLOP/s"}})
+    assert topology.levels == Topology.default().levels and topology.ranks is None
+    assert topology.device == Device(flops=4e10)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
