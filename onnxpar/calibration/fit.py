@@ -64,11 +64,11 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
     ):
         yield f"{what:<30}{seconds * 1e6:>9.1f} us"
     yield ""
-    yield f"{'collective':<14}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
+    yield f"{'collective':<18}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
     for time in found.collectives:
         fitted = predicted(time, topology)
         yield (
-            f"{time.kind:<14}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
+            f"{time.kind:<18}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
             f"{fitted * 1e6:>9.1f} us{fitted / time.seconds - 1:>+7.0%}"
         )
 

@@ -44,6 +44,8 @@ def collective(kind: str, size: int, group: Sequence[int], repeats: int) -> onnx
         attributes |= {joins.axis: joined[0], joins.sizes: [joined[1]] * ranks}
     if KINDS[kind].awaits == "root":
         attributes["root"] = 0
+    if KINDS[kind].awaits == "source":
+        attributes["sources"] = [(i + 1) % ranks for i in range(ranks)]
     nodes = []
     for i in range(repeats):
         nodes += [

@@ -134,6 +134,7 @@ _ROWS = (
         shapes="shapes",
         lists=("sources", "shapes"),
         awaits="source",
+        is_measured=True,
     ),
     Kind(
         "Broadcast",

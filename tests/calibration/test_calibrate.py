@@ -82,7 +82,14 @@ def test_which_groups() -> None:
     assert group_sizes(8) == [2, 4, 8]
 
 
-ELEMENTS = {"AllReduce": 1, "AllGather": 3, "ReduceScatter": 1, "AllToAll": 1, "Broadcast": 1}
+ELEMENTS = {
+    "AllReduce": 1,
+    "AllGather": 3,
+    "ReduceScatter": 1,
+    "AllToAll": 1,
+    "CollectivePermute": 1,
+    "Broadcast": 1,
+}
 """What of the largest tensor is fed, over three ranks: one part in so many."""
 
 
