@@ -12,6 +12,7 @@ from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, Predicted, RankLoad
 from onnxpar.compiler.replay import replay_typical
 from onnxpar.compiler.summary import summarize
+from onnxpar.cost.cost import bytes_sent
 from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.reshards import is_reshard
@@ -233,8 +234,8 @@ def _bytes(
     profiles: Sequence[Profile],
 ) -> Iterator[int]:
     """Yields, for each collective of the plan, the bytes that a rank sends: the weighted mean of
-    `each`. For a collective inside an op, a polynomial through the bindings gives the bytes at each
-    profile."""
+    `each`. For a collective inside an op, a polynomial through the bindings gives the bytes of its
+    operand at each profile."""
     sizes = ctx.model.sizes
     assert sizes is not None
     variables = sizes.variables()
@@ -243,11 +244,12 @@ def _bytes(
             yield _mean((weight, sent[entry.name]) for weight, sent in each)
             continue
         found = [
-            entry.bytes,
-            *(other.lowered.collectives[at].bytes for _, other in ctx.lowered.replays),
+            entry.operand,
+            *(other.lowered.collectives[at].operand for _, other in ctx.lowered.replays),
         ]
-        polynomial = fit(found, variables)
-        if polynomial is None or not profiles:
+        operand, ranks = fit(found, variables), len(entry.group)
+        if operand is None or not profiles:
             yield entry.bytes
         else:
-            yield _mean((weight, max(polynomial.at(b), 0)) for b, weight in profiles)
+            sizes_at = [(weight, max(operand.at(b), 0)) for b, weight in profiles]
+            yield _mean((weight, int(bytes_sent(entry.kind, ranks, n))) for weight, n in sizes_at)

@@ -14,6 +14,7 @@ from onnxpar.model.interchange import is_weight
 from onnxpar.presets.context_parallel import AXIS, CONTEXT, context_annotation
 from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
 from onnxpar.presets.sparse_sums import sparse_sums
+from onnxpar.presets.split_caches import SplitCaches, cache_atoms, cache_heads
 from onnxpar.presets.tensor_parallel import tensor_parallel_rounds
 from onnxpar.presets.training_presets import (
     SEQUENCE,
@@ -98,6 +99,11 @@ def preset_rounds(
     batch: list[Annotation] = []
     if "dp" in mesh.sizes:
         batch = list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))
+    caches = cache_atoms(graph, sharding, step) if preset == CONTEXT else None
+    if caches and AXIS in mesh.sizes:
+        over = (mesh.axis(AXIS),)
+        split = SplitCaches(caches, over, cache_heads(graph, sharding, caches), axes)
+        return [batch, [split], *tensor_parallel_rounds(graph, sharding, (*axes, *over))]
     wide = tensor_parallel_rounds(graph, sharding, axes)
     if preset == SEQUENCE:
         return [batch, *wide[:-1], sequence_annotations(graph, axes, sharding, step), *wide[-1:]]

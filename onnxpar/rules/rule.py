@@ -33,6 +33,8 @@ class Rule:
     local          attributes (by name) and constant operands (by index) that the rank's node gets
                    instead of the node's own; computed from the rank's view of the node
     lower          replaces the node if one of the `lowered` factors is split
+    steps          number of ops that then replace it and read and write as many bytes as the node
+                   returns, by the cost model
     communicating  lowered factors over whose shards the ranks communicate inside the op, so that
                    the results are not partial
     contiguous     factors whose shards must be contiguous
@@ -55,6 +57,7 @@ class Rule:
     local: Mapping[str | int, Callable[[Local], Any]] = field(default_factory=dict)
     lowered: frozenset[str] = frozenset()
     lower: Callable[[Lowering], None] | None = None
+    steps: int = 4
     communicating: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
     co_sharded: tuple[tuple[str, ...], ...] = ()

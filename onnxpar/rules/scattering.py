@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
-from onnxpar.rules.communicate import held_positions
 from onnxpar.rules.indexing import SELECTED, local_rows, uncovered
 from onnxpar.rules.movement import output_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
+_ZERO, _ONE = np.array(0, np.int64), np.array(1, np.int64)
 _MEETS = "several updates may hit one element, and the last one wins"
 _JOINS = {"add": "sum", "max": "max", "min": "min"}
 _PADDED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64", "uint32", "bool")
@@ -108,35 +109,87 @@ def tensor_scatter(node: gs.Node) -> Rule:
     cache, update = names("d", len(shape)), names("d", len(shape))
     update[axis] = "u"
     factor, length, count = cache[axis], shape[axis], updates[axis]
-    circular = node.attrs.get("mode", "linear") == "circular"
-
-    def lower(build: Lowering) -> None:
-        at = held_positions(build, factor, axis, len(shape))
-        if given(build.local.node, 2) is not None:
-            others = [i for i in range(len(shape)) if i != 0]
-            start = build.add("Unsqueeze", [build.input(2)], axes=others)
-            at = build.add("Sub", [at, start])
-        if circular:
-            at = build.add("Mod", [at, np.array(length, np.int64)])
-        last, zero = np.array((count or 0) - 1, np.int64), np.array(0, np.int64)
-        row = build.add("Clip", [at, zero, last])
-        inside = build.add("Equal", [row, at])
-        row = build.add("Expand", [row, build.per_rank(output_shape)])
-        written = build.add("GatherElements", [build.input(1), row], axis=axis)
-        build.finish("Where", [inside, written, build.input(0)])
-
     whole = {"u": "the write position is data-dependent"}
-    if None in (length, count) or str(dtype_of(node.inputs[0])) not in SELECTED:
+    if length is None or count is None or str(dtype_of(node.inputs[0])) not in SELECTED:
         whole[factor] = "the write position is data-dependent"
+    is_circular = node.attrs.get("mode", "linear") == "circular"
     rest = ", d0" * (len(node.inputs) - 2)
     return einsum(
         node,
         f"{dims_text(cache)}, {dims_text(update)}{rest} -> {dims_text(cache)}",
         whole=whole,
         lowered=frozenset({factor}),
-        lower=lower,
+        lower=_Writes(factor, axis, len(shape), length or 0, count or 0, is_circular).lower,
+        steps=1,
+        contiguous=frozenset({factor}),
         linear=(frozenset({0, 1}),),
     )
+
+
+@dataclass(frozen=True)
+class _Writes:
+    """Writes the updates of a TensorScatter that fall into the rank's shard of a cache.
+
+    Each update becomes one write: to its own place or, if that is on another rank, to the nearest
+    place of this rank. Written is the update that belongs to that place or, if none does, the old
+    value. So writes that meet write the same.
+    """
+
+    factor: str
+    axis: int
+    rank: int
+    length: int
+    count: int
+    is_circular: bool
+
+    def lower(self, build: Lowering) -> None:
+        """Replaces the node."""
+        first, last, rows = (build.per_rank(each) for each in (self._first, self._last, self._rows))
+        place = self._beside(build, build.add("Range", [_ZERO, rows, _ONE]), self.axis)
+        begin = None
+        if given(build.local.node, 2) is not None:
+            begin = self._beside(build, build.input(2), 0)
+            place = self._around(build, build.add("Add", [place, begin]))
+        place = build.add("Min", [build.add("Max", [place, first]), last])
+        row = place
+        if begin is not None:
+            row = self._around(build, build.add("Sub", [place, begin]))
+        known = build.add("Clip", [row, _ZERO, np.array(self.count - 1, np.int64)])
+        is_new = build.add("Equal", [known, row])
+        wide = build.per_rank(self._written)
+        known = build.add("Expand", [known, wide])
+        place = build.add("Expand", [build.add("Sub", [place, first]), wide])
+        new = build.add("GatherElements", [build.input(1), known], axis=self.axis)
+        old = build.add("GatherElements", [build.input(0), place], axis=self.axis)
+        written = build.add("Where", [is_new, new, old])
+        build.finish("ScatterElements", [build.input(0), place, written], axis=self.axis)
+
+    def _beside(self, build: Lowering, vector: gs.Tensor, axis: int) -> gs.Tensor:
+        """A vector as dimension `axis` of a tensor, the others of size 1."""
+        others = [i for i in range(self.rank) if i != axis]
+        return build.add("Unsqueeze", [vector], axes=others)
+
+    def _around(self, build: Lowering, at: gs.Tensor) -> gs.Tensor:
+        """Places beyond the end of a circular cache, counted from its start."""
+        if not self.is_circular:
+            return at
+        return build.add("Mod", [at, np.array(self.length, np.int64)])
+
+    def _first(self, local: Local) -> Any:
+        return np.array(local.interval(self.factor)[0], np.int64)
+
+    def _last(self, local: Local) -> Any:
+        return np.array(local.interval(self.factor)[1] - 1, np.int64)
+
+    def _rows(self, local: Local) -> Any:
+        """The number of writes; an empty shard gets none."""
+        return np.array(self.count if local.size(self.factor) else 0, np.int64)
+
+    def _written(self, local: Local) -> Any:
+        """The shape of the writes."""
+        shape = output_shape(local)
+        shape[self.axis] = self._rows(local)
+        return shape
 
 
 @rule("ReverseSequence")

@@ -37,9 +37,6 @@ _ROW_AXIS = {
     "RMSNormalization": -1,
 }
 """The default axis of ops that process contiguous rows, which extend from that axis to the last."""
-_STEPS = 4
-"""Number of ops that replace an op that is split along a dimension that it normalizes or looks up;
-each of them reads and writes as many bytes as the op returns."""
 _NODE = 64
 """Bytes of a node of a tree in the attributes of a forest."""
 _VISIT = 40
@@ -134,7 +131,7 @@ def _op_cost(
         return seconds + costs.local("Concat", 2 * read), _halo(op, strategy, sharding, tied, read)
     if lowered:
         iterations = _iterations(op)
-        seconds += (_STEPS * iterations - 1) * costs.compute(
+        seconds += (op.rule.steps * iterations - 1) * costs.compute(
             0, 2 * written / iterations, device=device
         )
     return seconds, _communication(

@@ -18,9 +18,9 @@ from onnxpar.sharding.shard_bytes import reshard_bytes
 @dataclass(frozen=True)
 class Collective:
     """One collective of a plan. `group` is the group of rank 0, or another one if rank 0 takes no
-    part; there are `groups` groups. `bytes` is what each of their ranks sends, or the rank
-    with the largest shard, over all iterations
-    of a Scan."""
+    part; there are `groups` groups. `bytes` is what each of their ranks sends, or the rank with the
+    largest shard, over all iterations of a Scan, and `operand` the bytes of their operands, on the
+    rank where these are largest."""
 
     kind: str
     name: str
@@ -30,20 +30,23 @@ class Collective:
     tensor: str
     before: str
     after: str
+    operand: int = 0
 
     def repeated(self, iterations: int) -> Collective:
         """The collective in a loop of this many iterations."""
-        return replace(self, bytes=self.bytes * iterations)
+        return replace(self, bytes=self.bytes * iterations, operand=self.operand * iterations)
 
 
 def collective_of(node: gs.Node, mesh: Mesh) -> Collective:
     """The plan's entry for a reshard node."""
     members = operands_of(node)
     group = mesh.group(reshard_of(node).axes, 0)
-    sent = int(bytes_sent(node.op, len(group), reshard_bytes(node)))
+    size = reshard_bytes(node)
+    sent = int(bytes_sent(node.op, len(group), size))
     tensor = " ".join(source.name.split("@")[0] for source, _, _ in members)
-    layouts = ["; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2)]
-    return Collective(node.op, node.name, group, mesh.size // len(group), sent, tensor, *layouts)
+    before, after = ("; ".join(dict.fromkeys(m[i].text(mesh) for m in members)) for i in (1, 2))
+    groups = mesh.size // len(group)
+    return Collective(node.op, node.name, group, groups, sent, tensor, before, after, int(size))
 
 
 def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
@@ -55,6 +58,5 @@ def inner_collective(node: gs.Node, mesh: Mesh) -> Collective:
     before = f"{node.attrs.get('op', 'parts')}({over})"
     sent = int(bytes_sent(node.op, len(group), size))
     within = node.name.split("::")[0]
-    return Collective(
-        node.op, node.name, group, mesh.size // len(group), sent, f"in {within}", before, "-"
-    )
+    groups = mesh.size // len(group)
+    return Collective(node.op, node.name, group, groups, sent, f"in {within}", before, "-", size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,11 @@ from decoders import (
 )
 from onnx import helper
 
+import onnxpar
 from onnxpar.checking.check import Way, check_model
 from onnxpar.compiler.plan import Plan
 from onnxpar.load.load import load
+from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.threads import ThreadSession
@@ -70,12 +73,12 @@ DECODERS = [
 class Loop:
     """The unsplit model and the ranks side by side, one request after the other."""
 
-    def __init__(self, decoder: Decoder, folder: Path, ranks: int) -> None:
+    def __init__(self, decoder: Decoder, folder: Path, ranks: int, layout: str = "") -> None:
         self.decoder, self.model = decoder, build(decoder)
-        file = folder / "decoder.onnx"
+        self.model_file = file = folder / "decoder.onnx"
         onnx.save(self.model, file)
         self.pairs = pairs_of(self.model)
-        how = options(f"tensor-parallel {ranks}")
+        how = options(layout or f"tensor-parallel {ranks}")
         self.plan: Plan = pipeline.shard(file, folder / "m.par", how)
         self.folder = folder / "m.par"
         quiet = ort.SessionOptions()
@@ -126,6 +129,54 @@ def test_a_decoder_keeps_its_caches_on_the_ranks(
             session.states.reset()
             one = decoder.options.get("one")
             loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
+
+
+FIXED = [d for d in DECODERS if d.cache == "plain" and d.length]
+
+
+def cache_layouts(plan: Plan, decoder: Decoder, part: str = "") -> set[str]:
+    layouts = {p.name: p.layout for p in [*plan.inputs, *plan.outputs]}
+    names = [
+        name for pair in pairs_of(build(decoder)).items() for name in pair if name.endswith(part)
+    ]
+    return {layout.text(plan.mesh) for name in names if (layout := layouts[name]) is not None}
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=5", "cp=2,tp=2"])
+@pytest.mark.parametrize("decoder", FIXED, ids=str)
+def test_a_cache_of_fixed_length_is_split_by_positions(
+    decoder: Decoder, mesh: str, tmp_path: Path
+) -> None:
+    """Over 5 ranks, a rank has 9 or 10 of 48 positions, so prompts begin and end inside shards."""
+    loop = Loop(decoder, tmp_path, 0, f"context-parallel {mesh}")
+    heads = "tp" if "tp" in mesh else "-"
+    assert cache_layouts(loop.plan, decoder) == {f"[-, {heads}, cp, -]"}
+    one = {"batch": 1} if decoder.options.get("one") else {"batch": 1, "seq": 1}
+    how = replace(options(f"context-parallel {mesh}"), typical=Typical.given(one))
+    made = pipeline.plan(loop.model_file, how)[0]
+    # Of the new token: keys, values, queries and results; for the softmax, a number for each head
+    # that a rank attends with. Never a cache.
+    assert max(c.bytes for c in made.collectives) <= 4 * decoder.hidden * 2
+    inner = [c.bytes for c in made.collectives if c.tensor.startswith("in Softmax")]
+    cp, tp = made.mesh.sizes["cp"], made.mesh.sizes.get("tp", 1)
+    assert inner == [int(2 * 4 * decoder.heads // tp * (cp - 1) / cp)] * 4
+    with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
+        for batch, *prompts in PROMPTS:
+            session.states.reset()
+            one = decoder.options.get("one")
+            loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
+
+
+def test_the_search_splits_a_cache_by_positions_where_heads_run_out(tmp_path: Path) -> None:
+    """One head with a long cache: keys by positions, and values too, or by width; the scores are
+    what ranks exchange, or less."""
+    decoder = Decoder("plain", "float32", 1, 1, 256, 16384, {"spelling": "TensorScatter"})
+    decoder = replace(decoder, options={**decoder.options, "opset": 24})
+    onnx.save(build(decoder), tmp_path / "decoder.onnx")
+    made = onnxpar.plan(tmp_path / "decoder.onnx", devices=4, typical={"batch": 1, "seq": 1})
+    assert "[-, -, -, -]" not in cache_layouts(made, decoder)
+    assert cache_layouts(made, decoder, ".key") == {"[-, -, tp, -]"}
+    assert max(c.bytes for c in made.collectives) <= 4 * decoder.length
 
 
 @pytest.mark.parametrize("cache", [GQA, "MultiHeadAttention"])
