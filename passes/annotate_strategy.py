@@ -60,7 +60,9 @@ class AnnotateStrategy(Pass):
             elif ctx.request.preset is None:
                 ctx.annotations += default_rounds(graph, ctx.sharding, ctx.model.step)
             else:
+                step = ctx.model.step
+                states = ctx.model.states if step is None else ()
                 ctx.annotations += preset_rounds(
-                    graph, ctx.sharding, ctx.request.preset, ctx.model.step
+                    graph, ctx.sharding, ctx.request.preset, step, states
                 )
         return bool(ctx.annotations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd
 
 import onnx_graphsurgeon as gs
@@ -75,10 +75,15 @@ def default_rounds(
 
 
 def preset_rounds(
-    graph: gs.Graph, sharding: ShardingState, preset: str | None, step: Step | None = None
+    graph: gs.Graph,
+    sharding: ShardingState,
+    preset: str | None,
+    step: Step | None = None,
+    states: Sequence[tuple[str, str]] = (),
 ) -> list[list[Annotation]]:
     """The annotations of a preset, in rounds of falling priority; `step` is given for a training
-    step. Errors: StrategyError if the preset is unknown, or does not fit the model or the mesh."""
+    step, and `states`, the pairs of an input and the output that is fed back to it, for any other
+    model. Errors: StrategyError if the preset is unknown, or does not fit the model or the mesh."""
     mesh = sharding.mesh
     if preset is None:
         return []
@@ -99,10 +104,10 @@ def preset_rounds(
     batch: list[Annotation] = []
     if "dp" in mesh.sizes:
         batch = list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))
-    caches = cache_atoms(graph, sharding, step) if preset == CONTEXT else None
+    caches = cache_atoms(sharding, states) if preset == CONTEXT else None
     if caches and AXIS in mesh.sizes:
         over = (mesh.axis(AXIS),)
-        split = SplitCaches(caches, over, cache_heads(graph, sharding, caches), axes)
+        split = SplitCaches(caches, over, cache_heads(sharding, states, caches), axes)
         return [batch, [split], *tensor_parallel_rounds(graph, sharding, (*axes, *over))]
     wide = tensor_parallel_rounds(graph, sharding, axes)
     if preset == SEQUENCE:

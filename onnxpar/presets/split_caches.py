@@ -8,54 +8,60 @@ Parallelism" (2025).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import onnx_graphsurgeon as gs
-
-from onnxpar.ir.tensors import is_float
-from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.model.interchange import is_weight
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.state import ShardingState
 
 
-def cache_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> frozenset[int]:
-    """The atoms that number the positions of caches: dimensions of inputs of numbers with four
-    dimensions over which a softmax is taken. Empty for a training step."""
-    if step is not None:
-        return frozenset()
+def cache_atoms(sharding: ShardingState, states: Iterable[tuple[str, str]]) -> frozenset[int]:
+    """The atoms that number the positions of caches: dimensions over which a softmax is taken, of
+    `states`, (input, output) pairs with four dimensions. A cache that grows has none: its input is
+    only a part of what the softmax is taken over."""
     normalized = {
         leaf.atom
         for op in sharding.factors.ops
         for leaf in op.leaves
         if leaf.factor in op.rule.communicating
     }
-    found = {leaf.atom for factors in _inputs(graph, sharding) for leaf in factors.leaves}
+    found: set[int] = set()
+    for before, after in _caches(sharding, states):
+        found |= _alone(before) & _alone(after)
     return frozenset(found & normalized)
 
 
+def _alone(factors: TensorFactors) -> set[int]:
+    """The atoms of a tensor that are whole dimensions."""
+    parts = Counter(factors.dim_of_leaf)
+    pairs = zip(factors.leaves, factors.dim_of_leaf, strict=True)
+    return {leaf.atom for leaf, dim in pairs if parts[dim] == 1}
+
+
 def cache_heads(
-    graph: gs.Graph, sharding: ShardingState, positions: frozenset[int]
+    sharding: ShardingState, states: Iterable[tuple[str, str]], positions: frozenset[int]
 ) -> frozenset[int]:
     """The atoms that number the heads of caches: those between the first and the last dimension
     that number no positions."""
     found: set[int] = set()
-    for factors in _inputs(graph, sharding):
-        if any(leaf.atom in positions for leaf in factors.leaves):
-            pairs = zip(factors.leaves, factors.dim_of_leaf, strict=True)
+    for cache, _ in _caches(sharding, states):
+        if any(leaf.atom in positions for leaf in cache.leaves):
+            pairs = zip(cache.leaves, cache.dim_of_leaf, strict=True)
             found |= {leaf.atom for leaf, dim in pairs if dim in (1, 2)}
     return frozenset(found - positions)
 
 
-def _inputs(graph: gs.Graph, sharding: ShardingState) -> Iterator[TensorFactors]:
-    """The factors of inputs of numbers with four dimensions."""
-    for tensor in graph.inputs:
-        factors = sharding.factors.tensors.get(tensor.name)
-        is_fed = is_float(tensor) and not is_weight(tensor)
-        if factors is not None and is_fed and len(factors.dims) == 4:
-            yield factors
+def _caches(
+    sharding: ShardingState, states: Iterable[tuple[str, str]]
+) -> Iterator[tuple[TensorFactors, TensorFactors]]:
+    """The factors of states with four dimensions, before and after a run."""
+    tensors = sharding.factors.tensors
+    for source, result in states:
+        before, after = tensors.get(source), tensors.get(result)
+        if before is not None and after is not None and len(before.dims) == 4:
+            yield before, after
 
 
 @dataclass(frozen=True)

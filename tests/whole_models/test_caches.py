@@ -136,10 +136,9 @@ FIXED = [d for d in DECODERS if d.cache == "plain" and d.length]
 
 def cache_layouts(plan: Plan, decoder: Decoder, part: str = "") -> set[str]:
     layouts = {p.name: p.layout for p in [*plan.inputs, *plan.outputs]}
-    names = [
-        name for pair in pairs_of(build(decoder)).items() for name in pair if name.endswith(part)
-    ]
-    return {layout.text(plan.mesh) for name in names if (layout := layouts[name]) is not None}
+    names = [name for pair in pairs_of(build(decoder)).items() for name in pair]
+    each = [layouts[name] for name in names if name.endswith(part)]
+    return {layout.text(plan.mesh) for layout in each if layout is not None}
 
 
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=5", "cp=2,tp=2"])
