@@ -8,7 +8,6 @@ Parallelism" (2025).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,8 +18,7 @@ from onnxpar.sharding.state import ShardingState
 
 def cache_atoms(sharding: ShardingState, states: Iterable[tuple[str, str]]) -> frozenset[int]:
     """The atoms that number the positions of caches: dimensions over which a softmax is taken, of
-    `states`, (input, output) pairs with four dimensions. A cache that grows has none: its input is
-    only a part of what the softmax is taken over."""
+    `states`, (input, output) pairs with four dimensions. A cache that grows has none."""
     normalized = {
         leaf.atom
         for op in sharding.factors.ops
@@ -29,15 +27,15 @@ def cache_atoms(sharding: ShardingState, states: Iterable[tuple[str, str]]) -> f
     }
     found: set[int] = set()
     for before, after in _caches(sharding, states):
-        found |= _alone(before) & _alone(after)
+        found |= _fixed(before, after)
     return frozenset(found & normalized)
 
 
-def _alone(factors: TensorFactors) -> set[int]:
-    """The atoms of a tensor that are whole dimensions."""
-    parts = Counter(factors.dim_of_leaf)
-    pairs = zip(factors.leaves, factors.dim_of_leaf, strict=True)
-    return {leaf.atom for leaf, dim in pairs if parts[dim] == 1}
+def _fixed(before: TensorFactors, after: TensorFactors) -> set[int]:
+    """The atoms of a state's dimensions that have the same size after a run."""
+    same = {i for i, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a == b}
+    pairs = zip(before.leaves, before.dim_of_leaf, strict=True)
+    return {leaf.atom for leaf, dim in pairs if dim in same}
 
 
 def cache_heads(
@@ -60,7 +58,7 @@ def _caches(
     tensors = sharding.factors.tensors
     for source, result in states:
         before, after = tensors.get(source), tensors.get(result)
-        if before is not None and after is not None and len(before.dims) == 4:
+        if before is not None and after is not None and len(before.dims) == len(after.dims) == 4:
             yield before, after
 
 
