@@ -190,4 +190,5 @@ def depth_to_space(v: Vjp) -> Grads:
 
 @vjp("SpaceToDepth")
 def space_to_depth(v: Vjp) -> Grads:
-    return [v.dy.op("DepthToSpace", blocksize=v.attr("blocksize"), mode="DCR")]
+    mode = v.node.attrs.get("mode", "DCR")  # since opset 28
+    return [v.dy.op("DepthToSpace", blocksize=v.attr("blocksize"), mode=mode)]

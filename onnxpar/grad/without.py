@@ -4,6 +4,12 @@ from onnxpar.grad.vjp import no_gradient
 from onnxpar.ir.attribute_weights import ML
 
 no_gradient("Unique", "the number of its results is data-dependent")
+no_gradient("SwiGLU", "the loader writes it as Sigmoid and Mul, which have gradients")
+no_gradient(
+    "LinearAttention CausalConvWithState",
+    "the gradient of its recurrence is not there yet; export the model for training with a loop "
+    "over the steps",
+)
 no_gradient("BitCast", "it reads the same bits as another type of number")
 no_gradient(
     "SequenceAt SequenceConstruct SequenceErase SequenceInsert SequenceMap SplitToSequence "

@@ -15,6 +15,7 @@ from onnx import TensorProto
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.sequences import split_sequences
+from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.tolerated import restate
 from onnxpar.canonicalize.unfuse import unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
@@ -153,6 +154,8 @@ def load(
             check_bound(proto, dims or {}, path)
         unfuse(proto)
         show("unfuse", proto)
+        spell_out(proto)
+        show("spell-out", proto)
         if not open_dims:
             check_closed(typical or Typical(), path)
         step = Step.of(header)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,40 @@ from onnxpar.ir.stored import (
 )
 from onnxpar.model.shapes_by_onnxruntime import REFUSED, is_known, is_own_domain
 
-_MAX_IR, MAX_OPSET = 13, 26
-"""The newest IR and opset that onnxruntime 1.31 loads; newer models get an error of our own."""
 MIN_IR = 4
 """The first IR version in which initializers need not be inputs."""
+MIN_OPSET = 13
+"""An opset that every supported onnxruntime loads."""
 _READ_AT_MOST = 1 << 16
 """Largest initializer that the checker may read, in bytes."""
 _LENT = "com.microsoft"
 """The domain to which ops are moved so that the checker skips them."""
+
+
+@cache
+def newest_opset() -> int:
+    """The newest opset that the installed onnx and onnxruntime know."""
+    newest = onnx.defs.onnx_opset_version()
+    return next(v for v in range(newest, 0, -1) if loads(_IDENTITY, v))
+
+
+@cache
+def newest_ir() -> int:
+    """The newest IR version that the installed onnx and onnxruntime know."""
+    return next(v for v in range(onnx.IR_VERSION, 0, -1) if loads(_IDENTITY, MIN_OPSET, v))
+
+
+_IDENTITY = helper.make_node("Identity", ["x"], ["y"])
+
+
+def loads(node: onnx.NodeProto, opset: int, ir_version: int = MIN_IR) -> bool:
+    """True if onnxruntime loads a model with this node, which computes y from x, with this opset
+    and IR version."""
+    value, result = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in "xy")
+    opsets = [helper.make_opsetid("", opset)]
+    graph = helper.make_graph([node], "version", [value], [result])
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
+    return _refusal(model.SerializeToString()) is None
 
 
 @dataclass(frozen=True)
@@ -73,10 +100,11 @@ def check_standard(model: onnx.ModelProto, path: Path) -> Refusal | None:
     Errors: ModelError if the model violates the standard and onnxruntime does not load it either.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    if opset > MAX_OPSET or model.ir_version > _MAX_IR:
+    if opset > newest_opset() or model.ir_version > newest_ir():
         raise ModelError(
-            f"{path}: the model has opset {opset}, IR {model.ir_version}; onnxruntime loads up to "
-            f"opset {MAX_OPSET}, IR {_MAX_IR}; convert it with onnx.version_converter"
+            f"{path}: the model has opset {opset}, IR {model.ir_version}; onnx {onnx.__version__} "
+            f"and onnxruntime {ort.__version__} load up to opset {newest_opset()}, IR "
+            f"{newest_ir()}; convert it with onnx.version_converter, or install newer ones"
         )
     if opset < 1 and any(n.domain in ("", "ai.onnx") for n in nodes_of(model.graph)):
         raise ModelError(

@@ -21,7 +21,7 @@ import onnxpar.grad
 import onnxpar.rules
 from onnxpar.grad.vjp import registered as gradients
 from onnxpar.grad.vjp import without as without_gradient
-from onnxpar.model.checker import MAX_OPSET
+from onnxpar.model.checker import newest_opset
 from onnxpar.rules.rule import registered, whole_ops
 
 COUNTS = ("split", "gathered", "refused", "oracle")
@@ -80,7 +80,7 @@ def standard_ops() -> list[str]:
     """Returns ONNX's ops in the newest opset that onnxruntime loads, without deprecated ones."""
     newest: dict[str, Any] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
-        if schema.domain == "" and schema.since_version <= MAX_OPSET:
+        if schema.domain == "" and schema.since_version <= newest_opset():
             have = newest.get(schema.name)
             if have is None or have.since_version < schema.since_version:
                 newest[schema.name] = schema
@@ -118,7 +118,7 @@ def _gradient(domain: str, op: str) -> str:
     if reason:
         return f"none: {reason}"
     if not domain:
-        schema = onnx.defs.get_schema(op, MAX_OPSET, "")
+        schema = onnx.defs.get_schema(op, newest_opset(), "")
         for what, formals in (("result", schema.outputs), ("operand", schema.inputs)):
             if not _has_floats(schema, formals):
                 return f"none: no {what} is floating-point"

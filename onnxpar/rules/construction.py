@@ -29,13 +29,13 @@ def trilu(node: gs.Node) -> Rule:
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     text = dims_text(dims)
     row, column = dims[-2:]
-    attrs = dict(node.attrs)
+    attrs, domain = dict(node.attrs), node.domain
 
     def lower(build: Lowering) -> None:
         shift = build.per_rank(lambda local: np.array(_diagonal(local, row, column), np.int64))
         if given(build.local.node, 1) is not None:
             shift = build.add("Add", [build.input(1), shift])
-        build.finish("Trilu", [build.input(0), shift], **attrs)
+        build.finish("Trilu", [build.input(0), shift], domain=domain, **attrs)
 
     return einsum(
         node,
@@ -45,6 +45,9 @@ def trilu(node: gs.Node) -> Rule:
         lower=lower,
         linear=PERMUTES["linear"],
     )
+
+
+rule("Trilu", domain="com.microsoft")(trilu)
 
 
 @rule("EyeLike")

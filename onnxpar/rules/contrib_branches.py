@@ -22,15 +22,28 @@ def _rank(tensor: gs.Tensor) -> int:
 
 @rule("MatMulBnb4", domain=DOMAIN)
 def packed_product(node: gs.Node) -> Rule:
-    """`m0 k, _, _ -> m0 n`: rows of operand 0 are split. The packed weight stays whole, as its
-    blocks run on from one row to the next."""
+    """`m0 k, (n w), (n z) -> m0 n`: the weight is a vector of w bytes and z scales for each column
+    n. Where its blocks run on from one column to the next, it stays whole."""
     rank = _rank(node.inputs[0])
     if rank < 2 or node.attrs.get("training_mode"):
         return whole_rule(node, "a single row")
     rows = dims_text(names("m", rank - 1))
-    why = "blocks of the weight run on from one row to the next"
-    skipped = ", _" * (len(node.inputs) - 1)
-    return einsum(node, f"{rows} k{skipped} -> {rows} n", whole={"k": why, "n": why})
+    columns, width, block = (int(node.attrs[key]) for key in ("N", "K", "block_size"))
+    if width % block or width % 2:
+        why = "blocks of the weight run on from one column to the next"
+        skipped = ", _" * (len(node.inputs) - 1)
+        return einsum(node, f"{rows} k{skipped} -> {rows} n", whole={"k": why, "n": why})
+    return einsum(
+        node,
+        f"{rows} k, (n w), (n z) -> {rows} n",
+        sizes={"n": columns, "w": width // 2, "z": width // block},
+        whole={
+            "k": "the scales of a column are in one vector",
+            "w": "its elements are packed in blocks",
+            "z": "the scales of a column are in one vector",
+        },
+        local={"N": lambda local: local.size("n")},
+    )
 
 
 @rule("HyperConnectionPreMix", domain=DOMAIN)

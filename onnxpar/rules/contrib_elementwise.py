@@ -60,7 +60,7 @@ def _over(node: gs.Node, dims: list[str], whole: list[str]) -> Rule:
     return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, _ROW))
 
 
-@rule("Inverse Trilu", domain=DOMAIN)
+@rule("Inverse", domain=DOMAIN)
 def matrices(node: gs.Node) -> Rule:
     """`b m n, _ -> b m n`; m and n must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
@@ -119,20 +119,6 @@ def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1
         whole={f: why for f, why in whole.items() if f in found},
         reduce={},
     )
-
-
-@rule("GatherBlockQuantized", domain=DOMAIN)
-def gather_blocks(node: gs.Node) -> Rule:
-    """`v h, i, v n, v z -> i h`: only i, the dimensions of the indices, may be split."""
-    rank, index = (len(tensor_shape(t) or ()) for t in node.inputs[:2])
-    axis = node.attrs.get("gather_axis", 0) % rank
-    data, out = names("d", rank), names("o", rank)
-    at = names("i", index)
-    text = f"{dims_text(data)}, {dims_text(at)}" + ", _" * (len(node.inputs) - 2)
-    made = [*out[:axis], *at, *out[axis + 1 :]]
-    kept = {*data, *(d for d in made if d in out)}
-    whole = dict.fromkeys(sorted(kept), "it is looked up by index, or packed in blocks")
-    return einsum(node, f"{text} -> {dims_text(made)}", whole=whole)
 
 
 @rule("CDist", domain=DOMAIN)

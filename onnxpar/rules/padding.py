@@ -140,8 +140,11 @@ def _lower(
     if not any(any(p) for i, p in enumerate(pads) if i not in done):
         builder.finish("Identity", [x])
     elif "pads" in node.attrs:
-        builder.finish("Pad", [x], pads=own, **attrs)
+        builder.finish("Pad", [x], pads=own, domain=node.domain, **attrs)
     else:
         amounts = builder.per_rank(lambda local: np.array(own(local), np.int64))
         fill = [node.inputs[2]] if given(node, 2) is not None else []
-        builder.finish("Pad", [x, amounts, *fill], **attrs)
+        builder.finish("Pad", [x, amounts, *fill], domain=node.domain, **attrs)
+
+
+rule("Pad", domain="com.microsoft")(pad)

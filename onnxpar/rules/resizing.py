@@ -232,8 +232,9 @@ def depth_to_space(node: gs.Node) -> Rule:
 
 @rule("SpaceToDepth")
 def space_to_depth(node: gs.Node) -> Rule:
-    """`n c (h i) (w j) -> n (i j c) h w`."""
-    text = "n c (h i) (w j) -> n (i j c) h w"
+    """`n c (h i) (w j) -> n (i j c) h w`; with mode CRD, `n (c i j) h w`."""
+    channels = "c i j" if node.attrs.get("mode", "DCR") == "CRD" else "i j c"
+    text = f"n c (h i) (w j) -> n ({channels}) h w"
     return _blocks(node, text, deep=node.outputs[0], shallow=node.inputs[0])
 
 

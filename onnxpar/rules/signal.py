@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import constant, given, tensor_shape
+from onnxpar.ir.tensors import Size, constant, given, tensor_shape
+from onnxpar.rules.movement import int64
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
+from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, names, rule, whole_rule
 
 _FREQUENCY = "every frequency needs all of it"
 _COMPLEX = "the real and imaginary parts of one number"
@@ -38,14 +39,54 @@ def dft(node: gs.Node) -> Rule:
 
 @rule("STFT")
 def stft(node: gs.Node) -> Rule:
-    """`b t _, _ -> b s f _`: only the batch b may be split."""
+    """`b t _, _ -> b s f _`: the batch b or the frames s are split; for its frames, a rank cuts
+    their stretch out of the whole signal."""
     rest = ", _" * (len(node.inputs) - 1)
+    frames = _frames(node)
+    whole = {**dict.fromkeys("tf", _FREQUENCY), **dict.fromkeys("ko", _COMPLEX)}
+    if frames is None:
+        return einsum(
+            node,
+            f"b t k{rest} -> b s f o",
+            whole={**whole, "s": "frames of data-dependent lengths"},
+            linear=(FIRST,),
+        )
+    step, length = frames
+
+    def lower(build: Lowering) -> None:
+        node = build.local.node
+        start = build.per_rank(lambda local: int64([local.interval("s")[0] * step]))
+        end = build.per_rank(lambda local: int64([(local.interval("s")[1] - 1) * step + length]))
+        signal = build.add("Slice", [build.input(0), start, end, int64([1])])
+        others = [t for t in node.inputs[1:]]
+        build.finish("STFT", [signal, *others], **node.attrs)
+
     return einsum(
         node,
         f"b t k{rest} -> b s f o",
-        whole={**dict.fromkeys("tsf", _FREQUENCY), **dict.fromkeys("ko", _COMPLEX)},
+        whole=whole,
         linear=(FIRST,),
+        contiguous=frozenset({"s"}),
+        lowered=frozenset({"s"}),
+        nonempty=frozenset({"s"}),
+        lower=lower,
     )
+
+
+def _frames(node: gs.Node) -> tuple[int, int] | None:
+    """The step from one frame to the next, and the length of a frame; None if one of them is
+    unknown."""
+    window, length = given(node, 2), given(node, 3)
+    step = constant(node.inputs[1])
+    size: Size = None
+    if length is not None:
+        found = constant(length)
+        size = None if found is None else int(found.reshape(-1)[0])
+    elif window is not None:
+        size = (tensor_shape(window) or (None,))[0]
+    if step is None or size is None:
+        return None
+    return int(step.reshape(-1)[0]), size
 
 
 @rule("TfIdfVectorizer")

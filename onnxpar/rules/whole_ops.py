@@ -18,5 +18,6 @@ whole_op(
     "BlackmanWindow HammingWindow HannWindow MelWeightMatrix",
     "all its operands are scalars, which cannot be split",
 )
+whole_op("SwiGLU", "the loader writes it as Sigmoid and Mul, which can be split")
 whole_op("Shape Size", "its values are global sizes")
 whole_op("Constant", "it has no operands")

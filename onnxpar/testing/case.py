@@ -163,9 +163,19 @@ def compiled(graph: gs.Graph) -> Program:
     return Program(_SESSIONS[model], frozenset(t.name for t in operands), values)
 
 
+def has_fixed_sizes(node: gs.Node) -> bool:
+    """True for a node that onnxruntime loads only with the sizes of its operands: its function body
+    contains them, or its shape inference compares them."""
+    if node.op == "GatherBlockQuantized":
+        return len(node.inputs) > 3
+    return node.op == "CausalConvWithState" and not node.domain
+
+
 def _open_shape(tensor: gs.Tensor) -> list[int | str] | None:
     """Returns a shape with open sizes, or the tensor's own if shape inference needs it: for tables,
-    and for operands of a Resize other than the first."""
+    for operands of a Resize other than the first, and for nodes of fixed sizes."""
+    if any(map(has_fixed_sizes, tensor.outputs)):
+        return list(tensor.shape)
     if isinstance(tensor, gs.Constant) and any(
         n.op == "EmbedLayerNormalization" for n in tensor.outputs
     ):

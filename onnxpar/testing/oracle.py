@@ -29,7 +29,7 @@ from onnxpar.lowering.rank_view import NodeView
 from onnxpar.rules.notation import Var
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors, with_axes
-from onnxpar.testing.case import Case, Cut, compiled
+from onnxpar.testing.case import Case, Cut, compiled, has_fixed_sizes
 from onnxpar.testing.simulate import run_ranks
 
 TOLERANCE = {"float16": 4e-3, "float32": 2e-5, "float64": 1e-12}
@@ -209,7 +209,10 @@ class Oracle:
             }
             for rank in range(mesh.size)
         ]
-        if any(node.domain == DOMAIN or "seed" in node.attrs for node in all_nodes(graph)):
+        if any(
+            node.domain == DOMAIN or "seed" in node.attrs or has_fixed_sizes(node)
+            for node in all_nodes(graph)
+        ):
             return run_ranks(graph, feeds, per_rank)
         results = []
         program = compiled(graph)

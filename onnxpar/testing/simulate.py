@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.arrays import Array
 from onnxpar.ir.collectives import DOMAIN
 from onnxpar.ir.per_rank import PerRank
-from onnxpar.testing.case import Program, compiled
+from onnxpar.testing.case import Program, compiled, has_fixed_sizes
 
 Values = dict[str, Array]
 
@@ -44,7 +44,11 @@ def _run_nodes(graph: gs.Graph, values: Sequence[Values], per_rank: PerRank) -> 
         if node.op == "Scan":
             _scan(node, attrs, values, per_rank)
             continue
-        differs = "seed" in node.attrs or any(name == node.name for name, _ in per_rank.attributes)
+        differs = (
+            "seed" in node.attrs
+            or has_fixed_sizes(node)
+            or any(name == node.name for name, _ in per_rank.attributes)
+        )
         program = None
         for own, held in zip(attrs, values, strict=True):
             if program is None or differs:

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 from numpy import array
+from opsets import since
 
 from onnxpar.errors import ModelError
 from onnxpar.testing.case import Case
 from onnxpar.testing.gradient_proof import prove_gradient
+
+SINCE_28 = since(28)
 
 FAR = np.iinfo(np.int64).max
 PERMUTATION = array([2, 0, 3, 1])
@@ -85,6 +88,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op)
 def test_gradient(prove, case):
     prove(case, results=case.outputs)
+
+
+@SINCE_28
+def test_gradient_of_space_to_depth_with_a_mode(prove):
+    prove(Case("SpaceToDepth", [(2, 2, 4, 6)], {"blocksize": 2, "mode": "CRD"}, opset=28))
 
 
 @pytest.mark.parametrize("results", [1, 2])

@@ -339,6 +339,8 @@ TABLES = [RNG.standard_normal((rows, 8)).astype(np.float32) for rows in (9, 5, 2
 ROW = [RNG.standard_normal(8).astype(np.float32)] * 2
 ROIS = array([[0.1, 0.2, 0.9, 0.8], [0, 0, 1, 1], [0.3, 0.3, 0.6, 1]], np.float32)
 
+PADDED_BY_NODES = "i0_0 i0_1, i1_0 -> o0_0 o0_1 {whole: i0_0 i0_1 i1_0 o0_0 o0_1}"
+
 ELEMENTS = [
     (case("Gelu", [(4, 6)]), "d0 d1 -> d0 d1"),
     (case("FastGelu", [(3, 4, 6), (6,)]), "d0 d1 d2, d2 -> d0 d1 d2"),
@@ -389,7 +391,13 @@ ELEMENTS = [
     ),
     # the kernel reads past the end of a matrix that is not square, as a half of it would be
     (case("Inverse", [(4, 1, 1)]), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),
-    (case("Trilu", [(4, 3, 3)]), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),
+    (case("Trilu", [(4, 3, 3)]), "d0 d1 d2 -> d0 d1 d2"),
+    (case("Trilu", [(4, 5), array(1)], {"upper": 0}), "d0 d1, _ -> d0 d1"),
+    (
+        case("Pad", [(4, 5), array([1, 0, 2, 1])], {"mode": "constant"}),
+        "d0 d1, _ -> y0 y1 {communicating: d0 d1, co-sharded: d0 y0, co-sharded: d1 y1}",
+    ),
+    (case("Pad", [(4, 5), array([1, 0, 2, 1])], fed=[1]), PADDED_BY_NODES),
     (case("CDist", [(4, 6), (5, 6)], {"metric": "euclidean"}), "m k, n k -> m n {whole: k}"),
     (case("ExpandDims", [(4, 6), array(1, np.int32)]), "d0 d1, _ -> d0 1 d1"),
     (
@@ -453,7 +461,34 @@ ELEMENTS = [
             {"block_size": 16, "bits": 4, "gather_axis": 0, "quantize_axis": 1},
             fed=[1],
         ),
-        "d0 d1, i0 i1, _ -> i0 i1 o1 {whole: d0 d1 o1}",
+        "v (k z w), i0 i1, v (k z) -> i0 i1 (k z e) {sum: v, whole: w e z}",
+    ),
+    (  # two blocks share a byte of zero points
+        case(
+            "GatherBlockQuantized",
+            [
+                u8(7, 32),
+                array([6, 0, 2, -1]),
+                np.linspace(0.1, 0.3, 28, dtype=np.float32).reshape(7, 4),
+                u8(7, 2),
+            ],
+            {"block_size": 16, "bits": 4, "gather_axis": 0, "quantize_axis": 1},
+            fed=[1],
+        ),
+        "v (k z w), i0, v (k z), v k -> i0 (k z e) {sum: v, whole: w e z}",
+    ),
+    (
+        case(
+            "GatherBlockQuantized",
+            [
+                u8(5, 3, 32),
+                array([4, 1]),
+                np.linspace(0.1, 0.3, 30, dtype=np.float32).reshape(5, 3, 2),
+            ],
+            {"block_size": 16, "bits": 8, "gather_axis": 0, "quantize_axis": 2},
+            fed=[1],
+        ),
+        "v d1 (k z w), i0, v d1 (k z) -> i0 d1 (k z e) {sum: v, whole: w e z}",
     ),
 ]
 IMAGES = [

@@ -25,10 +25,13 @@ HASH = {"max_ngram_size": 3, "n_head_per_ngram": 2, "pad_id": 1}
 HASH_OPERANDS = [IDS, array([3, 5, 7]), array([11, 13, 17, 19])]
 
 CASES = [
-    (case("MatMulBnb4", [(3, 32), PACKED, LIMITS], BNB), "m0 k, _, _ -> m0 n {whole: k n}"),
+    (
+        case("MatMulBnb4", [(3, 32), PACKED, LIMITS], BNB),
+        "m0 k, (n w), (n z) -> m0 n {whole: k w z}",
+    ),
     (
         case("MatMulBnb4", [(2, 3, 32), PACKED, LIMITS], BNB),
-        "m0 m1 k, _, _ -> m0 m1 n {whole: k n}",
+        "m0 m1 k, (n w), (n z) -> m0 m1 n {whole: k w z}",
     ),
     (
         case("HyperConnectionPreMix", [STREAMS, (4, 2, 3)], {"reduction_scale": 0.5}),

@@ -115,7 +115,7 @@ def tables() -> Iterator[Groups]:
     table = [codes(7, 32), array([[1, 4, 6], [0, 2, 5]]), scales(7, 4)]
     found = {"x0": along((7, 32), 1, 8), "x2": along((7, 4), 1, 1)}
     case = Case("GatherBlockQuantized", table, rows, fed=[1], domain=MICROSOFT)
-    yield Groups(case, found | {"y0": along((2, 3, 64), 2, 16)}, "i0 i1")
+    yield Groups(case, found | {"y0": along((2, 3, 64), 2, 16)}, "i0 i1 k v")
     for block in (0, 32):
         of = (3, 64, 2) if block else (3, 64)
         experts = [(6, 64), (6, 3), codes(3, 64, 32), scales(*of), None, codes(3, 64, 32)]

@@ -1,13 +1,15 @@
-"""Rules of linear attention and of causal convolutions with a state.
+"""Rules of linear attention and of causal convolutions with a state: of ONNX's own ops, of opset 27,
+and of those of com.microsoft."""
 
-ONNX's own two are of opset 27, newer than the models that onnxpar loads, so these are the ops of
-com.microsoft.
-"""
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from opsets import since
 
 from onnxpar.testing.case import Case
+
+SINCE_27 = since(27)
 
 RNG = np.random.default_rng(7)
 
@@ -56,6 +58,12 @@ def test_linear_attention(prove_rule, case, text):
     prove_rule(case, text)
 
 
+@SINCE_27
+@pytest.mark.parametrize(("case", "text"), ATTENTION)
+def test_linear_attention_of_onnx(prove_rule, case, text):
+    prove_rule(replace(case, domain="", opset=27), text)
+
+
 def convolution(bias=False, past=False, **attrs):
     operands = [small(3, 4, 6), small(4, 1, 3), small(4) if bias else None]
     operands += [small(3, 4, 2) if past else None]
@@ -65,16 +73,28 @@ def convolution(bias=False, past=False, **attrs):
 
 
 CONVOLUTIONS = [
-    (convolution(), "b c s, c 1 w -> b c s; b c p {whole: s w p}"),
-    (convolution(True), "b c s, c 1 w, c -> b c s; b c p {whole: s w p}"),
+    (convolution(), "b c h, c 1 w -> b c s; b c p {communicating: h, co-sharded: h s, whole: w p}"),
+    (
+        convolution(True),
+        "b c h, c 1 w, c -> b c s; b c p {communicating: h, co-sharded: h s, whole: w p}",
+    ),
     (
         convolution(past=True, activation="silu"),
-        "b c s, c 1 w, _, b c p -> b c s; b c p {whole: s w p}",
+        "b c h, c 1 w, _, b c p -> b c s; b c p {communicating: h, co-sharded: h s, whole: w p}",
     ),
-    (convolution(True, True), "b c s, c 1 w, c, b c p -> b c s; b c p {whole: s w p}"),
+    (
+        convolution(True, True),
+        "b c h, c 1 w, c, b c p -> b c s; b c p {communicating: h, co-sharded: h s, whole: w p}",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("case", "text"), CONVOLUTIONS)
 def test_causal_convolution(prove_rule, case, text):
     prove_rule(case, text)
+
+
+@SINCE_27
+@pytest.mark.parametrize(("case", "text"), CONVOLUTIONS)
+def test_causal_convolution_of_onnx(prove_rule, case, text):
+    prove_rule(replace(case, domain="", opset=27), text)

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 from numpy import array
+from opsets import since
 
 from onnxpar.testing.case import Case
+
+SINCE_28 = since(28)
 
 X = (2, 4, 3, 6)
 NEAREST = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
@@ -154,3 +157,9 @@ CASES = [
 @pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
 def test_rule(prove_rule, case, text):
     prove_rule(case, text)
+
+
+@SINCE_28
+def test_space_to_depth_with_a_mode(prove_rule):
+    case = Case("SpaceToDepth", [(2, 3, 4, 6)], {"blocksize": 2, "mode": "CRD"}, opset=28)
+    prove_rule(case, "n c (h i) (w j) -> n (c i j) h w {whole: i j}")
