@@ -68,6 +68,10 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
     for group in op.co_sharded:
         if len({held.get(i, ()) for i in group}) > 1:
             fail(f"{' and '.join(op.leaves[i].factor for i in group)} are split differently")
+    for i, j in op.rings:
+        first, second = ({*_pieces(held.get(leaf, ()))} for leaf in (i, j))
+        if first & second and first != second:
+            fail(f"only some axes of the ring of {op.leaves[j].factor} split {op.leaves[i].factor}")
     for factor in op.rule.communicating:
         if not _every_segment(op, factor, held):
             fail(f"only some segments of {factor} are split")

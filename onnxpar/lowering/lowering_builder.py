@@ -18,6 +18,7 @@ from onnxpar.layout.mesh import Axes, in_mesh_order
 from onnxpar.lowering.empty_shards import fill
 from onnxpar.lowering.halo import fetch
 from onnxpar.lowering.rank_view import NodeView
+from onnxpar.lowering.travel import exchange, shift
 from onnxpar.model.shapes import infer_results
 from onnxpar.rules.rule import Local, Step
 
@@ -103,6 +104,29 @@ class LoweringBuilder:
         shape = self.shape(x)
         shape[axis] = sum(sizes)
         return self.collective("AllGather", x, axes, shape, axis=axis, sizes=sizes)
+
+    def shares_axes(self, factor: str, other: str) -> bool:
+        """True if two factors are split, over the same axes."""
+        return bool(self._axes(factor)) and self._axes(factor) == self._axes(other)
+
+    def of_members(self, factor: str, value: Callable[[Any], Any]) -> list[Any]:
+        """The function's value on each rank that holds a shard of the factor."""
+        return [value(self.view.on(m)) for m in self.view.mesh.group(self._axes(factor), 0)]
+
+    def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
+        """The `x` of the rank with the shard before, in a ring."""
+        return shift(self, x, self._axes(factor), axis, sizes)
+
+    def exchange(
+        self,
+        x: gs.Tensor,
+        factor: str,
+        axis: int,
+        held: Sequence[npt.NDArray[Any]],
+        wanted: Sequence[npt.NDArray[Any]],
+    ) -> gs.Tensor:
+        """The elements of `x` at the positions `wanted`, from the ranks that hold them."""
+        return exchange(self, self.view.mesh, x, self._axes(factor), axis, held, wanted)
 
     def gathered(self, factor: str) -> npt.NDArray[Any]:
         """The global indices of a factor, in the order in which `all_gather` joins its shards."""

@@ -26,29 +26,33 @@ from onnxpar.presets.core_split import CoreSplit
 from onnxpar.sharding.state import ShardingState
 
 CONTEXT = "context-parallel"
+RING = "ring-attention"
+"""As context-parallel, but keys and values travel in a ring where an op can lower this."""
 AXIS = "cp"
 """The mesh axis that splits the sequence."""
 _LOOK_UP = ("Gather", "GatherND", "GatherElements")
 
 
 def context_annotation(
-    graph: gs.Graph, sharding: ShardingState, batch: set[int], step: Step | None
+    graph: gs.Graph, sharding: ShardingState, batch: set[int], step: Step | None, preset: str
 ) -> SplitSequences:
     """The annotation that splits all sequences; atoms in `batch` number samples. Errors:
     StrategyError if the mesh has no axis `cp`, or the model no sequence that can be split."""
     mesh = sharding.mesh
     if AXIS not in mesh.sizes:
         raise StrategyError(
-            f"{CONTEXT} needs a mesh with an axis {AXIS}, not {mesh}; give --mesh {AXIS}=.."
+            f"{preset} needs a mesh with an axis {AXIS}, not {mesh}; give --mesh {AXIS}=.."
         )
     atoms = frozenset(sequence_atoms(graph, sharding, step)) - batch
     if not atoms and mesh.sizes[AXIS] > 1:
         raise StrategyError(
-            f"{CONTEXT} over {mesh.sizes[AXIS]}: no input has a sequence of more than one position "
+            f"{preset} over {mesh.sizes[AXIS]}: no input has a sequence of more than one position "
             "as its second dimension (token ids, or features of each position); use "
             "tensor-parallel or data-parallel"
         )
-    return SplitSequences(atoms, frozenset(batch), frozenset(_computed(graph)), (mesh.axis(AXIS),))
+    return SplitSequences(
+        atoms, frozenset(batch), frozenset(_computed(graph)), (mesh.axis(AXIS),), preset == RING
+    )
 
 
 def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> Iterator[int]:
@@ -120,12 +124,14 @@ class SplitSequences:
     atoms     number positions of sequences
     batch     number samples
     computed  names of the tensors that are worth splitting
+    ring      True if keys travel in rings where they can
     """
 
     atoms: frozenset[int]
     batch: frozenset[int]
     computed: frozenset[str]
     axes: Axes
+    ring: bool = False
 
     def apply(self, sharding: ShardingState) -> bool:
         """Decides the open leaves of all nodes that compute on the sequence. What makes only masks
@@ -135,7 +141,7 @@ class SplitSequences:
         cores = Cores(sharding.factors, self.atoms, self.computed)
         decided: set[str] = set()
         for core in cores.find():
-            decided |= CoreSplit(core, cores, sharding, self.axes, self.batch).decide()
+            decided |= CoreSplit(core, cores, sharding, self.axes, self.batch, self.ring).decide()
         for op in sharding.factors.ops:
             if op.node.name not in decided and self.computed & {t.name for t in op.node.outputs}:
                 for leaf in cores.positions(op):

@@ -24,26 +24,36 @@ class _Option:
     """A way to split a core.
 
     heads    the atom of the heads; None: by queries
+    ring     True if keys are split as queries are, and travel in a ring
     moved    nodes around the core that are split like it, because a smaller tensor lies behind them
     seconds  of the collectives at the border
     """
 
     heads: int | None
-    moved: tuple[OpFactors, ...]
-    seconds: float
+    moved: tuple[OpFactors, ...] = ()
+    seconds: float = 0.0
+    ring: bool = False
 
 
 class CoreSplit:
-    """Chooses the cheaper way to split one core over axes; atoms in `batch` are no heads."""
+    """Chooses the cheaper way to split one core over axes; atoms in `batch` are no heads. With
+    `ring`, the keys of ops that have rings travel in them."""
 
     def __init__(
-        self, core: Core, cores: Cores, sharding: ShardingState, axes: Axes, batch: frozenset[int]
+        self,
+        core: Core,
+        cores: Cores,
+        sharding: ShardingState,
+        axes: Axes,
+        batch: frozenset[int],
+        ring: bool = False,
     ) -> None:
         self.core = core
         self.cores = cores
         self.sharding = sharding
         self.axes = axes
         self.batch = batch
+        self.ring = ring
         self.inside = {op.node.name for op in core.ops}
 
     def decide(self) -> set[str]:
@@ -52,7 +62,8 @@ class CoreSplit:
         best = min(self._options(), key=attrgetter("seconds"))
         for op in (*self.core.ops, *best.moved):
             for i in self.cores.positions(op):
-                if best.heads is None and op.node.name in self.inside and not self._is_key(op, i):
+                is_open = best.heads is None and op.node.name in self.inside
+                if is_open and (best.ring or not self._is_key(op, i)):
                     self.sharding.assign_op(op, i, self.axes)
                 else:
                     self.sharding.close(op, i)
@@ -64,6 +75,8 @@ class CoreSplit:
         return self.inside | {op.node.name for op in best.moved}
 
     def _options(self) -> list[_Option]:
+        if self.ring and all(op.rings for op in self.core.ops):
+            return [_Option(None, ring=True)]
         found = [self._option(atom) for atom in self._heads]
         has_queries = any(
             not self._is_key(op, i) for op in self.core.ops for i in self.cores.positions(op)
@@ -102,14 +115,13 @@ class CoreSplit:
                 yield leaf.atom
 
     def _exchanges(self, op: OpFactors, leaf: int) -> bool:
-        """True if an operand has both a sequence and this leaf, so that ranks can exchange one for
-        the other."""
-        for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
-            factors = self.sharding.factors.tensors.get(tensor.name)
-            is_sequence = factors and any(x.atom in self.cores.atoms for x in factors.leaves)
-            if is_sequence and tensor.name in self.cores.computed and leaf in links:
-                return True
-        return False
+        """True if the first operand has both a sequence and this leaf, so that ranks can exchange
+        one for the other. (An Attention with one operand for queries, keys and values has no
+        heads; the columns of values are not in the queries.)"""
+        tensor, links = op.node.inputs[0], op.inputs[0]
+        factors = self.sharding.factors.tensors.get(tensor.name)
+        is_sequence = factors and any(x.atom in self.cores.atoms for x in factors.leaves)
+        return bool(is_sequence) and tensor.name in self.cores.computed and leaf in links
 
     def _option(self, heads: int | None) -> _Option:
         seconds, moved = 0.0, dict[str, OpFactors]()
@@ -158,7 +170,7 @@ class CoreSplit:
             each = zip(leaves, factors.dim_of_leaf, strict=True)
             dims = {dim for leaf, dim in each if leaf.atom in self.cores.atoms}
             is_plain = all(isinstance(factors.dims[dim], Factor) for dim in dims)
-            if is_plain and any(leaf.atom == heads for leaf in leaves):
+            if is_plain and any(i is not None and op.leaves[i].atom == heads for i in links):
                 return "AllToAll"
             return "AllGather" if is_read or not is_plain else None
         if all(link is not None and not self._is_key(op, link) for link in at):

@@ -11,7 +11,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.model.interchange import is_weight
-from onnxpar.presets.context_parallel import AXIS, CONTEXT, context_annotation
+from onnxpar.presets.context_parallel import AXIS, CONTEXT, RING, context_annotation
 from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
 from onnxpar.presets.sparse_sums import sparse_sums
 from onnxpar.presets.split_caches import SplitCaches, cache_atoms, cache_heads
@@ -34,6 +34,7 @@ PRESETS = (
     *ZERO_STAGES,
     SEQUENCE,
     CONTEXT,
+    RING,
     EXPERT,
     "manual",
 )
@@ -56,7 +57,7 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
         "data-parallel": "dp",
         "manual": "ranks",
         EXPERT: "ep",
-        CONTEXT: AXIS,
+        **dict.fromkeys((CONTEXT, RING), AXIS),
         **dict.fromkeys(ZERO_STAGES, "dp"),
     }
     return Mesh(((names.get(preset or "", "tp"), devices),))
@@ -94,7 +95,7 @@ def preset_rounds(
     if preset == EXPERT:
         experts: list[Annotation] = list(expert_annotations(graph, sharding, _all_axes(mesh)))
         return [experts, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
-    taken = ("dp", AXIS) if preset == CONTEXT else ("dp",)
+    taken = ("dp", AXIS) if preset in (CONTEXT, RING) else ("dp",)
     axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name not in taken)
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):
         raise StrategyError(
@@ -104,7 +105,7 @@ def preset_rounds(
     batch: list[Annotation] = []
     if "dp" in mesh.sizes:
         batch = list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))
-    caches = cache_atoms(sharding, states) if preset == CONTEXT else None
+    caches = cache_atoms(sharding, states) if preset in (CONTEXT, RING) else None
     if caches and AXIS in mesh.sizes:
         over = (mesh.axis(AXIS),)
         split = SplitCaches(caches, over, cache_heads(sharding, states, caches), axes)
@@ -112,9 +113,9 @@ def preset_rounds(
     wide = tensor_parallel_rounds(graph, sharding, axes)
     if preset == SEQUENCE:
         return [batch, *wide[:-1], sequence_annotations(graph, axes, sharding, step), *wide[-1:]]
-    if preset == CONTEXT:
+    if preset in (CONTEXT, RING):
         samples = batch_atoms(graph, sharding, step)
-        context = context_annotation(graph, sharding, samples, step)
+        context = context_annotation(graph, sharding, samples, step, preset)
         return [batch, *wide[:-1], [context], *wide[-1:]]
     if preset not in ZERO_STAGES:
         return [batch, *wide]

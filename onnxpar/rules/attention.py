@@ -7,8 +7,9 @@ from typing import Any
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, given, tensor_shape
-from onnxpar.rules.attention_lowering import AttentionLowering, default_scale, sees_by_place
+from onnxpar.rules.attention_lowering import default_scale, sees_by_place
 from onnxpar.rules.notation import dims_text
+from onnxpar.rules.ring_attention import RingAttention
 from onnxpar.rules.rule import FIRST, Rule, einsum, given_specs, rule, whole_rule
 
 _ATTENDED = "each score is a sum over all of it"
@@ -20,7 +21,8 @@ def attention(node: gs.Node) -> Rule:
     """`b (k g) s d, b k t d, b k t e -> b (k g) s e`; with three dimensions `b s (k g d), ...`.
 
     k are the heads of keys and values; g are the query heads that share one of these. Caches and
-    masks have the same factors.
+    masks have the same factors. If the same axes split s and t, shards of keys travel in a ring,
+    except under a mask, and if scores are a result.
     """
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     out = tensor_shape(node.outputs[0]) or ()
@@ -53,7 +55,7 @@ def attention(node: gs.Node) -> Rule:
     if past is not None or "m" in used:
         whole |= dict.fromkeys("tpu", _CACHED)
     across = frozenset("t") - whole.keys()
-    lowering = AttentionLowering(
+    lowering = RingAttention(
         flat,
         sizes["s"] or 0,
         sizes["p"] or 0,
@@ -72,6 +74,7 @@ def attention(node: gs.Node) -> Rule:
         reduce={},
         local=local,
         communicating=across,
+        rings=(("s", "t"),) if across and {*operands[3:4], *results[3:]} <= {"_"} else (),
         lowered=across | (frozenset("s") if sees_by_place(node.attrs) else frozenset()),
         lower=lowering.lower,
     )

@@ -18,8 +18,9 @@ from onnxpar.ir.tensors import dtype_of, given
 from onnxpar.rules.communicate import finish, has_output, held_positions, like, widen
 from onnxpar.rules.rule import Local, Lowering
 
-_MASK, _LENGTHS = 3, 6
-_WINDOW = ("left_window_size", "right_window_size")
+MASK, LENGTHS = 3, 6
+"""Indices of operands."""
+WINDOW = ("left_window_size", "right_window_size")
 Width = Callable[[Local], int]
 
 
@@ -58,11 +59,11 @@ class AttentionLowering:
         node = build.local.node
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
-            visible = build.add("Where", [visible, mask, like(mask, _least(mask))])
+            visible = build.add("Where", [visible, mask, like(mask, least_of(mask))])
         operands = [build.input(i) for i in range(len(node.inputs))]
-        operands += [gs.Variable.empty()] * (_MASK + 1 - len(operands))
-        operands[_MASK] = visible
-        attrs = {k: v for k, v in self.attrs.items() if k not in ("is_causal", *_WINDOW)}
+        operands += [gs.Variable.empty()] * (MASK + 1 - len(operands))
+        operands[MASK] = visible
+        attrs = {k: v for k, v in self.attrs.items() if k not in ("is_causal", *WINDOW)}
         if self.flat:
             attrs["q_num_heads"] = lambda local: local.size("k") * local.size("g")
             attrs["kv_num_heads"] = lambda local: local.size("k")
@@ -71,27 +72,41 @@ class AttentionLowering:
     def _mask(self, build: Lowering) -> gs.Tensor | None:
         """The operand that is added to scores as a mask; None if there is none, or if it is
         boolean."""
-        mask = given(build.local.node, _MASK)
-        return None if mask is None or dtype_of(mask) == np.bool_ else build.input(_MASK)
+        mask = given(build.local.node, MASK)
+        return None if mask is None or dtype_of(mask) == np.bool_ else build.input(MASK)
 
     def _visible(self, build: Lowering) -> gs.Tensor | None:
         """A boolean mask of the keys (last dimension) that each query sees; None if every query
         sees all."""
         node = build.local.node
+        by_place = sees_by_place(self.attrs)
+        rows = held_positions(build, "s", 0, 2) if by_place else None
+        has_lengths = given(node, LENGTHS) is not None
+        columns = self._columns(build) if by_place or has_lengths else None
+        is_mask = given(node, MASK) is not None and self._mask(build) is None
+        return self.visible(build, rows, columns, build.input(MASK) if is_mask else None)
+
+    def visible(
+        self,
+        build: Lowering,
+        rows: gs.Tensor | None,
+        columns: gs.Tensor | None,
+        mask: gs.Tensor | None,
+    ) -> gs.Tensor | None:
+        """A boolean mask of the keys at the positions `columns` that queries at the positions
+        `rows` (a column) see, where positions matter, and that the boolean `mask` shows."""
         found: list[gs.Tensor] = []
-        columns = self._columns(build)
         lengths = None
-        if given(node, _LENGTHS) is not None:
-            lengths = build.add("Unsqueeze", [build.input(_LENGTHS)], axes=[1, 2, 3])
+        if columns is not None and given(build.local.node, LENGTHS) is not None:
+            lengths = build.add("Unsqueeze", [build.input(LENGTHS)], axes=[1, 2, 3])
             found.append(build.add("Less", [columns, lengths]))
-        if sees_by_place(self.attrs):
-            rows = held_positions(build, "s", 0, 2)
+        if columns is not None and rows is not None and sees_by_place(self.attrs):
             ahead: Any = np.array(self.past, np.int64)
             if lengths is not None:
                 ahead = build.add("Sub", [lengths, np.array(self.queries, np.int64)])
             found += self._near(build, columns, build.add("Add", [rows, ahead]))
-        if given(node, _MASK) is not None and self._mask(build) is None:
-            found.append(build.input(_MASK))
+        if mask is not None:
+            found.append(mask)
         while len(found) > 1:
             found[-2:] = [build.add("And", found[-2:])]
         return found[0] if found else None
@@ -99,7 +114,7 @@ class AttentionLowering:
     def _near(self, build: Lowering, columns: gs.Tensor, own: gs.Tensor) -> list[gs.Tensor]:
         """Masks of the keys that are no later than a query, and within its window; `own` are the
         positions of the queries among the keys."""
-        left, right = (self.attrs.get(key, -1) for key in _WINDOW)
+        left, right = (self.attrs.get(key, -1) for key in WINDOW)
         found = []
         if self.attrs.get("is_causal"):
             found.append(build.add("LessOrEqual", [columns, own]))
@@ -121,14 +136,14 @@ class AttentionLowering:
     def _attend_to_parts(self, build: Lowering) -> None:
         """Attends to the rank's keys, and combines the results of all ranks."""
         scores = self._scores(build)
-        least = _least(build.local.node.inputs[0])
+        least = least_of(build.local.node.inputs[0])
         largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)
         largest = build.all_reduce(largest, ["t"], "max")
         sees = build.add("Greater", [largest, like(scores, least)])
         powers = build.add("Exp", [build.add("Sub", [scores, largest])])
         powers = build.add("Where", [sees, powers, like(scores, 0)])
         part = build.add("ReduceSum", [powers], axes=[3], keepdims=1)
-        value = self._by_head(build, 2)
+        value = self.by_head(build, 2)
         own = build.add("MatMul", [self._by_group(build, powers, _keys), value])
         both = build.add("Concat", [own, self._by_group(build, part, _one)], axis=3)
         both = build.all_reduce(both, ["t"])
@@ -142,36 +157,41 @@ class AttentionLowering:
         self._finish_result(build, result)
         for i in (1, 2):
             if has_output(build, i):
-                build.finish("Identity", [self._cut_heads(build, i)], i)
+                build.finish("Identity", [self.cut_heads(build, i)], i)
 
     def _scores(self, build: Lowering) -> gs.Tensor:
         """Scores of the rank's keys, (batch, heads, queries, keys), capped and masked."""
         mode = self.attrs.get("qk_matmul_output_mode", 0) if has_output(build, 3) else None
-        query = self._by_group(build, self._by_head(build, 0), lambda local: local.size("d"))
+        query = self._by_group(build, self.by_head(build, 0), lambda local: local.size("d"))
         query = build.add("Mul", [query, like(query, self.scale)])
-        key = build.add("Transpose", [self._by_head(build, 1)], perm=[0, 1, 3, 2])
+        key = build.add("Transpose", [self.by_head(build, 1)], perm=[0, 1, 3, 2])
         scores = build.add("MatMul", [query, key])
         scores = self._by_row(build, scores, _keys)
         self._give(build, scores, mode == 0)
-        cap = self.attrs.get("softcap", 0.0)
-        if cap:
-            bent = build.add("Tanh", [build.add("Div", [scores, like(scores, cap)])])
-            scores = build.add("Mul", [bent, like(scores, cap)])
+        scores = self.capped(build, scores)
         self._give(build, scores, mode == 1)
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
             scores = build.add("Add", [scores, widen(build, mask)])
         if visible is not None:
-            least = like(scores, _least(build.local.node.inputs[0]))
+            least = like(scores, least_of(build.local.node.inputs[0]))
             scores = build.add("Where", [visible, scores, least])
         self._give(build, scores, mode == 2)
         return scores
+
+    def capped(self, build: Lowering, scores: gs.Tensor) -> gs.Tensor:
+        """The scores within the node's soft limit, if it has one."""
+        cap = self.attrs.get("softcap", 0.0)
+        if not cap:
+            return scores
+        bent = build.add("Tanh", [build.add("Div", [scores, like(scores, cap)])])
+        return build.add("Mul", [bent, like(scores, cap)])
 
     def _give(self, build: Lowering, scores: gs.Tensor, is_wanted: bool) -> None:
         if is_wanted:
             finish(build, "Identity", [scores], 3)
 
-    def _cut_heads(self, build: Lowering, operand: int) -> gs.Tensor:
+    def cut_heads(self, build: Lowering, operand: int) -> gs.Tensor:
         """An operand as (batch, heads, sequence, width)."""
         x = build.input(operand)
         if not self.flat:
@@ -186,8 +206,9 @@ class AttentionLowering:
             "Transpose", [build.add("Reshape", [x, build.per_rank(shape)])], perm=[0, 2, 1, 3]
         )
 
-    def _by_head(self, build: Lowering, operand: int) -> gs.Tensor:
-        return widen(build, self._cut_heads(build, operand))
+    def by_head(self, build: Lowering, operand: int) -> gs.Tensor:
+        """The result of `cut_heads` in the type in which scores are computed."""
+        return widen(build, self.cut_heads(build, operand))
 
     def _by_group(self, build: Lowering, x: gs.Tensor, width: Width) -> gs.Tensor:
         """`x` with the rows of all query heads that share a key head concatenated: (batch, key
@@ -219,7 +240,7 @@ class AttentionLowering:
 
 def sees_by_place(attrs: Mapping[str, Any]) -> bool:
     """True if the keys that a query attends to depend on its position in the sequence."""
-    return bool(attrs.get("is_causal")) or any(attrs.get(key, -1) >= 0 for key in _WINDOW)
+    return bool(attrs.get("is_causal")) or any(attrs.get(key, -1) >= 0 for key in WINDOW)
 
 
 def default_scale(width: int) -> float:
@@ -227,7 +248,7 @@ def default_scale(width: int) -> float:
     return 1 / math.sqrt(width)
 
 
-def _least(tensor: gs.Tensor) -> float:
+def least_of(tensor: gs.Tensor) -> float:
     """The least finite number of a tensor's element type."""
     dtype = dtype_of(tensor)
     return float(np.finfo(np.float32 if str(dtype) == "bfloat16" else dtype).min)

@@ -104,6 +104,32 @@ class Lowering(Protocol):
         order of the shards; `extent` is the size of a rank's `x` along that axis."""
         ...
 
+    def shares_axes(self, factor: str, other: str) -> bool:
+        """True if two factors are split, over the same axes."""
+        ...
+
+    def of_members(self, factor: str, value: Callable[[Local], Any]) -> list[Any]:
+        """The function's value on each rank that holds a shard of the factor, in their order. It
+        must not depend on other factors that are split."""
+        ...
+
+    def shift(self, x: gs.Tensor, factor: str, axis: int, sizes: Sequence[int]) -> gs.Tensor:
+        """The `x` of the rank with the shard before; the first rank gets that of the last one.
+        `sizes` are those of each rank's `x` along `axis`."""
+        ...
+
+    def exchange(
+        self,
+        x: gs.Tensor,
+        factor: str,
+        axis: int,
+        held: Sequence[np.ndarray[Any, Any]],
+        wanted: Sequence[np.ndarray[Any, Any]],
+    ) -> gs.Tensor:
+        """The elements of `x` at the positions `wanted` along `axis`, of which each rank has those
+        at `held`; both are listed for each rank that holds a shard of the factor."""
+        ...
+
     def gathered(self, factor: str) -> np.ndarray[Any, Any]:
         """The global indices of a factor, in the order in which `all_gather` joins its shards."""
         ...

@@ -40,6 +40,8 @@ class Rule:
     contiguous     factors whose shards must be contiguous
     co_sharded     factors that are split over the same axes or not at all, each into shards of its
                    own: the rows before and after a window
+    rings          pairs of factors that the same axes may split: each rank then has the shards of
+                   the second factor one after the other, as they travel in a ring
     nonempty       factors of which the kernel does not accept empty shards: these get one element
                    as a stand-in (`Factor.filled`)
     constants      operands that must be stored weights, never results of collectives: the kernel
@@ -61,6 +63,7 @@ class Rule:
     communicating: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
     co_sharded: tuple[tuple[str, ...], ...] = ()
+    rings: tuple[tuple[str, str], ...] = ()
     nonempty: frozenset[str] = frozenset()
     constants: frozenset[int] = frozenset()
 

@@ -18,7 +18,7 @@ from onnxpar.presets.contraction import convolves, is_contraction
 from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.factors import OpFactors
-from onnxpar.sharding.flops import flops_over
+from onnxpar.sharding.flops import flops_over, without_rings
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
 _VIEWS = frozenset(
@@ -134,9 +134,16 @@ def _op_cost(
         seconds += (op.rule.steps * iterations - 1) * costs.compute(
             0, 2 * written / iterations, device=device
         )
-    return seconds, _communication(
-        op, strategy, sharding, max((part.bytes for part in produced), default=0.0)
-    )
+    largest = max((part.bytes for part in produced), default=0.0)
+    between = _communication(op, strategy, sharding, largest)
+    for i, j in op.rings:
+        over = strategy.axes[j]
+        if over and strategy.axes[i] == over:
+            travels = sum(
+                part.bytes for part, links in zip(held, op.inputs, strict=True) if j in links
+            )
+            between += (parts_over(over) - 1) * costs.collective("CollectivePermute", over, travels)
+    return seconds, between
 
 
 def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
@@ -206,11 +213,12 @@ def _communication(
     """Seconds of communication inside a node whose communicating factors are split: all-reduces of
     partial results, which lack these factors; in a recurrence, an all-gather of the state in each
     step. `result` is the bytes of the largest result."""
+    kept = without_rings(op, strategy.axes)
     axes = tuple(
         a
         for a in dict.fromkeys(
             a
-            for leaf, over in zip(op.leaves, strategy.axes, strict=True)
+            for leaf, over in zip(op.leaves, kept, strict=True)
             if leaf.factor in op.rule.communicating
             for a in over
         )
@@ -224,7 +232,7 @@ def _communication(
         )
     across = math.prod(
         op.extent(i)
-        for i, (leaf, over) in enumerate(zip(op.leaves, strategy.axes, strict=True))
+        for i, (leaf, over) in enumerate(zip(op.leaves, kept, strict=True))
         if over and leaf.factor in op.rule.communicating
     )
     whole = result * parts_over(axes) / max(across, 1)

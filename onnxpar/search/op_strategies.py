@@ -222,6 +222,7 @@ def _slots(op: OpFactors) -> list[frozenset[int]]:
     slots: dict[frozenset[int], None] = {}
     for i, leaf in enumerate(op.leaves):
         same = {j for j, o in enumerate(op.leaves) if o.atom == leaf.atom and (i, j) in op.apart}
+        same -= {j for ring in op.rings if i in ring for j in ring}
         alone = all((a, b) in op.apart for a, b in combinations({i, *same}, 2))
         tied = {j for group in op.co_sharded if i in group for j in group}
         slots[frozenset({i, *tied, *(same if alone else ())})] = None

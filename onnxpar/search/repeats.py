@@ -45,6 +45,7 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
         (
             op.apart,
             op.co_sharded,
+            op.rings,
             tuple(sorted(op.whole.items())),
             tuple(sorted(op.rule.sizes.items())),
         ),

@@ -91,6 +91,7 @@ class OpFactors:
     trees      the rule's factors, unsplit
     atoms      the atoms of each factor's leaves
     co_sharded leaves that are split over the same axes, or not at all
+    rings      pairs of leaves of the rule's rings, in their order; these are also among `apart`
     bodies     subgraphs that are split together with the node
     result     name of the first result before passes replace it
     priced     the node at the sizes for which costs are computed, as in `TensorFactors`
@@ -106,6 +107,7 @@ class OpFactors:
     trees: dict[str, Dim] = field(default_factory=dict)
     apart: Pairs = frozenset()
     co_sharded: tuple[tuple[int, ...], ...] = ()
+    rings: Pairs = frozenset()
     bodies: tuple[BodyFactors, ...] = ()
     result: str = ""
     atoms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
 
 def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int]) -> list[int]:
     """Multiplications and additions of each of these ranks."""
-    axes = sharding.op_axes(op)
+    axes = without_rings(op, sharding.op_axes(op))
     held: dict[str, list[int]] = {}
     for name in op.rule.sizes.keys() - op.whole.keys():
         at = [(i, leaf) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
@@ -49,6 +49,7 @@ def flops_over(
     """Multiplications and additions of a rank, or of the rank with the largest shards, if the
     node's leaves are split over these axes."""
     sizes = dict(op.rule.sizes)
+    axes = without_rings(op, axes)
     for name in sizes.keys() - op.whole.keys():
         over = [
             (axes[i], sharding.parts_of(leaf.atom, axes[i]))
@@ -61,6 +62,16 @@ def flops_over(
         else:
             sizes[name] = estimated_size(tree, sharding.mesh, rank)
     return 2 * _products(op.rule, sizes)
+
+
+def without_rings(op: OpFactors, axes: Sequence[Axes]) -> list[Axes]:
+    """The axes of a node's leaves, except of those whose shards travel in a ring: a rank computes
+    with all of them."""
+    found = list(axes)
+    for i, j in op.rings:
+        if axes[i] == axes[j]:
+            found[j] = ()
+    return found
 
 
 def _products(rule: Rule, sizes: Mapping[str, Size]) -> int:

@@ -75,6 +75,14 @@ def op_factors(
     outputs = tuple(islice(at, len(node.outputs)))
     body_inputs = [tuple(islice(at, len(b.inputs))) for b in bodies]
     names = [t.name for t, _ in joined.operands()]
+    rings = frozenset(
+        (i, j)
+        for a, b in joined.rule.rings
+        for i in index[a]
+        for j in index[b]
+        if i is not None and j is not None
+    )
+    alike = list(zip(names, links, strict=True))
     return OpFactors(
         node=node,
         graph=joined.graph,
@@ -84,8 +92,9 @@ def op_factors(
         outputs=outputs,
         whole=whole,
         trees={name: unsplit_tree(factor) for name, factor in joined.factors.items()},
-        apart=_apart(joined, list(zip(names, links, strict=True)), tensors, leaves, co_sharded),
+        apart=_apart(joined, alike, tensors, leaves, co_sharded) | rings | _reversed(rings),
         co_sharded=co_sharded,
+        rings=rings,
         bodies=tuple(map(BodyFactors, bodies, body_inputs, body_outputs)),
         result=node.outputs[0].name if node.outputs else "",
         atoms={name: tuple(leaf.atom for leaf in own) for name, own in found.items()},
@@ -146,6 +155,10 @@ def _links(
         found = [j for v in expr_vars(expr) for j in index[v]]
         links += found if len(found) == count else [None] * count
     return tuple(links)
+
+
+def _reversed(pairs: Pairs) -> Pairs:
+    return frozenset((j, i) for i, j in pairs)
 
 
 def _apart(

@@ -151,7 +151,8 @@ class ShardingState:
     def legalize(self, op: OpFactors) -> None:
         """Makes factors whole that cannot be split as decided: a reduced factor of which only some
         segments are split (the others would count once per rank), a factor whose shards would not
-        be contiguous but must be, and co-sharded leaves whose axes differ."""
+        be contiguous but must be, co-sharded leaves whose axes differ, and the second leaf of a
+        ring whose axes are neither those of the first nor others."""
         axes = self.ops[op.node.name]
         for name in {*op.rule.reduce, *op.rule.communicating, *op.rule.contiguous}:
             at = [i for i, leaf in enumerate(op.leaves) if leaf.factor == name]
@@ -165,6 +166,9 @@ class ShardingState:
             if len({axes[i] or () for i in group}) > 1:
                 for i in group:
                     axes[i] = ()
+        for i, j in op.rings:
+            if overlaps(axes[i] or (), axes[j] or ()) and axes[i] != axes[j]:
+                axes[j] = ()
 
     def _is_contiguous(self, op: OpFactors, factor: str, tree: Dim) -> bool:
         return factor not in op.rule.contiguous or isinstance(normalize(tree), Factor)

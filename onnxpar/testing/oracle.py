@@ -83,6 +83,7 @@ class Oracle:
             if i not in tied and (self.cut is None or leaf.factor == self.cut.factor)
         ]
         yield from self._tied_splits() if self.cut is None else ()
+        yield from self._ring_splits() if self.cut is None else ()
         for i, leaf in leaves:
             for n in range(2, 3 + (self.cut is None)):
                 mesh = Mesh.of([("x", n)])
@@ -132,6 +133,25 @@ class Oracle:
         for a, b in [*combinations(self.op.co_sharded, 2), *product(self.op.co_sharded, others)]:
             x, y = ((mesh.axis(name),) for name in "xy")
             yield Split(mesh, {i: (x if i in a else y, None) for i in (*a, *b)})
+
+    def _ring_splits(self) -> Iterator[Split]:
+        """Yields splits of both leaves of a ring over one axis: evenly, by hand, and with empty
+        shards; and together with other leaves."""
+        for pair in self.op.rings:
+            for n in range(2, 5):
+                mesh = Mesh.of([("x", n)])
+                axes = (mesh.axis("x"),)
+                yield Split(mesh, dict.fromkeys(pair, (axes, None)))
+                for one in pair:
+                    size = self.op.leaves[one].size
+                    for by_hand in ((*[1] * (n - 1), size - n + 1), (0, *[size], *[0] * (n - 2))):
+                        if min(by_hand) >= 0:
+                            parts = {i: by_hand if i == one else None for i in pair}
+                            yield Split(mesh, {i: (axes, p) for i, p in parts.items()})
+            mesh = Mesh.parse("x=2,y=2")
+            x, y = ((mesh.axis(name),) for name in "xy")
+            for other in {*range(len(self.op.leaves))} - {*pair}:
+                yield Split(mesh, {**dict.fromkeys(pair, (x, None)), other: (y, None)})
 
     def cuts(self) -> Iterator[Cut]:
         """Yields cuts of each dimension that is a single factor which may be split: into segments

@@ -12,6 +12,7 @@ HEADS = {"q_num_heads": 4, "kv_num_heads": 2}
 MASK = array([[True] * 5, [True, False, True, True, False], [False, True, True, True, True]])
 HIDING = array([[True] * 5, [False] * 5, [False, True, True, False, False]])
 """A mask that hides every key from one query."""
+LONG = [(1, 9, 24), (1, 9, 12), (1, 9, 16)]
 CAUSAL = {"is_causal": 1}
 LENGTHS = array([3, 5])
 HALVES = [np.random.default_rng(0).standard_normal(s).astype(np.float16) for s in FLAT]
@@ -44,6 +45,15 @@ CASES = [
     (
         Case("Attention", [*FLAT, MASK], HEADS, fed=[3], opset=23),
         "b s (k g d), b t (k d), b t (k e), s t -> b s (k g e) {communicating: t, whole: d}",
+    ),
+    (
+        Case("Attention", LONG, {**HEADS, **CAUSAL, "softcap": 2.0}, outputs=3, opset=23),
+        "b s (k g d), b t (k d), b t (k e)"
+        " -> b s (k g e); b k t d; b k t e {communicating: t, whole: d}",
+    ),
+    (
+        Case("Attention", FLAT, {**HEADS, **CAUSAL, "left_window_size": 1}, opset=25),
+        "b s (k g d), b t (k d), b t (k e) -> b s (k g e) {communicating: t, whole: d}",
     ),
     *(
         (
