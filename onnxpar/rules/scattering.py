@@ -148,7 +148,7 @@ class _Writes:
         place = self._beside(build, build.add("Range", [_ZERO, rows, _ONE]), self.axis)
         begin = None
         if given(build.local.node, 2) is not None:
-            begin = self._beside(build, build.input(2), 0)
+            begin = self._beside(build, self._begin(build), 0)
             place = self._around(build, build.add("Add", [place, begin]))
         place = build.add("Min", [build.add("Max", [place, first]), last])
         row = place
@@ -163,6 +163,19 @@ class _Writes:
         old = build.add("GatherElements", [build.input(0), place], axis=self.axis)
         written = build.add("Where", [is_new, new, old])
         build.finish("ScatterElements", [build.input(0), place, written], axis=self.axis)
+
+    def _begin(self, build: Lowering) -> gs.Tensor:
+        """The places of the first updates. A Gather fails if some would be outside of the cache, as
+        onnxruntime's kernel does."""
+        begin = build.input(2)
+        if self.is_circular:
+            return begin
+        shape, beyond = build.add("Shape", [build.input(1)]), np.array(self.length + 1, np.int64)
+        count = build.add("Gather", [shape, np.array(self.axis, np.int64)])
+        end = build.add("Add", [begin, count])
+        end = build.add("Where", [build.add("Less", [begin, _ZERO]), beyond, end])
+        zeros = build.add("Expand", [_ZERO, beyond.reshape(1)])
+        return build.add("Add", [begin, build.add("Gather", [zeros, end])])
 
     def _beside(self, build: Lowering, vector: gs.Tensor, axis: int) -> gs.Tensor:
         """A vector as dimension `axis` of a tensor, the others of size 1."""

@@ -23,6 +23,7 @@ from onnx import helper
 import onnxpar
 from onnxpar.checking.check import Way, check_model
 from onnxpar.compiler.plan import Plan
+from onnxpar.errors import OnnxparError
 from onnxpar.load.load import load
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
@@ -334,3 +335,19 @@ def test_made_up_caches_of_the_last_tokens_are_full(is_mixed: bool, tmp_path: Pa
     assert checked.ok and "unsplit model changes by" not in checked.text()
     found = {row.name: row for row in checked.report.rows}
     assert found["present.0.key"].shape[2] >= window
+
+
+@pytest.mark.parametrize("write_at", [[47, 0], [-1, 0]])
+def test_a_write_outside_of_a_split_cache_is_an_error(write_at: list[int], tmp_path: Path) -> None:
+    """As with onnxruntime, which else would not write it."""
+    decoder = next(d for d in FIXED if d.options["spelling"] == "TensorScatter")
+    loop = Loop(decoder, tmp_path, 0, "context-parallel cp=2")
+    feeds = feeds_of(decoder, loop.model, np.zeros((2, 2), np.int64), 0)
+    feeds |= empty_caches(decoder, loop.model, 2) | {"write_at": np.array(write_at)}
+    with pytest.raises(Exception, match="TensorScatter"):
+        loop.whole.run(None, feeds)
+    with (
+        ThreadSession(loop.folder, timeout=TIMEOUT) as session,
+        pytest.raises(OnnxparError, match="TensorScatter_10"),
+    ):
+        session.run(None, feeds)
