@@ -15,14 +15,16 @@ from onnxpar.compiler.pass_ import FUSED, LAYOUTS, LOCAL, Pass, PassContext, Sta
 from onnxpar.errors import StrategyError
 from onnxpar.ir.clone import needed, nodes_of_run
 from onnxpar.ir.collectives import KINDS
-from onnxpar.ir.reshards import is_reshard
+from onnxpar.ir.reshards import is_reshard, reshard_of
 from onnxpar.lowering.buckets import (
     BUCKET_BYTES,
+    EXCHANGES,
     PART_BYTES,
     PARTS,
     REDUCTIONS,
     first_of_buckets,
     fuse_collectives,
+    held_dim,
 )
 from onnxpar.lowering.compression import gradient_reductions
 from onnxpar.presets.contraction import is_contraction
@@ -49,7 +51,8 @@ def indices_of(by: str) -> tuple[int, ...]:
 class FuseAllReduces(Pass):
     """Join collectives of the same kind and ranks that do not wait for each other.
 
-    Joins all-reduces, reduce-scatters and all-gathers; while sizes are open, all-reduces only.
+    Joins all-reduces, reduce-scatters and all-gathers, and the all-to-alls of tensors of which each
+    is whole on one rank; while sizes are open, all-reduces and all-to-alls only.
     Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives. Runs
     only once, as MindSpore's fusion does; `plan` says how many collectives it joined.
 
@@ -59,6 +62,7 @@ class FuseAllReduces(Pass):
     bucket_bytes  bytes per rank of all-reduces in a bucket; with cost, no limit
     shard_bytes   bytes per rank of reduce-scatters and all-gathers in a bucket; with cost, too
     tail_us       microseconds that the last bucket may take, with cost
+    exchanges     true to join the all-to-alls, whatever `by` is
 
     Example: shard(mesh="tp=2", fusion="size", strategy={"tensors": {"x": [None, "tp"]}})
 
@@ -101,12 +105,14 @@ class FuseAllReduces(Pass):
     bucket_bytes: int = BUCKET_BYTES
     shard_bytes: int = PART_BYTES
     tail_us: int = 1000
+    exchanges: bool = True
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         before = _counts(graph, ctx)
         buckets = _buckets(graph, ctx)
         changed = bool(buckets) and self._fuse_by_hand(graph, ctx, buckets)
         changed |= self.by != "none" and self._fuse(graph, ctx, buckets)
+        changed |= self.exchanges and self._fuse_exchanges(graph, ctx)
         after = _counts(graph, ctx)
         ctx.fused = {kind: (count, after[kind]) for kind, count in before.items()}
         return changed
@@ -141,13 +147,43 @@ class FuseAllReduces(Pass):
             changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
         return changed
 
+    def _fuse_exchanges(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        """Joins the all-to-alls of tensors of which each is whole on one rank before or after it:
+        together they are one exchange between all ranks."""
+        wanted, atoms = _wanted(graph, ctx), _atoms_beside(graph, ctx)
+        alike = {name: (wanted.get(name), own) for name, own in atoms.items()}
+        mesh, sizes = ctx.sharding.mesh, ctx.choices.bytes
+        return fuse_collectives(graph, mesh, self.bucket_bytes, sizes, alike, (), EXCHANGES)
+
 
 def _counts(graph: gs.Graph, ctx: PassContext) -> Counter[str]:
     """Returns the number of collectives that may be fused, by kind, without those of a training
     step's evaluation."""
-    step, kinds = ctx.model.step, (*REDUCTIONS, *PARTS)
+    step, kinds = ctx.model.step, (*REDUCTIONS, *EXCHANGES, *PARTS)
     nodes = nodes_of_run(graph, step.evaluation if step is not None else ())
     return Counter(node.op for node in nodes if is_reshard(node) and node.op in kinds)
+
+
+def _atoms_beside(graph: gs.Graph, ctx: PassContext) -> dict[str, object]:
+    """For each all-to-all that may be fused, the atoms of the dimensions other than the one that
+    ranks at one coordinate hold: tensors with the same atoms have the same sizes there in any
+    run."""
+    found: dict[str, object] = {}
+    for node in graph.nodes:
+        if not is_reshard(node) or node.op not in EXCHANGES:
+            continue
+        held = held_dim(*reshard_of(node).members[0])
+        names = [t.name for t in (*node.outputs, *node.inputs)]
+        known = ctx.sharding.factors.tensors
+        name = next((n for n in names if n in known), names[0].rpartition("@")[0])
+        factors = known.get(name)
+        if held is None or factors is None:
+            found[node.name] = node.name
+            continue
+        pairs = zip(factors.leaves, factors.dim_of_leaf, strict=True)
+        atoms = tuple((dim, leaf.atom) for leaf, dim in pairs if dim != held[0])
+        found[node.name] = (len(factors.dims), atoms)
+    return found
 
 
 def _buckets(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:

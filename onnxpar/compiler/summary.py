@@ -43,7 +43,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         [],
         weights,
         list(whole_nodes(ctx, preset)),
-        _memory(graph, ctx, weights, loads),
+        _memory(graph, ctx, loads),
         _flops(ctx, loads),
         integer_ranges(graph),
         ctx.model.fixed,
@@ -55,9 +55,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
     )
 
 
-def _memory(
-    graph: gs.Graph, ctx: PassContext, weights: Sequence[Weight], loads: Sequence[RankLoad]
-) -> dict[str, int]:
+def _memory(graph: gs.Graph, ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
     """The most bytes that any rank holds, by kind."""
     if loads:
         return {
@@ -66,7 +64,7 @@ def _memory(
             "activations_per_rank": max(load.activations for load in loads),
         }
     return {
-        "weights_per_rank": sum(w.bytes_per_rank for w in weights),
+        "weights_per_rank": _most_weights(graph, ctx),
         "states_per_rank": max(_states(graph, ctx, r) for r in _sample(ctx.sharding.mesh.size)),
         "activations_per_rank": _peak_activations(graph, ctx, None),
     }
@@ -127,6 +125,14 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         shape = tuple(int(s) for s in tensor.shape)
         out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
     return [*out, *_inner_weights(graph, mesh)]
+
+
+def _most_weights(graph: gs.Graph, ctx: PassContext) -> int:
+    """The most bytes of weights that any rank holds."""
+    mesh = ctx.sharding.mesh
+    inner = sum(weight.bytes for weight in _inner_weights(graph, mesh))
+    ranks = _sample(mesh.size)
+    return inner + max(sum(_weight_bytes(t, ctx, r) for t in constants(graph)) for r in ranks)
 
 
 def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:

@@ -125,6 +125,7 @@ _ROWS = (
         traffic=1.0,
         joins=Along("concat_axis", "concat_sizes"),
         cuts=Along("split_axis", "split_sizes"),
+        is_fused=True,
         is_measured=True,
     ),
     Kind(

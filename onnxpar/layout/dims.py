@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over
+from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over, plain
 
 
 @lru_cache(maxsize=65536)
@@ -36,10 +36,29 @@ def nested_parts(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     return parts
 
 
+@lru_cache(maxsize=65536)
+def default_parts(size: int, axes: Axes) -> tuple[int, ...]:
+    """Default sizes of the shards of `size` elements over axes, in the row-major order of the axes:
+    those of `nested_parts`, but an axis with `at` puts everything at that coordinate.
+
+    >>> default_parts(5, (Axis("dp", 2), Axis("tp", 2, at=1)))
+    (0, 3, 0, 2)
+    """
+    if all(axis.at is None for axis in axes):
+        return nested_parts(size, tuple(axis.size for axis in axes))
+    parts: tuple[int, ...] = (size,)
+    for axis in axes:
+        if axis.at is None:
+            parts = tuple(n for p in parts for n in nested_parts(p, (axis.size,)))
+        else:
+            parts = tuple(p if i == axis.at else 0 for p in parts for i in range(axis.size))
+    return parts
+
+
 @dataclass(frozen=True)
 class Factor:
     """An index variable with `size` elements, split over `axes` into shards of the sizes in `parts`
-    (by default those of `nested_parts`).
+    (by default those of `default_parts`).
 
     A shard may be empty. With `filled`, a rank with an empty shard computes on one other element
     instead (a stand-in), and then drops the result for that element; layouts of tensors are never
@@ -58,7 +77,7 @@ class Factor:
 
     def part_sizes(self) -> tuple[int, ...]:
         """The size of each shard, in the row-major order of the axes."""
-        sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
+        sizes = self.parts or default_parts(self.size, self.axes)
         return tuple(max(s, 1) for s in sizes) if self.filled and self.size else sizes
 
     def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
@@ -66,7 +85,7 @@ class Factor:
         stand-in, an element next to the shard."""
         if not self.axes:
             return 0, self.size
-        sizes = self.parts or nested_parts(self.size, tuple(a.size for a in self.axes))
+        sizes = self.parts or default_parts(self.size, self.axes)
         at = mesh.coordinate(self.axes, rank)
         start, size = sum(sizes[:at]), sizes[at]
         if self.filled and self.size and not size:
@@ -138,8 +157,12 @@ def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 def largest_size(dim: Dim) -> int:
     """Number of elements of the dimension in the largest shard; a data-dependent size counts as
-    1. Of a product of factors with sizes by hand, no rank may hold the largest part of each."""
+    1. Of a product of factors with sizes by hand, no rank may hold the largest part of each. A
+    dimension that ranks at one coordinate hold counts as the mean over the coordinates, because
+    other tensors are at the others."""
     if isinstance(dim, Factor):
+        if any(axis.at is not None for axis in dim.axes):
+            return largest_size(Factor(dim.size, plain(dim.axes)))
         sizes = dim.part_sizes()
         return abs(max(sizes) if dim.parts else sizes[0])
     each = map(largest_size, dim.children)
@@ -203,7 +226,7 @@ def normalize(dim: Dim) -> Dim:
     usually become equal."""
     if isinstance(dim, Factor):
         axes = merge_axes(dim.axes)
-        default = nested_parts(dim.size, tuple(a.size for a in axes))
+        default = default_parts(dim.size, axes)
         return Factor(dim.size, axes, None if dim.part_sizes() == default else dim.part_sizes())
     kind = type(dim)
     children: list[Dim] = []
@@ -267,8 +290,8 @@ def dim_text(dim: Dim, mesh: Mesh, nested: bool = False) -> str:
 
 
 def axis_json(axis: Axis) -> list[Any]:
-    """An axis as name, size and `pre`."""
-    return [axis.name, axis.size, axis.pre]
+    """An axis as name, size and `pre`, and `at` if it has that."""
+    return [axis.name, axis.size, axis.pre, *([] if axis.at is None else [axis.at])]
 
 
 def dim_json(dim: Dim) -> Any:

@@ -15,6 +15,7 @@ from onnxpar.layout.dims import Factor as Factor
 from onnxpar.layout.dims import Product as Product
 from onnxpar.layout.dims import SizedFactor as SizedFactor
 from onnxpar.layout.dims import axis_json, dim_json, dim_of_json, dim_text
+from onnxpar.layout.dims import default_parts as default_parts
 from onnxpar.layout.dims import dim_axes as dim_axes
 from onnxpar.layout.dims import estimated_size as estimated_size
 from onnxpar.layout.dims import first_index as first_index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from onnxpar.errors import StrategyError
@@ -24,12 +24,15 @@ class Axis:
     """A mesh axis or a sub-axis: `tp`, or `tp:(2)4`, the sub-axis of size 4 after one of size 2.
 
     `pre` is the product of the sizes of the sub-axes before this one; an undivided axis has `pre` 1
-    and its full size. The notation is OpenXLA Shardy's.
+    and its full size. The notation is OpenXLA Shardy's. An axis with `at`, such as `tp@2`, does not
+    divide a dimension: the ranks at this coordinate of the axis hold all of it, and the others hold
+    nothing.
     """
 
     name: str
     size: int
     pre: int = 1
+    at: int | None = None
 
     def overlaps(self, other: Axis) -> bool:
         """True if both contain a common factor of the same mesh axis; then no tensor may use
@@ -159,9 +162,11 @@ class Mesh:
         return strides
 
     def text(self, axis: Axis) -> str:
-        """The text of an axis: `tp` if it is undivided, `tp:(2)4` for a sub-axis."""
+        """The text of an axis: `tp` if it is undivided, `tp:(2)4` for a sub-axis, `tp@2` for an
+        axis with `at`."""
         whole = axis.pre == 1 and axis.size == self.sizes[axis.name]
-        return axis.name if whole else f"{axis.name}:({axis.pre}){axis.size}"
+        text = axis.name if whole else f"{axis.name}:({axis.pre}){axis.size}"
+        return text if axis.at is None else f"{text}@{axis.at}"
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.shape)
@@ -177,9 +182,14 @@ def in_mesh_order(axes: Axes) -> Axes:
     return tuple(sorted(axes, key=lambda a: (a.name, a.pre)))
 
 
+def plain(axes: Iterable[Axis]) -> Axes:
+    """The axes without `at`, as collectives name them."""
+    return tuple(axis if axis.at is None else replace(axis, at=None) for axis in axes)
+
+
 def merge_axes(axes: Axes) -> Axes:
-    """Joins adjacent sub-axes of one axis: `tp:(1)2, tp:(2)2` becomes `tp` of size 4. Drops axes of
-    size 1."""
+    """Joins adjacent sub-axes of one axis: `tp:(1)2, tp:(2)2` becomes `tp` of size 4, and
+    `tp:(1)2@1, tp:(2)2@0` becomes `tp@2`. Drops axes of size 1."""
     if not axes:
         return axes
     out: list[Axis] = []
@@ -188,7 +198,12 @@ def merge_axes(axes: Axes) -> Axes:
             continue
         last = out[-1] if out else None
         if last and last.name == axis.name and last.pre * last.size == axis.pre:
-            out[-1] = Axis(last.name, last.size * axis.size, last.pre)
-        else:
-            out.append(axis)
+            joined = Axis(last.name, last.size * axis.size, last.pre)
+            if last.at is None and axis.at is None:
+                out[-1] = joined
+                continue
+            if last.at is not None and axis.at is not None:
+                out[-1] = replace(joined, at=last.at * axis.size + axis.at)
+                continue
+        out.append(axis)
     return tuple(out)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import Costs
-from onnxpar.ir.collectives import KINDS, PARTIAL, WHOLE
+from onnxpar.ir.collectives import KINDS, PARTIAL, SPLIT, WHOLE
 from onnxpar.ir.reshards import Reshard, is_reshard, reshard_node, reshard_of
 from onnxpar.ir.subgraphs import captured
-from onnxpar.layout.layout import local_size
+from onnxpar.layout.layout import Layout, dim_axes, local_size
 from onnxpar.layout.mesh import Mesh
-from onnxpar.lowering.lower_reshard import changed_dims
+from onnxpar.lowering.lower_reshard import changed_dims, is_run
 from onnxpar.lowering.schedule import schedule
 from onnxpar.sharding.shard_bytes import reshard_bytes
 
@@ -27,8 +27,10 @@ since tensors stay whole until the bucket is full."""
 _FUSED = [kind for kind in KINDS.values() if kind.is_fused]
 REDUCTIONS = tuple(kind.name for kind in _FUSED if kind.change == (PARTIAL, WHOLE))
 """Kinds of collectives that are fused and take whole tensors."""
-PARTS = tuple(kind.name for kind in _FUSED if kind.name not in REDUCTIONS)
-"""Kinds of collectives that are fused and take or give shards."""
+EXCHANGES = tuple(kind.name for kind in _FUSED if kind.change == (SPLIT, SPLIT))
+"""Kinds of collectives that are fused and take and give shards."""
+PARTS = tuple(kind.name for kind in _FUSED if kind.name not in (*REDUCTIONS, *EXCHANGES))
+"""Kinds of collectives that are fused and take or give shards, but not both."""
 Wanted = Mapping[str, object]
 """The purpose of each collective, by name; only collectives with the same purpose are fused."""
 
@@ -57,9 +59,27 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
     reshard, dtype = reshard_of(node), str(node.inputs[0].dtype)
     if len(reshard.members) > 1 or (node.op in PARTS and not _is_even(reshard, mesh)):
         return None
+    if node.op in EXCHANGES:
+        held = held_dim(*reshard.members[0])
+        others = wanted.get(node.name)
+        return None if held is None else (node.op, reshard.axes, dtype, *held, others)
     reader = _first_reader(node) if node.op == "AllGather" else None
     what = (node.op, reshard.axes, reshard.before.reduce, dtype)
     return *what, wanted.get(node.name), reader
+
+
+def held_dim(before: Layout, after: Layout) -> tuple[int, bool] | None:
+    """The dimension that ranks at one coordinate hold, either before or after an all-to-all between
+    contiguous shards, and True if before; None if there is none."""
+    changed = changed_dims(before, after)
+    pairs = [(i, before.dims[i], after.dims[i]) for i in changed]
+    if len(pairs) != 2 or not all(is_run(b) and is_run(a) for _, b, a in pairs):
+        return None
+    for i, b, a in pairs:
+        one, other = ({axis for axis in dim_axes(dim) if axis.at is not None} for dim in (b, a))
+        if one != other:
+            return i, bool(one - other)
+    return None
 
 
 def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
@@ -139,9 +159,11 @@ def fuse_collectives(
     anything is fused.
 
     `ops` are the kinds to fuse. All-gathers are fused if the same node reads their results first,
-    or if no node does. The graph must be sorted topologically, and stays so. A fused node has
-    `members`, the (before, after) layouts of its operands. `sizes` caches bytes by node between
-    calls; a new bucket begins at each node of `first`.
+    or if no node does; all-to-alls if each moves a dimension to or from ranks at one coordinate,
+    and if `wanted` says that the other dimensions have equal sizes. The graph must be sorted
+    topologically, and stays so. A fused node has `members`, the (before, after) layouts of its
+    operands. `sizes` caches bytes by node between calls; a new bucket begins at each node of
+    `first`.
     """
     fused = [
         nodes

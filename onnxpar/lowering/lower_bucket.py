@@ -9,8 +9,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.layout.layout import Layout, split_count
+from onnxpar.layout.layout import Layout, local_size, split_count
 from onnxpar.layout.mesh import parts_over
+from onnxpar.lowering.buckets import held_dim
 from onnxpar.lowering.lower_reshard import ReshardBuilder, changed_dims, is_run, local_shape
 
 
@@ -28,6 +29,7 @@ class BucketBuilder(ReshardBuilder):
             "AllReduce": self._reduce,
             "ReduceScatter": self._scatter,
             "AllGather": self._gather,
+            "AllToAll": self._exchange,
         }[self.node.op]()
         return self.built
 
@@ -73,6 +75,46 @@ class BucketBuilder(ReshardBuilder):
             if whole is not y:
                 held = partial(self._joined, dim)
                 self._order(whole, y, axis, held, after.dims[axis])
+
+    def _exchange(self) -> None:
+        """One all-to-all of the tensors joined along the dimension that ranks at one coordinate
+        hold, in the order of these ranks; so each rank sends and receives contiguous shards."""
+        found = held_dim(*self.reshard.members[0])
+        assert found is not None
+        held, is_before = found
+        (other,) = (i for i in changed_dims(*self.reshard.members[0]) if i != held)
+        group = self.mesh.group(self.axes, 0)
+
+        def holder(number: int) -> int:
+            dim = self.reshard.members[number][0 if is_before else 1].dims[held]
+            return next(i for i, rank in enumerate(group) if local_size(dim, self.mesh, rank))
+
+        order = sorted(range(len(self.members)), key=holder)
+        members = [self.reshard.members[i] for i in order]
+
+        def together(rank: int) -> list[int]:
+            """The elements of the held dimension that each member has of all tensors."""
+            each = [self._sizes(layouts[0 if is_before else 1].dims[held]) for layouts in members]
+            return [sum(column) for column in zip(*(of(rank) for of in each), strict=True)]
+
+        before, after = members[0]
+        joined, moved = (self._fresh(self.inputs[0], what) for what in ("joined", "moved"))
+        self._add("Concat", [self.inputs[i] for i in order], joined, axis=held)
+        apart = self._sizes((after if is_before else before).dims[other])
+        self._collective(
+            "AllToAll",
+            joined,
+            moved,
+            split_axis=other if is_before else held,
+            concat_axis=held if is_before else other,
+            split_sizes=apart if is_before else together,
+            concat_sizes=together if is_before else apart,
+        )
+
+        def sizes(rank: int) -> Array:
+            return np.array([local_size(a.dims[held], self.mesh, rank) for _, a in members])
+
+        self._split(moved, sizes, [self.outputs[i] for i in order], held)
 
     def _rows(self, x: gs.Tensor, before: Layout, axis: int, count: int, what: str) -> gs.Variable:
         """A matrix with a row for each shard of dimension `axis`: outer dimensions move inside."""
@@ -131,17 +173,17 @@ class BucketBuilder(ReshardBuilder):
         return pieces
 
     def _split(
-        self, x: gs.Tensor, sizes: Callable[[int], Array], results: list[gs.Variable], axis: int
+        self, x: gs.Tensor, sizes: Callable[[int], Array], results: Sequence[gs.Tensor], axis: int
     ) -> None:
         """Adds a Split into pieces of these sizes; before opset 13, the sizes are an attribute."""
         name = f"{self.node.name}::Split"
         if self.opset >= 13:
             operands = [x, self._varying("sizes", sizes)]
-            self.built.append(gs.Node("Split", name, {"axis": axis}, operands, results))
+            self.built.append(gs.Node("Split", name, {"axis": axis}, operands, list(results)))
             return
         self.per_rank.attributes[name, "split"] = lambda rank: sizes(rank).tolist()
         attrs = {"axis": axis, "split": sizes(0).tolist()}
-        self.built.append(gs.Node("Split", name, attrs, [x], results))
+        self.built.append(gs.Node("Split", name, attrs, [x], list(results)))
 
     def _shaped(self, x: gs.Tensor, shape: Sequence[int], what: str) -> gs.Variable:
         """Reshapes `x` to a shape that is the same on all ranks."""

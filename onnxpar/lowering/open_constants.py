@@ -22,7 +22,7 @@ from onnxpar.errors import OpenSizesError
 from onnxpar.ir.collectives import DOMAIN, KINDS
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import captured
-from onnxpar.layout.layout import Factor, Layout, leaves, nested_parts
+from onnxpar.layout.layout import Factor, Layout, default_parts, leaves, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.open_sizes.lockstep import MOST
 from onnxpar.open_sizes.open_sizes import OpenSizes
@@ -36,20 +36,20 @@ _PROBES = 64
 class Extent:
     """The start, or the size, of a rank's shard of an open size that is split over several axes.
 
-    `counts` are the sizes of the axes, `at` the rank's coordinates along them. If `filled`, an
-    empty shard is replaced by one element, as a stand-in.
+    `at` are the rank's coordinates along the axes. If `filled`, an empty shard is replaced by one
+    element, as a stand-in.
     """
 
     size: Polynomial
-    counts: tuple[int, ...]
+    axes: Axes
     at: tuple[int, ...]
     is_start: bool
     is_filled: bool = False
 
     def value(self, size: int) -> int:
         """The start or size of the shard if the whole has `size` elements."""
-        sizes = nested_parts(size, self.counts)
-        at = int(np.ravel_multi_index(self.at, self.counts))
+        sizes = default_parts(size, self.axes)
+        at = int(np.ravel_multi_index(self.at, [axis.size for axis in self.axes]))
         start, own = sum(sizes[:at]), sizes[at]
         if self.is_filled and size and not own:
             start, own = min(start, size - 1), 1
@@ -227,11 +227,10 @@ class OpenConstants:
     def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
         found = {}
         for i, (_, size, axes) in enumerate(self._split_sizes):
-            counts = tuple(a.size for a in axes)
             at = tuple(self.mesh.coordinate((a,), rank) for a in axes)
             kind = "filled_" if i in filled else ""
-            found[f"{kind}start{i}"] = Extent(size, counts, at, True, i in filled)
-            found[f"{kind}part{i}"] = Extent(size, counts, at, False, i in filled)
+            found[f"{kind}start{i}"] = Extent(size, axes, at, True, i in filled)
+            found[f"{kind}part{i}"] = Extent(size, axes, at, False, i in filled)
         return found
 
     @cached_property

@@ -79,8 +79,12 @@ class SizeGraph:
     def _part(self, part: Extent) -> str:
         """Adds nodes that compute `Extent.value`."""
         size, start = self._polynomial(part.size), self._constant([0])
-        for n, i in zip(part.counts, part.at, strict=True):
-            count = self._constant([n])
+        for axis, i in zip(part.axes, part.at, strict=True):
+            if axis.at is not None:
+                start = self._add("Add", [start, size]) if i > axis.at else start
+                size = size if i == axis.at else self._constant([0])
+                continue
+            count = self._constant([axis.size])
             quotient = self._add("Div", [size, count])
             rest = self._add("Sub", [size, self._add("Mul", [quotient, count])])
             here = self._constant([i])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxpar.base.pass_times import SEARCH
 from onnxpar.compiler.open_errors import at_open_sizes
@@ -14,6 +14,7 @@ from onnxpar.model.annotations import Configuration, choose_configuration
 from onnxpar.pipeline.options import NO_RANKS, Options, preset_or_search, wanted_mesh
 from onnxpar.pipeline.unused_options import refuse_without_search
 from onnxpar.presets.presets import preset_mesh
+from onnxpar.search.dealt_tables import fastest_with_tables
 from onnxpar.search.given_mesh import best_on_mesh
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.op_strategies import Kept
@@ -82,7 +83,18 @@ def _search(
         sharding: ShardingState, given: Sequence[Sequence[Annotation]], kept: Kept | None
     ) -> Solution:
         states, objective = model.states, options.objective
-        return solve(model.graph, sharding, states, given, how, kept, objective, model.step)
+
+        def with_more(more: Sequence[Annotation], spare: float) -> Solution:
+            goal, every = objective, [*given, more]
+            if goal.memory is not None and spare:
+                goal = replace(goal, memory=max(goal.memory - spare, 1.0))
+            return solve(model.graph, sharding, states, every, how, kept, goal, model.step)
+
+        # over several axes, dealing over all of them is the same as over one
+        is_one = mesh is not None or sum(size > 1 for _, size in sharding.mesh.shape) == 1
+        if kept is not None or how == EXHAUSTIVE or not is_one:
+            return with_more([], 0.0)
+        return fastest_with_tables(model.graph, sharding, model.step, with_more)
 
     if annotated is not None:
         assert mesh is not None

@@ -62,8 +62,9 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:
-    """The pass that fuses collectives. By default it fuses gradients only: a fused activation would
-    wait for the others. Errors: StrategyError."""
+    """The pass that fuses collectives. By default it fuses gradients only, and the exchanges of
+    tables that were dealt out: another fused activation would wait for the others. Errors:
+    StrategyError."""
     by = options.fusion or ("none" if model.step is None else "size")
     if by not in FUSIONS and not by.startswith(INDEX):
         raise StrategyError(
@@ -83,4 +84,5 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
             "--bucket-mb applies to --fusion size only: give that, or leave --bucket-mb out"
         )
     given = options.bucket_bytes
-    return FuseAllReduces(by, given or BUCKET_BYTES, given or PART_BYTES)
+    exchanges = options.fusion != "none"
+    return FuseAllReduces(by, given or BUCKET_BYTES, given or PART_BYTES, exchanges=exchanges)

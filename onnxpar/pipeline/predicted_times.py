@@ -80,7 +80,7 @@ def _whole_states(made: Plan) -> str | None:
 
 def _whole_weights(made: Plan, sharding: ShardingState) -> str | None:
     total = sum(weight.bytes for weight in made.weights)
-    if not total or any(weight.bytes_per_rank < weight.bytes for weight in made.weights):
+    if not total or made.memory["weights_per_rank"] < total:
         return None
     known = sharding.factors.tensors
     free = sum(weight.bytes for weight in made.weights if weight.name in known)

@@ -18,6 +18,7 @@ from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.presets.expert_parallel import SplitExperts
 from onnxpar.presets.split_alone import CloseOpen, SplitAlone
+from onnxpar.presets.table_parallel import FeedWhole, HoldTable
 from onnxpar.presets.training_presets import Closed, SplitSums, SplitTogether
 from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.factors import GraphFactors, OpFactors
@@ -33,6 +34,8 @@ TYPES: dict[str, type[Any]] = {
         Concat,
         Device,
         Factor,
+        FeedWhole,
+        HoldTable,
         Layout,
         Level,
         Link,

@@ -15,6 +15,7 @@ from onnxpar.presets.context_parallel import AXIS, CONTEXT, RING, context_annota
 from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
 from onnxpar.presets.sparse_sums import sparse_sums
 from onnxpar.presets.split_caches import SplitCaches, cache_atoms, cache_heads
+from onnxpar.presets.table_parallel import TABLES, table_annotations
 from onnxpar.presets.tensor_parallel import tensor_parallel_rounds
 from onnxpar.presets.training_presets import (
     SEQUENCE,
@@ -36,6 +37,7 @@ PRESETS = (
     CONTEXT,
     RING,
     EXPERT,
+    TABLES,
     "manual",
 )
 
@@ -57,6 +59,7 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
         "data-parallel": "dp",
         "manual": "ranks",
         EXPERT: "ep",
+        TABLES: "dp",
         **dict.fromkeys((CONTEXT, RING), AXIS),
         **dict.fromkeys(ZERO_STAGES, "dp"),
     }
@@ -95,6 +98,10 @@ def preset_rounds(
     if preset == EXPERT:
         experts: list[Annotation] = list(expert_annotations(graph, sharding, _all_axes(mesh)))
         return [experts, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
+    if preset == TABLES:
+        every, atoms = _all_axes(mesh), batch_atoms(graph, sharding, step)
+        tables: list[Annotation] = list(table_annotations(graph, sharding, every, atoms, step))
+        return [tables, list(batch_annotations(graph, sharding, every, step))]
     taken = ("dp", AXIS) if preset in (CONTEXT, RING) else ("dp",)
     axes = tuple(mesh.axis(name) for name, _ in mesh.shape if name not in taken)
     if preset == "hybrid" and (not axes or "dp" not in mesh.sizes):

@@ -13,74 +13,21 @@ from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.errors import ModelError
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.open_sizes.typical import sizes_text
+from onnxpar.report.held_lines import held_lines
+from onnxpar.report.text_table import FEW as FEW
+from onnxpar.report.text_table import MANY as MANY
+from onnxpar.report.text_table import WIDTH as WIDTH
+from onnxpar.report.text_table import grouped as grouped
+from onnxpar.report.text_table import size_text as size_text
+from onnxpar.report.text_table import table as table
 
-WIDTH = 100
-WRAPPED = 36
-"""Characters that a column of texts keeps, where it is wrapped."""
 _KINDS = ("input", "state", "output")
 _PORT_HEADS = ("dtype", "shape", "layout")
-MANY, FEW = 20, 3
-"""The numbers of rows above which similar rows are joined: in tables of ports and weights, and in
-the table of nodes that run whole."""
-
-
-def table(rows: Sequence[Sequence[Any]], head: Sequence[str], wraps: bool = False) -> Iterator[str]:
-    """Yields the lines of a table with aligned columns, numbers to the right. If lines would be
-    longer than WIDTH, the first column is cut; if the table `wraps`, the last column, a text, first
-    continues on further lines."""
-    cells = [[_cell(c) for c in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-    if wraps and over > 0:
-        widths[-1] = max(widths[-1] - over, min(widths[-1], WRAPPED))
-    room = WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1)
-    widths[0] = min(widths[0], max(room, 12))
-    numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(head))]
-    for line in [list(head), *cells]:
-        last, *more = (wrap(line[-1], widths[-1]) or [""]) if wraps else [line[-1]]
-        out = [
-            _fit(c, w).rjust(w) if right else _fit(c, w).ljust(w)
-            for c, w, right in zip([*line[:-1], last], widths, numeric, strict=True)
-        ]
-        yield ("  ".join(out)).rstrip()
-        yield from (" " * (sum(widths[:-1]) + 2 * (len(widths) - 1)) + text for text in more)
-
-
-def grouped(rows: Sequence[tuple[Any, ...]], most: int = MANY) -> list[tuple[Any, ...]]:
-    """Returns the rows. If there are more than `most`, rows that differ only in their first column
-    are joined into one, with the first name and a count."""
-    if len(rows) <= most:
-        return list(rows)
-    names: dict[tuple[Any, ...], list[str]] = {}
-    for name, *rest in rows:
-        names.setdefault(tuple(rest), []).append(name)
-    return [(_names(found), *rest) for rest, found in names.items()]
-
-
-def _names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _each(rows: Sequence[Any], heads: Sequence[str]) -> Iterator[str]:
     """Returns the heads of columns of bytes, with "each" if rows are joined."""
     return (f"{head} each" if len(rows) > MANY else head for head in heads)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _fit(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
-
-
-def size_text(size: float) -> str:
-    """Returns a number of bytes as text with a unit: 18.4 kB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError
 
 
 def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
@@ -100,6 +47,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield from _state_lines(plan, full)
     yield from _collective_lines(plan["collectives"], plan.get("fused", {}), full)
     yield from _weight_lines(plan, full)
+    yield from held_lines(plan)
     yield from _whole_lines(plan["whole"])
     memory, flops = plan["memory"], plan["flops"]
     typical = [(each["sizes"], each["weight"]) for each in plan.get("typical", ())]
@@ -295,7 +243,7 @@ def _group(collective: Mapping[str, Any]) -> str:
 def _weight_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
     weights, stored = plan["weights"], _stored(plan)
     total = sum(w["bytes"] for w in weights)
-    held = sum(w["bytes_per_rank"] for w in weights)
+    held = plan["memory"]["weights_per_rank"]
     share = f" ({held / total:.1%} of it)" if total else ""
     yield f"{stored}s: {size_text(total)} in total, at most {size_text(held)} per rank{share}"
     if full:

@@ -32,6 +32,7 @@ from onnxpar.reshard.sub_axes import (
     cut,
     cuts_of,
     leaves_at,
+    located,
     locations_in,
     ordered,
 )
@@ -207,7 +208,7 @@ class ReshardGraph:
             location = locations[at]
             if isinstance(location, tuple):
                 for leaf in location:
-                    leaves[leaf] = (*leaves[leaf], sub_axis)
+                    leaves[leaf] = (*leaves[leaf], located(sub_axis, location))
             elif location is not None:
                 partial, reduce = (*partial, sub_axis), location
         return FactorSharding(tuple(leaves), partial, reduce)

@@ -17,10 +17,10 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from onnxpar.base.arrays import Array
-from onnxpar.layout.layout import ReduceOp, nested_parts
+from onnxpar.layout.layout import ReduceOp, default_parts
 from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over
 from onnxpar.reshard.shard_sizes import PartSizes
-from onnxpar.reshard.sub_axes import Location, Locations, leaves_at
+from onnxpar.reshard.sub_axes import Location, Locations, leaves_at, located
 from onnxpar.sharding.factors import TensorFactors
 from onnxpar.sharding.state import FactorSharding
 
@@ -61,12 +61,11 @@ def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | Non
     """The sizes of the shards of a leaf that is split over axes; if its size is open, those of the
     axes."""
     axes = merge_axes(axes)
-    counts = tuple(axis.size for axis in axes)
     if leaf in factors.open:
-        return counts
+        return tuple((axis.size, axis.at) for axis in axes)
     if parts is not None and axes:
         return parts(leaf, axes)
-    return nested_parts(factors.leaves[leaf].size, counts)
+    return default_parts(factors.leaves[leaf].size, axes)
 
 
 def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | None) -> Key:
@@ -74,7 +73,7 @@ def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | N
     with it."""
     runs = groupby(held, lambda each: each[1])
     together = [(slot, parts_over(axis for axis, _ in run)) for slot, run in runs]
-    sizes = _sizes(leaf, tuple(axis for axis, _ in held), factors, parts)
+    sizes = _sizes(leaf, tuple(located(*each) for each in held), factors, parts)
     return (sizes, tuple(together))
 
 

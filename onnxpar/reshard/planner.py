@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from onnxpar.cost.cost import Costs
-from onnxpar.layout.layout import nested_parts
-from onnxpar.layout.mesh import Axes, in_mesh_order, merge_axes
+from onnxpar.layout.layout import default_parts
+from onnxpar.layout.mesh import Axes, in_mesh_order, merge_axes, plain
 from onnxpar.reshard.graph import ReshardGraph
 from onnxpar.reshard.permutes import permuted
 from onnxpar.reshard.shard_sizes import PartSizes
@@ -82,7 +82,7 @@ def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterat
     have = factor_sharding.reduced()
     for slot, axes in _slots(have, factors):
         after = FactorSharding(tuple(() if i in slot else a for i, a in enumerate(have.leaves)))
-        yield ReshardStep("AllGather", axes, have, after)
+        yield ReshardStep("AllGather", plain(axes), have, after)
         have = after
 
 
@@ -91,7 +91,7 @@ def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iter
     have = FactorSharding(tuple(() for _ in factor_sharding.leaves))
     for slot, axes in _slots(factor_sharding, factors):
         after = FactorSharding(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
-        yield ReshardStep("LocalSlice", axes, have, after)
+        yield ReshardStep("LocalSlice", plain(axes), have, after)
         have = after
     if factor_sharding.partial:
         yield ReshardStep("Select", factor_sharding.partial, have, factor_sharding)
@@ -127,7 +127,7 @@ def _sizes(
 ) -> tuple[int, ...]:
     if parts is not None:
         return parts(leaf, axes)
-    return nested_parts(factors.leaves[leaf].size, tuple(a.size for a in axes))
+    return default_parts(factors.leaves[leaf].size, axes)
 
 
 def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:

@@ -12,7 +12,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.layout.layout import Dim, largest_size
 from onnxpar.layout.mesh import Axes, Axis, merge_axes
 from onnxpar.layout.rows import rows_within
-from onnxpar.reshard.sub_axes import Locations, leaves_at
+from onnxpar.reshard.sub_axes import Locations, leaves_at, located
 from onnxpar.sharding.factors import TensorFactors, with_axes
 
 PartSizes = Callable[[int, Axes], tuple[int, ...]]
@@ -105,7 +105,7 @@ class ShardSizes:
         given: list[tuple[Axes, tuple[int, ...] | None]] = []
         for leaf in leaves:
             held = [
-                sub_axis
+                located(sub_axis, locations[i])
                 for sub_axis, locations, i in zip(self.sub_axes, self.locations, at, strict=True)
                 if i >= 0 and leaf in leaves_at(locations[i])
             ]

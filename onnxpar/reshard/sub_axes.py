@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
@@ -14,6 +15,33 @@ from onnxpar.sharding.state import FactorSharding
 
 Slot = tuple[int, ...]
 """Leaves of one dimension that a sub-axis splits together: one, or one of each segment."""
+
+
+class HeldSlot(tuple[int, ...]):
+    """A slot that a sub-axis does not divide: the ranks at one of its coordinates hold all of it.
+
+    at  this coordinate
+    """
+
+    at: int
+
+    @staticmethod
+    def of(slot: Slot, at: int) -> HeldSlot:
+        """The leaves of a slot, at a coordinate."""
+        held = HeldSlot(slot)
+        held.at = at
+        return held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeldSlot) and self.at == other.at and super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.at))
+
+
 Location = Slot | ReduceOp | None
 """The location of a sub-axis: on leaves, in a partial reduction, or unused."""
 Locations = Sequence[Sequence[Location]]
@@ -42,22 +70,38 @@ def cuts_of(axes: Iterable[Axes]) -> Cuts:
 
 
 def cut(axes: Axes, cuts: Cuts) -> Axes:
-    """The axes, each replaced by its sub-axes."""
-    sub_axes: list[Axis] = []
+    """The axes, each replaced by its sub-axes, without `at`."""
+    return tuple(sub_axis for sub_axis, _ in _cut(axes, cuts))
+
+
+def _cut(axes: Axes, cuts: Cuts) -> Iterator[tuple[Axis, int | None]]:
+    """Yields the sub-axes of axes, each with its coordinate in the `at` of its axis."""
     for axis in axes:
-        at = [c for c in cuts[axis.name] if axis.pre <= c <= axis.pre * axis.size]
-        sub_axes += [Axis(axis.name, b // a, a) for a, b in pairwise(at)]
-    return tuple(sub_axes)
+        ends = [c for c in cuts[axis.name] if axis.pre <= c <= axis.pre * axis.size]
+        for a, b in pairwise(ends):
+            inner = axis.pre * axis.size // b
+            at = None if axis.at is None else axis.at // inner % (b // a)
+            yield Axis(axis.name, b // a, a), at
+
+
+def located(sub_axis: Axis, location: Location) -> Axis:
+    """The sub-axis as it is on the leaves of a location: with `at` if one coordinate holds them."""
+    return replace(sub_axis, at=location.at) if isinstance(location, HeldSlot) else sub_axis
 
 
 def locations_in(
     factor_sharding: FactorSharding, cuts: Cuts, factors: TensorFactors
 ) -> dict[Axis, Location]:
-    """The location of each sub-axis that a factor sharding uses."""
+    """The location of each sub-axis that a factor sharding uses. Errors: Unordered if a sub-axis
+    divides some segments, and ranks at one of its coordinates hold others."""
     slots: dict[Axis, Slot] = defaultdict(tuple)
     for leaf, axes in enumerate(factor_sharding.leaves):
-        for sub_axis in cut(axes, cuts):
-            slots[sub_axis] += (leaf,)
+        for sub_axis, at in _cut(axes, cuts):
+            before = slots[sub_axis]
+            if before and getattr(before, "at", None) != at:
+                raise Unordered
+            slot = (*before, leaf)
+            slots[sub_axis] = slot if at is None else HeldSlot.of(slot, at)
     assert all(len({factors.dim_of_leaf[i] for i in slot}) == 1 for slot in slots.values())
     return {
         **slots,

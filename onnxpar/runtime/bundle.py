@@ -321,7 +321,9 @@ def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
     axes = [a for dim in layout.dims for a in dim_axes(dim)] if layout is not None else []
     for axis in (*axes, *(layout.partial if layout is not None else ())):
         size = mesh.sizes.get(axis.name, 0)
-        if axis.size < 1 or axis.pre < 1 or size % (axis.pre * axis.size) or not size:
+        at = 0 if axis.at is None else axis.at
+        is_known = axis.size > 0 and axis.pre > 0 and 0 <= at < axis.size
+        if not is_known or size % (axis.pre * axis.size) or not size:
             raise ValueError(f"a layout is over {axis}, which is not in the mesh {mesh}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_graphsurgeon as gs
@@ -91,11 +91,25 @@ def op_cost_on(
     shards."""
     if op.bodies:
         return 0.0, 0.0
+    dealt = {axis for over in strategy.axes for axis in over if axis.at is not None}
+    if dealt:
+        return _mean_cost(rank, op, strategy, sharding, parts_over(dealt))
     seconds = communication = 0.0
     for number, (weight, at) in enumerate(op.costed):
         own, between = _op_cost(at, strategy, sharding, number, rank)
         seconds, communication = seconds + weight * own, communication + weight * between
     return seconds, communication
+
+
+def _mean_cost(
+    rank: int | None, op: OpFactors, strategy: OpStrategy, sharding: ShardingState, ranks: int
+) -> tuple[float, float]:
+    """The cost of a node of which one of so many ranks computes all, on average over these: other
+    ranks compute as much of other nodes. Each rank launches the node."""
+    undealt = tuple(tuple(a for a in over if a.at is None) for over in strategy.axes)
+    seconds, communication = op_cost_on(rank, op, replace(strategy, axes=undealt), sharding)
+    launch = sharding.costs.topology.device.launch
+    return launch + (seconds - launch) / ranks, communication / ranks
 
 
 def _op_cost(

@@ -13,7 +13,7 @@ from operator import itemgetter
 import onnx_graphsurgeon as gs
 
 from onnxpar.layout.layout import ReduceOp
-from onnxpar.layout.mesh import Axes, Axis, parts_over
+from onnxpar.layout.mesh import Axes, Axis, parts_over, plain
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
@@ -70,7 +70,7 @@ class OpStrategy:
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.axes):
             if over and op.reduction(i):
-                axes += [a for a in over if a not in axes]
+                axes += [a for a in plain(over) if a not in axes]
                 reduce = op.reduction(i)  # type: ignore[assignment]
         return tuple(axes), reduce
 
@@ -169,9 +169,17 @@ def _per_axis(
     return [
         [_kept(kept.strategies[op.node.name], axis)]
         if kept is not None and axis.name in kept.axes
-        else [*_splits(op, slots, axis, sharding), *_passes(op, kinds)]
+        else _held(op, axis, sharding) or [*_splits(op, slots, axis, sharding), *_passes(op, kinds)]
         for axis in _split_axes(sharding)
     ]
+
+
+def _held(op: OpFactors, axis: Axis, sharding: ShardingState) -> list[_Option]:
+    """The decided option of a node of which ranks at one coordinate of an axis hold a leaf; none
+    for other nodes."""
+    decided = enumerate(sharding.ops[op.node.name])
+    own = [(i, a) for i, over in decided for a in over or () if a.name == axis.name]
+    return [_Split(tuple(own))] if any(a.at is not None for _, a in own) else []
 
 
 def _ranked(
@@ -313,7 +321,8 @@ def _combined(op: OpFactors, options: Mapping[Axis, _Option]) -> OpStrategy | No
             continue
         for leaf, part in option.leaves:
             axes[leaf] = (*axes[leaf], part)
-    if any(a and parts_over(a) > leaf.size for a, leaf in zip(axes, op.leaves, strict=True)):
+    divides = [tuple(a for a in over if a.at is None) for over in axes]
+    if any(a and parts_over(a) > leaf.size for a, leaf in zip(divides, op.leaves, strict=True)):
         return None
     if len({op.reduction(i) for i, over in enumerate(axes) if over} - {None}) > 1:
         return None

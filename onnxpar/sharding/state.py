@@ -21,12 +21,12 @@ from onnxpar.layout.layout import (
     Layout,
     Product,
     ReduceOp,
+    default_parts,
     estimated_size,
     largest_size,
-    nested_parts,
     normalize,
 )
-from onnxpar.layout.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes
+from onnxpar.layout.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, plain
 from onnxpar.layout.shares import Shares
 from onnxpar.sharding.factors import GraphFactors, OpFactors, Parts, TensorFactors, with_axes
 
@@ -41,7 +41,7 @@ class FactorSharding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "leaves", tuple(merge_axes(a) for a in self.leaves))
-        object.__setattr__(self, "partial", merge_axes(in_mesh_order(self.partial)))
+        object.__setattr__(self, "partial", merge_axes(in_mesh_order(plain(self.partial))))
         if not self.partial:
             object.__setattr__(self, "reduce", "sum")
 
@@ -209,7 +209,7 @@ class ShardingState:
         reduce: ReduceOp = "sum"
         for i, over in enumerate(self.op_axes(op)):
             if over and op.reduction(i):
-                axes += tuple(a for a in over if a not in axes)
+                axes += tuple(a for a in plain(over) if a not in axes)
                 reduce = op.reduction(i)  # type: ignore[assignment]
         return axes, reduce
 
@@ -218,12 +218,12 @@ class ShardingState:
         hand, or by the shares of ranks, or else the default ones."""
         factor = self.factors.tensors[name].leaves[leaf]
         found = self.uneven_sizes(factor.atom, axes, factor.size)
-        return found or nested_parts(factor.size, tuple(a.size for a in axes))
+        return found or default_parts(factor.size, axes)
 
     def parts_of(self, atom: int, axes: Axes) -> Parts | None:
         """Sizes by hand of the shards of an atom, or the shares of the ranks along the axes; None
         if its shards have the default sizes. Open sizes are divided equally."""
-        if not axes:
+        if not axes or any(axis.at is not None for axis in axes):
             return None
         if self.parts and (by_hand := self.parts.get((atom, axes))):
             return by_hand
@@ -238,8 +238,7 @@ class ShardingState:
 
     def sizes_by_rank(self, atom: int, axes: Axes, size: int) -> Sequence[int]:
         """The number of elements of an atom of this size that each rank holds if axes split it."""
-        counts = tuple(axis.size for axis in axes)
-        sizes = self.uneven_sizes(atom, axes, size) or nested_parts(size, counts)
+        sizes = self.uneven_sizes(atom, axes, size) or default_parts(size, axes)
         return [sizes[at] for at in self.costs.places(axes)]
 
     def layout(self, tensor: gs.Tensor | str, factor_sharding: FactorSharding) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from onnxpar.errors import StrategyError
@@ -13,7 +14,7 @@ from onnxpar.layout.mesh import Axes, Axis, Mesh
 LeafSplit = tuple[Axes, tuple[int, ...] | None]
 """The axes of a splittable leaf, and the sizes of its parts if they are given by hand."""
 
-_AXIS = r"[^\W\d]\w*(?::\(\d+\)\d+)?"
+_AXIS = r"[^\W\d]\w*(?::\(\d+\)\d+)?(?:@\d+)?"
 _SPLIT = re.compile(rf"{_AXIS}(?:\.{_AXIS})*(?:\{{\d+(?:,\d+)*\}})?|\d+|-")
 _BETWEEN = re.compile(r"[\s()]*(?:[*+][\s()]*)?")
 
@@ -45,7 +46,7 @@ def read_split(text: str, mesh: Mesh, what: str) -> LeafSplit:
     """Reads `dp.tp:(1)2`, or `tp{9,1}`. Errors: StrategyError."""
     if not _SPLIT.fullmatch(text):
         raise StrategyError(
-            f"{what}: {text!r} is not an axis; write tp, dp.tp, tp:(1)2 or tp{{2,1}}"
+            f"{what}: {text!r} is not an axis; write tp, dp.tp, tp:(1)2, tp@0 or tp{{2,1}}"
         )
     names, _, sizes = text.partition("{")
     axes = tuple(_axis(name, mesh, what) for name in names.split("."))
@@ -80,6 +81,20 @@ def named_axis(name: str, mesh: Mesh, what: str) -> Axis:
 
 def _axis(text: str, mesh: Mesh, what: str) -> Axis:
     """Reads an axis or sub-axis in the form that `Mesh.text` writes."""
+    text, _, at = text.partition("@")
+    axis = _undealt(text, mesh, what)
+    if not at:
+        return axis
+    if int(at) >= axis.size:
+        raise StrategyError(
+            f"{what}: '{text}@{at}' is not a coordinate of {text}, which has {axis.size}; write "
+            f"{text}@0 to {text}@{axis.size - 1}"
+        )
+    return replace(axis, at=int(at))
+
+
+def _undealt(text: str, mesh: Mesh, what: str) -> Axis:
+    """Reads an axis or sub-axis without `@`."""
     name, _, part = text.partition(":")
     whole = named_axis(name, mesh, what)
     if not part:

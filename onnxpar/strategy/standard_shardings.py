@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from onnxpar.layout.layout import Concat, Dim, Product, normalize
+from onnxpar.layout.layout import Concat, Dim, Product, dim_axes, normalize
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.model.annotations import Component, TensorSharding
 from onnxpar.sharding.factors import OpFactors, with_axes
@@ -24,10 +25,12 @@ def parse_axes(entries: Sequence[str], mesh: Mesh) -> list[Axes]:
     for entry in entries:
         axes: list[Axis] = []
         for text in entry.split(".") if entry != "-" else []:
-            name, _, rest = text.partition(":")
+            divided, _, at = text.partition("@")
+            name, _, rest = divided.partition(":")
             whole = mesh.axis(name)
             part = re.fullmatch(r"\((\d+)\)(\d+)", rest)
-            axes.append(Axis(name, int(part[2]), int(part[1])) if part else whole)
+            axis = Axis(name, int(part[2]), int(part[1])) if part else whole
+            axes.append(replace(axis, at=int(at)) if at else axis)
         out.append(tuple(axes))
     return out
 
@@ -38,8 +41,8 @@ def node_shardings(
     """The standard's shardings of a node's operands and results if its leaves have these axes;
     `names` are the names of these tensors.
 
-    Leaves out what the standard cannot express: segments, and a tensor that the node reads twice in
-    different layouts.
+    Leaves out what the standard cannot express: segments, a dimension that ranks at one coordinate
+    hold, and a tensor that the node reads twice in different layouts.
     """
     stated: dict[str, TensorSharding | None] = {}
     links = [*op.inputs, *op.outputs]
@@ -68,7 +71,10 @@ def _tensor_sharding(name: str, dims: Sequence[Dim], mesh: Mesh) -> TensorShardi
 
 
 def _components(dim: Dim) -> list[tuple[int, Axes]] | None:
-    """The factors of a normalized dimension and their axes; None if it has segments."""
+    """The factors of a normalized dimension and their axes; None if it has segments, or if one
+    coordinate of an axis holds it."""
+    if any(axis.at is not None for axis in dim_axes(dim)):
+        return None
     if isinstance(dim, Product):
         inner = [_components(c) for c in dim.children]
         return None if None in inner else [c for found in inner for c in found or ()]

@@ -19,8 +19,9 @@ def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
 
     If several nodes read a tensor, their gradient rules each add the same node, such as its
     transpose, and without merging each copy would be communicated separately. Identities are not
-    merged: they mark tensors to gather or compute again. Graph outputs and `kept_tensors` keep
-    their own nodes.
+    merged: they mark tensors to gather or compute again. Neither are zeros to which scatters add:
+    each gradient may have a layout of its own. Graph outputs and `kept_tensors` keep their own
+    nodes.
     """
     first: dict[Hashable, gs.Node] = {}
     outputs = {id(t) for t in (*graph.outputs, *kept_tensors)}
@@ -39,7 +40,7 @@ def merge_equal(graph: gs.Graph, kept_tensors: Iterable[gs.Tensor]) -> None:
 
 def _key(node: gs.Node) -> Hashable | None:
     """Returns a key that is the same for equal nodes; None for a node that is never merged."""
-    if node.op == "Identity" or node.domain or bodies(node) or is_random(node):
+    if node.op in ("ConstantOfShape", "Identity") or node.domain or bodies(node) or is_random(node):
         return None
     names = tuple(bool(t.name) for t in node.outputs)
     attrs = tuple(sorted((key, _attribute(value)) for key, value in node.attrs.items()))

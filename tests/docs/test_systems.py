@@ -32,7 +32,15 @@ def rows(heading: str) -> Iterator[list[str]]:
 SETTING_ROWS = list(rows("Settings"))
 COMMAND_ROWS = [
     (heading, *row)
-    for heading in ("Features", "Horovod", "MXNet", "Megatron-LM", "DeepSpeed-Ulysses", "PartialFC")
+    for heading in (
+        "Features",
+        "Horovod",
+        "MXNet",
+        "Megatron-LM",
+        "DeepSpeed-Ulysses",
+        "DLRM and TorchRec",
+        "PartialFC",
+    )
     for row in rows(heading)
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from onnxpar.layout.layout import (
     Factor,
     Layout,
     Product,
+    estimated_size,
     first_index,
     indices,
+    largest_size,
     leaves,
     local_size,
     nested_parts,
@@ -28,7 +31,7 @@ from onnxpar.layout.layout import (
     normalize,
     runs,
 )
-from onnxpar.layout.mesh import Axis, Mesh
+from onnxpar.layout.mesh import Axis, Mesh, merge_axes
 from onnxpar.reshard.planner import ReshardedTensor, plan_steps
 from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.factors import Leaf, TensorFactors
@@ -64,6 +67,18 @@ def test_groups_partition_the_ranks(a: int, b: int, c: int) -> None:
         assert seen == set(range(mesh.size))
 
 
+def test_an_axis_with_a_coordinate_divides_nothing() -> None:
+    mesh = Mesh.parse("dp=2,tp=3")
+    dim = Factor(5, (mesh.axis("dp"), Axis("tp", 3, at=1)))
+    assert [local_size(dim, mesh, rank) for rank in range(6)] == [0, 3, 0, 0, 2, 0]
+    assert [estimated_size(dim, mesh, rank) for rank in range(6)] == [0, 3, 0, 0, 2, 0]
+    assert largest_size(dim) == 1  # 5 over 6 ranks: other tensors are on the others
+    assert Layout((dim,)).text(mesh) == "[dp.tp@1]"
+    joined = merge_axes((Axis("tp", 2, at=1), Axis("tp", 2, 2, at=0)))
+    assert joined == (Axis("tp", 4, at=2),)
+    assert len(merge_axes((Axis("tp", 2), Axis("tp", 2, 2, at=0)))) == 2
+
+
 def test_flat_axes_are_sub_axes_of_the_mesh() -> None:
     mesh = Mesh((("dp", 2), ("tp", 4)))
     assert mesh.flat(1, 8) == (Axis("dp", 2), Axis("tp", 4))
@@ -96,6 +111,9 @@ def split(dim: Dim, draw: st.DrawFn, free: list[Axis]) -> Dim:
         axes = tuple(a for a in list(free) if draw(st.booleans()))
         for axis in axes:
             free.remove(axis)
+        axes = tuple(
+            replace(a, at=draw(st.sampled_from([None, None, *range(a.size)]))) for a in axes
+        )
         count = int(np.prod([a.size for a in axes]))
         if axes and draw(st.booleans()):
             cuts = sorted(draw(st.integers(0, dim.size)) for _ in range(count - 1))
@@ -157,6 +175,11 @@ AXES: list[tuple[Axis, ...]] = [
     (SUB.axis("u"), SUB.axis("t")),
     (Axis("t", 2),),
     (Axis("t", 2, 2),),
+    (Axis("t", 4, at=2),),
+    (Axis("t", 4, at=1),),
+    (Axis("t", 4, at=3), SUB.axis("u")),
+    (Axis("t", 2, 2, at=1),),
+    (Axis("u", 3, at=0), Axis("t", 4, at=2)),
 ]
 FACTORS = [
     TensorFactors((Factor(12), Factor(13)), (Leaf(0, 12), Leaf(1, 13)), (0, 1)),

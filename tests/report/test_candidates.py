@@ -83,10 +83,10 @@ def test_rows_are_those_of_the_plans(model: Path, capsys: pytest.CaptureFixture[
         for entry in plan["collectives"]:
             sent[entry["kind"]] = sent.get(entry["kind"], 0) + entry["bytes"]
         assert (row["bytes"], row["memory"]) == (sent, plan["memory"]), row["strategy"]
-    (refused,) = found["refused"]
-    assert (
-        refused["strategy"] == "expert-parallel" and "matrix for each expert" in refused["reason"]
-    )
+    reasons = {refused["strategy"]: refused["reason"] for refused in found["refused"]}
+    assert reasons.keys() == {"expert-parallel", "table-parallel"}
+    assert "matrix for each expert" in reasons["expert-parallel"]
+    assert "no table whose rows" in reasons["table-parallel"]
 
 
 def test_times_by_hand(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +156,7 @@ def test_a_mesh_that_is_given(model: Path) -> None:
         "hybrid",
         "sequence-parallel",
         "expert-parallel",
+        "table-parallel",
         "auto",
     ]
 

@@ -1,0 +1,65 @@
+"""The table of weights and states of which each is whole on the ranks at one coordinate."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from onnxpar.report.text_table import size_text, table
+
+MOST = 16
+"""Most coordinates for which there is a line of their own."""
+_AT = re.compile(r"([^\W\d]\w*(?::\(\d+\)\d+)?)@(\d+)")
+
+
+def held_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a table with a line for each coordinate: the weights and states whole there, and the
+    bytes of them; coordinates with none are listed too. Nothing if there are no such tensors."""
+    found: dict[tuple[str, ...], dict[str, list[tuple[int, str]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for name, layout, size in _tensors(plan):
+        axes = [axis for axis, _ in _AT.findall(layout)]
+        if axes:
+            found[tuple(axes)][".".join(f"{a}@{at}" for a, at in _AT.findall(layout))].append(
+                (size, name)
+            )
+    for over, held in found.items():
+        rows = [
+            (where, len(own), sum(size for size, _ in own), max(own, default=(0, "none"))[1])
+            for where in _coordinates(over, dict(plan["mesh"]))
+            for own in [held.get(where, [])]
+        ]
+        more = len(rows) - MOST
+        heads = ("whole at", "tensors", "bytes", "largest")
+        yield from table(rows[:MOST], heads)
+        if more > 0:
+            least, most = (f([size for _, _, size, _ in rows]) for f in (min, max))
+            yield f"... and {more} more; from {size_text(least)} to {size_text(most)} each"
+        yield ""
+
+
+def _tensors(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """Yields name, layout and bytes of each weight and each state."""
+    for weight in plan["weights"]:
+        yield weight["name"], weight["layout"], weight["bytes"]
+    states = {pair["input"] for pair in plan["states"]}
+    for port in plan["inputs"]:
+        if port["name"] in states and port.get("layout_text"):
+            size = math.prod(port["shape"]) * np.dtype(port["dtype"]).itemsize
+            yield port["name"], port["layout_text"], size
+
+
+def _coordinates(axes: tuple[str, ...], mesh: Mapping[str, int]) -> Iterator[str]:
+    def size(axis: str) -> int:
+        sub_axis = re.search(r"\(\d+\)(\d+)", axis)
+        return int(sub_axis[1]) if sub_axis else mesh[axis]
+
+    for at in product(*(range(size(axis)) for axis in axes)):
+        yield ".".join(f"{axis}@{i}" for axis, i in zip(axes, at, strict=True))

@@ -1,0 +1,107 @@
+"""The search with embedding tables dealt out, each whole on one rank.
+
+The strategies of a node that the search compares divide tensors evenly. To deal tables is a
+decision about all tables together, so the search compares two solutions: without it, and with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.ir.subgraphs import constants
+from onnxpar.ir.tensors import shape_bytes
+from onnxpar.ir.training_spec import Step
+from onnxpar.layout.mesh import Axes
+from onnxpar.model.interchange import is_weight
+from onnxpar.presets.presets import batch_atoms
+from onnxpar.presets.table_parallel import HoldTable, table_annotations, tables
+from onnxpar.search.ports import Ports
+from onnxpar.search.search import Solution
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation
+
+SHARE = 0.5
+"""The search tries to deal tables if they have at least this share of the bytes of all weights: the
+tables of a recommender, not those of a language model."""
+
+
+def fastest_with_tables(
+    graph: gs.Graph,
+    sharding: ShardingState,
+    step: Step | None,
+    solve: Callable[[Sequence[Annotation], float], Solution],
+) -> Solution:
+    """The faster of two solutions: `solve` without more annotations, and with those that deal out
+    the tables, if the model has several large ones. `solve` also gets the bytes by which a rank may
+    need more than the search counts. Errors: StrategyError of the first, if both fail."""
+    dealt = _dealt(graph, sharding, step)
+    other = None
+    if dealt:
+        with suppress(StrategyError):
+            found = solve(dealt, _beyond_mean(dealt, graph, sharding, step))
+            other = _joined(found, dealt, sharding)
+    try:
+        best = solve([], 0.0)
+    except StrategyError:
+        if other is None:
+            raise
+        return other
+    return other if other is not None and other.seconds < best.seconds else best
+
+
+def _beyond_mean(
+    dealt: Sequence[Annotation], graph: gs.Graph, sharding: ShardingState, step: Step | None
+) -> float:
+    """The bytes by which the tables of the fullest rank, with their optimizer state, exceed the
+    mean over the ranks."""
+    known = {t.name: shape_bytes(t, t.shape) for t in (*graph.inputs, *constants(graph)) if t.shape}
+    loads: dict[Axes, float] = defaultdict(float)
+    for one in dealt:
+        if isinstance(one, HoldTable):
+            slots = [s.input for s in step.slots if s.of == one.table] if step is not None else []
+            loads[one.axes] += sum(known.get(name, 0) for name in {one.table, *slots})
+    return max(loads.values()) - sum(loads.values()) / sharding.mesh.size
+
+
+def _dealt(
+    graph: gs.Graph, sharding: ShardingState, step: Step | None
+) -> Sequence[HoldTable | Annotation]:
+    """The annotations that deal out the tables; none if dealing is not worth trying."""
+    mesh = sharding.mesh
+    axes = tuple(mesh.axis(name) for name, size in mesh.shape if size > 1)
+    batch = batch_atoms(graph, sharding, step)
+    found = list(tables(graph, sharding, batch)) if axes else []
+    states = {slot.input for slot in step.slots if slot.kind != "parameter"} if step else set()
+    weights = [t for t in graph.inputs if is_weight(t) and t.name not in states]
+    total = sum(shape_bytes(t, t.shape) for t in [*weights, *constants(graph)])
+    few = len(found) < max(2, mesh.size)  # ranks without tables would wait for the others
+    if few or sum(table.bytes for table in found) < SHARE * total:
+        return []
+    return table_annotations(graph, sharding, axes, batch, step)
+
+
+def _joined(solution: Solution, dealt: Sequence[Annotation], sharding: ShardingState) -> Solution:
+    """The solution with the latency of one all-to-all for the lookups of all tables, and of one for
+    their gradients, instead of one for each table."""
+    ports = Ports(sharding.factors.ops)
+
+    def is_exchanged(name: str) -> bool:
+        """True if nodes on one side of a border divide the tensor."""
+        read = [port.required(solution.chosen[port.op.node.name]) for port in ports.readers[name]]
+        made = ports.producers[name]
+        sides = [*read, made.produced(solution.chosen[made.op.node.name])]
+        return any(axis.at is None for side in sides for over in side.leaves for axis in over)
+
+    every = [one.borders for one in dealt if isinstance(one, HoldTable)]
+    passes = [[name for name, _ in column] for column in zip(*every, strict=False)]
+    counts = [sum(map(is_exchanged, names)) for names in passes]
+    axes = tuple(sharding.mesh.axis(name) for name, size in sharding.mesh.shape if size > 1)
+    latency = sharding.costs.collective("AllToAll", axes, 0.0)
+    saved = sum(count - 1 for count in counts if count) * latency
+    return replace(solution, seconds=solution.seconds - saved)
