@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import onnx
 import onnx.shape_inference
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, helper, numpy_helper
 
 from onnxpar.ir.stored import (
     copy_with_stubs,
@@ -22,6 +22,7 @@ from onnxpar.ir.stored import (
     nodes_of,
     stored_tensors,
     subgraphs_of,
+    without_data,
 )
 from onnxpar.model.checker import loads
 
@@ -47,18 +48,13 @@ def _alpha(node: NodeProto) -> float:
 
 def _types(model: onnx.ModelProto) -> dict[str, int]:
     """The element types of tensors, by name."""
-    bare = copy_with_stubs(model, lambda t: None if is_folded(t) else _without_data(t))
+    bare = copy_with_stubs(model, lambda t: None if is_folded(t) else without_data(t))
     graphs = graphs_of(onnx.shape_inference.infer_shapes(bare).graph)
     return {
         port.name: port.type.tensor_type.elem_type
         for graph in graphs
         for port in (*graph.value_info, *graph.input, *graph.output)
     } | {tensor.name: tensor.data_type for tensor in stored_tensors(model.graph)}
-
-
-def _without_data(tensor: TensorProto) -> TensorProto:
-    """The tensor without its data, which inference of types does not read."""
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
 
 
 @cache

@@ -7,8 +7,7 @@ no_gradient("Unique", "the number of its results is data-dependent")
 no_gradient("SwiGLU", "the loader writes it as Sigmoid and Mul, which have gradients")
 no_gradient(
     "LinearAttention CausalConvWithState",
-    "the gradient of its recurrence is not there yet; export the model for training with a loop "
-    "over the steps",
+    "for training, the loader writes it as its function body, which has a gradient",
 )
 no_gradient("BitCast", "it reads the same bits as another type of number")
 no_gradient(

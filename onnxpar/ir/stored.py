@@ -52,6 +52,11 @@ def is_folded(weight: TensorProto) -> bool:
     return size <= (FOLD_LIMIT if whole_number else SMALL_WEIGHT)
 
 
+def without_data(tensor: TensorProto) -> TensorProto:
+    """The tensor without its data, which inference of types does not read."""
+    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+
+
 def copy_with_stubs(
     model: ModelProto, stub: Callable[[TensorProto], TensorProto | None]
 ) -> ModelProto:

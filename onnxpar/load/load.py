@@ -12,6 +12,7 @@ import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
+from onnxpar.canonicalize.bodies_for_training import add_bodies
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.sequences import split_sequences
@@ -141,6 +142,9 @@ def load(
         show("untie", proto)
     shared = shared_vectors(proto.graph) if for_training else {}
     check_references(proto.graph, path)
+    if for_training:
+        add_bodies(proto)
+        show("bodies-for-training", proto)
     proto = inlined(proto, path)
     show("inline-functions", proto)
     stored = _checked_stored(proto, path)

@@ -76,9 +76,18 @@ def unify(a: IndexVar, b: IndexVar) -> bool:
         return False
     if not _align(a.kind, flat(a, a.kind), flat(b, b.kind)):
         return False
-    if a.root() is not b.root():
-        a.root().parent = b.root()
+    a, b = a.root(), b.root()
+    if a is not b:
+        child, parent = (b, a) if _contains(b, a) else (a, b)
+        child.parent = parent
     return True
+
+
+def _contains(whole: IndexVar, part: IndexVar) -> bool:
+    """True if a product or concatenation has a variable as a child, or as a child of a child of
+    its kind: the others then have one element, or none."""
+    children = [child.root() for child in whole.children]
+    return any(c is part or (c.kind == whole.kind and _contains(c, part)) for c in children)
 
 
 def _align(kind: str, a: list[IndexVar], b: list[IndexVar]) -> bool:

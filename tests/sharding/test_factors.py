@@ -9,8 +9,10 @@ import onnx.parser
 
 from onnxpar.layout.layout import Concat, Dim, Factor, Product
 from onnxpar.load.load import load
+from onnxpar.rules.notation import Prod, Var
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors, TensorFactors
+from onnxpar.sharding.unify import IndexVar, compose, flat, unify
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
 
@@ -101,3 +103,15 @@ def test_slices_cut_what_they_keep_from_the_rest(tmp_path: Path) -> None:
     x = found.tensors["x"].dims[0]
     assert isinstance(x, Concat)
     assert found.tensors["y"].leaves[0] == found.tensors["x"].leaves[1]
+
+
+def test_a_dimension_that_is_read_twice_with_a_factor_of_one_element() -> None:
+    """As in a ConvTranspose with a channel in each group, whose operands both have heads: the
+    product of groups and channels has the heads as its first factor."""
+    heads = compose(Prod((Var("h"), Var("d"))), {"h": IndexVar(4), "d": IndexVar(6)})
+    groups = {"g": IndexVar(24), "c": IndexVar(1)}
+    read = Prod((Var("g"), Var("c")))
+    for _ in range(3):
+        assert unify(heads, compose(read, groups))
+    assert [part.size for part in flat(heads, "product")] == [4, 6]
+    assert [part.size for part in flat(groups["g"], "product")] == [4, 6]
