@@ -12,7 +12,13 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
-from onnxpar.ir.stored import nodes_of, stored_proto, stored_tensors, subgraphs_of
+from onnxpar.ir.stored import (
+    nodes_of,
+    stacked_parts,
+    stored_proto,
+    stored_tensors,
+    subgraphs_of,
+)
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.size_graph import SizeGraph, add_size_input
@@ -155,7 +161,8 @@ def _cut_constants(
     for tensor in {t.name: t for graph in graphs for t in constants(graph)}.values():
         if tensor.name in ctx.layouts and tensor.name not in apart:
             proto = weight_proto(tensor)
-            weights[tensor.name] = store.cut(tensor.name, proto, ctx.layouts[tensor.name])
+            parts = stacked_parts(tensor)
+            weights[tensor.name] = store.cut(tensor.name, proto, ctx.layouts[tensor.name], parts)
             tensor._values = gs.ir.tensor.LazyValues(_stub(proto))
     return weights
 

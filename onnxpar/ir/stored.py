@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,30 @@ class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
     def load(self) -> np.ndarray[Any, Any]:
         """Reads the values."""
         return numpy_helper.to_array(self.tensor, str(self.folder))
+
+
+class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
+    """Values of several weights of one shape, stacked along a new first dimension; they are read on
+    first use. `tensor` has no data: `parts` have it, in the model or in files of `folder`."""
+
+    def __init__(self, name: str, parts: Sequence[TensorProto], folder: Path) -> None:
+        first = parts[0]
+        dims = [len(parts), *first.dims]
+        tensor = TensorProto(name=name, data_type=first.data_type, dims=dims)
+        tensor.data_location = TensorProto.EXTERNAL
+        super().__init__(tensor)
+        self.parts = list(parts)
+        self.folder = folder
+
+    def load(self) -> np.ndarray[Any, Any]:
+        """Reads the values."""
+        return np.stack([numpy_helper.to_array(p, str(self.folder)) for p in self.parts])
+
+
+def stacked_parts(tensor: gs.Constant) -> list[TensorProto]:
+    """The weights that a constant stacks; none for any other constant."""
+    values: Any = tensor._values
+    return values.parts if isinstance(values, StackedValues) else []
 
 
 def stored_proto(tensor: gs.Constant) -> TensorProto | None:

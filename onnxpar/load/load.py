@@ -17,6 +17,7 @@ from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
+from onnxpar.canonicalize.stack_experts import stack_experts
 from onnxpar.canonicalize.tolerated import restate
 from onnxpar.canonicalize.unfuse import unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
@@ -255,6 +256,7 @@ class _Importer:
         if not self.for_training:
             _unshare_vectors(graph)
             separate_dequantized(graph)
+            stack_experts(graph, self.path.parent)
         mark_opset(graph)
         self.show("import", graph)
         self.show = unseen  # other bindings get the same rewrites

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
@@ -69,31 +69,34 @@ class WeightStore:
     progress: Callable[[int], None] = lambda n: None
     ends: dict[str, int] = field(default_factory=dict)
 
-    def cut(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
-        """Writes every shard of a weight; returns each rank's initializer, in rank order."""
+    def cut(
+        self, name: str, weight: TensorProto, layout: Layout, parts: Sequence[TensorProto] = ()
+    ) -> list[TensorProto]:
+        """Writes every shard of a weight; returns each rank's initializer, in rank order. `parts`
+        are the stored weights of which it is the stack; none if it is stored itself."""
         if weight.data_type == TensorProto.STRING:
             return self._cut_strings(name, weight, layout)
         holder = self._first_holders(layout)
-        parts = {r: self._place(r, weight, layout, holder) for r in sorted(set(holder))}
+        shards = {r: self._place(r, weight, layout, holder) for r in sorted(set(holder))}
         with ExitStack() as stack:
             writers = [
                 _Writer(
-                    weight, part, stack.enter_context(self._open(part)), layout, self.mesh, rank
+                    weight, shard, stack.enter_context(self._open(shard)), layout, self.mesh, rank
                 )
-                for rank, part in parts.items()
+                for rank, shard in shards.items()
             ]
-            if weight.data_location == TensorProto.EXTERNAL:
+            if weight.data_location == TensorProto.EXTERNAL and not parts:
                 writers = [w for w in writers if not w.copy_run(weight, self.source)]
             if not writers:
                 self.progress(stored_bytes(weight))
-                return [parts[r].proto(name, weight) for r in holder]
-            for lead, start, block in read_blocks(weight, self.source):
+                return [shards[r].proto(name, weight) for r in holder]
+            for lead, start, block in read_blocks(weight, self.source, parts):
                 for writer in writers:
                     writer.write(lead, start, block)
                 self.progress(block.size * element_bits(weight.data_type) // 8)
             for writer in writers:
                 writer.finish()
-        return [parts[r].proto(name, weight) for r in holder]
+        return [shards[r].proto(name, weight) for r in holder]
 
     def _cut_strings(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
         """Splits strings, which ONNX stores only in the graph."""
@@ -230,9 +233,16 @@ def _dtype(weight: TensorProto) -> np.dtype[Any]:
     return np.dtype(np.uint8 if packed else helper.tensor_dtype_to_np_dtype(weight.data_type))
 
 
-def read_blocks(weight: TensorProto, folder: Path) -> Iterator[tuple[tuple[int, ...], int, Array]]:
+def read_blocks(
+    weight: TensorProto, folder: Path, parts: Sequence[TensorProto] = ()
+) -> Iterator[tuple[tuple[int, ...], int, Array]]:
     """Yields a weight in blocks of at most CHUNK bytes: (leading indices, index of the first row,
-    rows)."""
+    rows). `parts` are the weights that it stacks."""
+    for i, part in enumerate(parts):
+        for lead, start, block in read_blocks(part, folder):
+            yield (i, *lead), start, block
+    if parts:
+        return
     shape = tuple(weight.dims)
     bits, dtype = element_bits(weight.data_type), _dtype(weight)
     if weight.data_location != TensorProto.EXTERNAL:

@@ -26,7 +26,13 @@ from onnx import (
 
 from onnxpar.errors import ModelError
 from onnxpar.ir.attribute_weights import AT, conceal, expose, has_attribute_weights
-from onnxpar.ir.stored import ExternalValues, graphs_of, stored_proto, subgraphs_of
+from onnxpar.ir.stored import (
+    ExternalValues,
+    graphs_of,
+    stacked_parts,
+    stored_proto,
+    subgraphs_of,
+)
 
 gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that we keep ourselves
 _LISTS = {
@@ -162,7 +168,7 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     conceal(node for node, _ in shown)
     for inner in graphs:
         for tensor in _constants(inner):
-            if not isinstance(tensor._values, gs.ir.tensor.LazyValues):
+            if not isinstance(tensor._values, gs.ir.tensor.LazyValues) or stacked_parts(tensor):
                 proto = numpy_helper.from_array(tensor.values, tensor.name)
                 tensor._values = gs.ir.tensor.LazyValues(proto)
             elif tensor._values.tensor.name != tensor.name:  # shared with another constant

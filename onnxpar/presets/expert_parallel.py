@@ -42,7 +42,7 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
     """The atoms that number experts, each with the products that have a matrix for each expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
-        if op.node.op == "Identity" and op.node.inputs[0].name in weights:
+        if op.node.op in ("Identity", "Transpose") and op.node.inputs[0].name in weights:
             weights.add(op.node.outputs[0].name)
     atoms: dict[int, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:
