@@ -9,6 +9,7 @@ from onnxpar.lowering.buckets import BUCKET_BYTES, PART_BYTES
 from onnxpar.lowering.compression import NONE
 from onnxpar.manual.manual import MANUAL
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.compact_experts import CompactExperts
 from onnxpar.passes.compress_collectives import CompressCollectives
 from onnxpar.passes.fuse_all_reduces import FUSIONS, INDEX, FuseAllReduces, indices_of
 from onnxpar.passes.gate_recomputation import GateRecomputation
@@ -28,6 +29,7 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     CompressCollectives,
     FuseAllReduces,
     LocalizeOps,
+    CompactExperts,
     SplitPrograms,
     OrderCollectives,
     GateRecomputation,

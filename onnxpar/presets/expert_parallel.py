@@ -6,6 +6,7 @@ each rank computes for its own experts, so that one all-to-all comes before and 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,10 +116,14 @@ class SplitExperts:
         return found
 
     def _is_of_experts(self, op: OpFactors, sharding: ShardingState) -> bool:
-        tensors = [
-            sharding.factors.tensors.get(tensor.name)
-            for tensor, links in op.operands()
-            if any(link is not None for link in links) or not isinstance(tensor, gs.Constant)
-        ]  # axes and shapes do not count
-        large = [t for t in tensors if t is not None and t.leaves]
-        return bool(large) and all(self.atom in {leaf.atom for leaf in t.leaves} for t in large)
+        """True if a node's tensors have the atom, as far as it pays: tensors without it, which each
+        rank needs whole, must be smaller than a shard of those that have it. What a Where writes
+        into the rows of each expert is; what a product dispatches to places is not."""
+        sizes = {True: 0, False: 0}
+        for tensor, links in op.operands():
+            factors = sharding.factors.tensors.get(tensor.name)
+            read = any(link is not None for link in links) or not isinstance(tensor, gs.Constant)
+            if factors is not None and factors.leaves and read:  # axes and shapes do not count
+                has = self.atom in {leaf.atom for leaf in factors.leaves}
+                sizes[has] += math.prod(leaf.size for leaf in factors.leaves)
+        return 0 < sizes[True] >= sizes[False] * parts_over(self.axes)
