@@ -150,7 +150,8 @@ def _flips(node: gs.Node) -> bool:
 
 
 def _shrink(inside: dict[int, gs.Node], enter: Mapping[int, gs.Node]) -> None:
-    """Leaves out nodes that do not depend on the rows that enter, but for transposed matrices."""
+    """Leaves out nodes that do not depend on the rows that enter, except those that transpose
+    matrices of products."""
     depends: dict[int, bool] = {}
 
     def reads_rows(node: gs.Node) -> bool:
@@ -162,8 +163,11 @@ def _shrink(inside: dict[int, gs.Node], enter: Mapping[int, gs.Node]) -> None:
             )
         return depends[id(node)]
 
-    gone = [i for i, n in inside.items() if not reads_rows(n) and not _flips(n)]
-    for i in gone:
+    def is_matrix(node: gs.Node) -> bool:
+        readers = node.outputs[0].outputs
+        return _flips(node) and all(r.op == "MatMul" and id(r) in inside for r in readers)
+
+    for i in [i for i, n in inside.items() if not reads_rows(n) and not is_matrix(n)]:
         del inside[i]
 
 

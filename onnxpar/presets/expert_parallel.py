@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -24,12 +24,15 @@ from onnxpar.sharding.state import ShardingState
 EXPERT = "expert-parallel"
 
 
-def expert_annotations(graph: gs.Graph, sharding: ShardingState, axes: Axes) -> list[SplitExperts]:
-    """Annotations that split nodes with experts' weights by expert. If every layer has fewer
-    experts than there are shards, some ranks have none. Errors: StrategyError if the model has no
-    experts."""
+def expert_annotations(
+    graph: gs.Graph, sharding: ShardingState, axes: Axes, beside: Mapping[int, Axes] | None = None
+) -> list[SplitExperts]:
+    """Annotations that split nodes with experts' weights by expert; inside of these nodes, the
+    atoms of `beside` are split, too, over its axes. If every layer has fewer experts than there are
+    shards, some ranks have none. Errors: StrategyError if the model has no experts."""
     atoms = expert_atoms(graph, sharding)
-    annotations = [SplitExperts(atom, tuple(ops), axes) for atom, ops in atoms.items()]
+    others = tuple((beside or {}).items())
+    annotations = [SplitExperts(atom, tuple(ops), axes, others) for atom, ops in atoms.items()]
     fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
         s for s in annotations if s.size > 1
     ]
@@ -71,6 +74,7 @@ class SplitExperts:
     atom: int
     ops: tuple[OpFactors, ...]
     axes: Axes
+    beside: tuple[tuple[int, Axes], ...] = ()
 
     @property
     def size(self) -> int:
@@ -87,8 +91,9 @@ class SplitExperts:
                 touched[tensor.name].add(op.node.name in inside)
         for op in inside.values():
             for i, own in enumerate(op.leaves):
-                if own.atom == self.atom:
-                    sharding.assign_op(op, i, self.axes)
+                axes = self.axes if own.atom == self.atom else dict(self.beside).get(own.atom)
+                if axes:
+                    sharding.assign_op(op, i, axes)
         for name, sides in touched.items():
             factors = sharding.factors.tensors.get(name)
             for i, leaf in enumerate(factors.leaves if factors and True in sides else ()):

@@ -96,8 +96,7 @@ def preset_rounds(
     if preset == "data-parallel":
         return [list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     if preset == EXPERT:
-        experts: list[Annotation] = list(expert_annotations(graph, sharding, _all_axes(mesh)))
-        return [experts, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
+        return _expert_rounds(graph, sharding, step)
     if preset == TABLES:
         every, atoms = _all_axes(mesh), batch_atoms(graph, sharding, step)
         tables: list[Annotation] = list(table_annotations(graph, sharding, every, atoms, step))
@@ -130,6 +129,26 @@ def preset_rounds(
         raise StrategyError(f"{preset} needs a mesh with an axis dp, not {mesh}; give --mesh dp=..")
     first, last = zero_rounds(graph, sharding, step, preset, (mesh.axis("dp"),))
     return [batch, *wide[:-1], first, last, *wide[-1:]]
+
+
+def _expert_rounds(
+    graph: gs.Graph, sharding: ShardingState, step: Step | None
+) -> list[list[Annotation]]:
+    """The annotations of expert-parallel: experts over the axis `ep`, the batch over all axes but
+    `tp`, and weights over `tp` as in tensor-parallel; without an axis `ep`, experts and the batch
+    over all axes."""
+    mesh = sharding.mesh
+    if "ep" not in mesh.sizes:
+        inner: Axes = ()
+        outer = over = _all_axes(mesh)
+    else:
+        over, inner = (mesh.axis("ep"),), tuple(a for a in _all_axes(mesh) if a.name == "tp")
+        outer = tuple(a for a in _all_axes(mesh) if a.name != "tp")
+    others = tuple(a for a in outer if a not in over)  # the experts of each shard of the batch
+    beside = dict.fromkeys(batch_atoms(graph, sharding, step), others) if others else {}
+    experts: list[Annotation] = list(expert_annotations(graph, sharding, over, beside))
+    batch = list(batch_annotations(graph, sharding, outer, step))
+    return [experts, batch, *(tensor_parallel_rounds(graph, sharding, inner) if inner else [])]
 
 
 def batch_annotations(
