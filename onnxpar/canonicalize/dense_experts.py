@@ -12,7 +12,7 @@ compact-experts removes the rows of zeros from what a rank computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +218,36 @@ def _stack(tensors: Sequence[gs.Constant], folder: Path, name: str) -> gs.Consta
     values = [t._values for t in tensors if isinstance(t._values, ExternalValues)]
     source = values[0].folder if values else folder
     return gs.Constant(name, StackedValues(name, parts, source))
+
+
+def put(
+    graph: gs.Graph, made: list[gs.Node], old: gs.Tensor, new: gs.Variable, order: Mapping[int, int]
+) -> None:
+    """Inserts nodes after the one that computes a tensor, and gives their last result its name and
+    its readers; removes nodes whose results nothing reads. `order` has the places of the nodes that
+    the graph had before."""
+    node = old.inputs[0]
+    last = max(order.get(id(n), -1) for m in made for t in m.inputs for n in t.inputs)
+    last = max(last, order[id(node)])
+    at = next(i for i, n in enumerate(graph.nodes) if order.get(id(n)) == last)
+    graph.nodes[at + 1 : at + 1] = made
+    place = next(i for i, t in enumerate(node.outputs) if t is old)
+    maker = new.inputs[0]
+    node.outputs[place] = gs.Variable(f"{old.name}/unread", old.dtype, old.shape)
+    maker.outputs[0] = old
+    drop_unread(graph)
+
+
+def drop_unread(graph: gs.Graph) -> None:
+    """Removes nodes of which nothing reads a result, then those that only they read."""
+    outputs = {id(t) for t in graph.outputs}
+    todo, gone = list(graph.nodes), set()
+    while todo:
+        node = todo.pop()
+        if id(node) in gone or any(t.outputs or id(t) in outputs for t in node.outputs):
+            continue
+        gone.add(id(node))
+        todo += [maker for t in node.inputs for maker in t.inputs]
+        node.inputs.clear()
+    if gone:
+        graph.nodes[:] = [n for n in graph.nodes if id(n) not in gone]

@@ -91,12 +91,14 @@ class Rows:
 
 @dataclass
 class RowProgram:
-    """The steps of one expert, and the tensors that they compute, by id."""
+    """The steps of one expert, and the tensors that they compute, by id; `made` has the result of
+    each step with its labels."""
 
     width: int
     dtype: Any
     steps: list[RowStep] = field(default_factory=list)
     found: dict[int, Rows] = field(default_factory=dict)
+    made: list[tuple[gs.Tensor, str]] = field(default_factory=list)
 
     def width_of(self, rows: Rows) -> int:
         """The number of columns of a tensor."""
@@ -140,6 +142,9 @@ class RowProgram:
             return self._reduction(node, main)
         return False
 
+    def _row(self, rows: Rows) -> Row:
+        return Row(rows.number)
+
     def _add(
         self, node: gs.Node, labels: str, step: tuple[str, tuple[Operand, ...]], width: int,
         attrs: dict[str, Any] | None = None, output: int = 0, last: bool = True,
@@ -147,6 +152,7 @@ class RowProgram:
         result = node.outputs[output]
         domain = node.domain or ""
         self.steps.append(RowStep(*step, attrs or {}, width, result.dtype, domain))
+        self.made.append((result, labels))
         rows = Rows(len(self.steps), labels)
         if last:
             self.found[id(result)] = rows

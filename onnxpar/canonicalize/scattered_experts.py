@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.dense_experts import DenseExperts, merged
+from onnxpar.canonicalize.dense_experts import DenseExperts, merged, put
 from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
 from onnxpar.canonicalize.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
 from onnxpar.ir.tensors import constant, given, tensor_shape
@@ -105,7 +105,7 @@ def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
     for mask, axis, seeds in _seeds(graph):
         experts = [_traced(seed, mask, order) for seed in seeds]
         if all(e is not None for e in experts):
-            _rewrite(graph, mask, axis, [e for e in experts if e is not None], folder)
+            _rewrite(graph, mask, axis, [e for e in experts if e is not None], folder, order)
 
 
 def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
@@ -422,8 +422,9 @@ def is_zero(tensor: gs.Tensor) -> bool:
 
 
 def _rewrite(
-    graph: gs.Graph, mask: gs.Tensor, axis: int, experts: list[_Expert], folder: Path
-) -> None:
+    graph: gs.Graph, mask: gs.Tensor, axis: int, experts: list[_Expert], folder: Path,
+    order: Mapping[int, int],
+) -> None:  # fmt: skip
     """Replaces a mixture, if all of its experts are alike."""
     chain = _chain(experts)
     first = experts[0]
@@ -466,7 +467,7 @@ def _rewrite(
     y = write.write(steps, rows, chosen, weights)
     if not is_zero(before):
         y = write.add("Add", [before, y], y.dtype, y.shape)
-    _put(graph, write.made, after, y)
+    put(graph, write.made, after, y, order)
 
 
 def _chain(experts: Sequence[_Expert]) -> tuple[gs.Tensor, gs.Tensor] | None:
@@ -597,31 +598,3 @@ def _token_rows(write: DenseExperts, tensor: gs.Tensor, axis: int) -> gs.Tensor:
     return write.add(
         "Squeeze", [tensor, np.array(ones, np.int64)], tensor.dtype, [shape[axis], shape[-1]]
     )
-
-
-def _put(graph: gs.Graph, made: list[gs.Node], old: gs.Tensor, new: gs.Variable) -> None:
-    """Inserts nodes after the one that computes a tensor, and gives their last result its name and
-    its readers; removes nodes whose results nothing reads any more."""
-    at = next(i for i, n in enumerate(graph.nodes) if any(t is old for t in n.outputs))
-    graph.nodes[at + 1 : at + 1] = made
-    node = old.inputs[0]
-    place = next(i for i, t in enumerate(node.outputs) if t is old)
-    maker = new.inputs[0]
-    node.outputs[place] = gs.Variable(f"{old.name}/unread", old.dtype, old.shape)
-    maker.outputs[0] = old
-    drop_unread(graph, graph.nodes)  # the loader has folded readers of intermediate sums
-
-
-def drop_unread(graph: gs.Graph, nodes: Iterable[gs.Node]) -> None:
-    """Removes nodes of which nothing reads a result, then those that only they read."""
-    outputs = {id(t) for t in graph.outputs}
-    todo, gone = list(nodes), set()
-    while todo:
-        node = todo.pop()
-        if id(node) in gone or any(t.outputs or id(t) in outputs for t in node.outputs):
-            continue
-        gone.add(id(node))
-        todo += [maker for t in node.inputs for maker in t.inputs]
-        node.inputs.clear()
-    if gone:
-        graph.nodes[:] = [n for n in graph.nodes if id(n) not in gone]

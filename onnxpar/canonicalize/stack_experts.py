@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx_graphsurgeon as gs
 
 from onnxpar.canonicalize.dense_experts import OPSET
+from onnxpar.canonicalize.gathered_experts import gathered_mixtures
 from onnxpar.canonicalize.scattered_experts import scattered_mixtures
 
 
@@ -21,3 +22,4 @@ def stack_experts(graph: gs.Graph, folder: Path) -> None:
     has the model's external data."""
     if graph.opset >= OPSET:
         scattered_mixtures(graph, folder)
+        gathered_mixtures(graph, folder)

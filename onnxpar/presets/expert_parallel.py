@@ -121,9 +121,10 @@ class SplitExperts:
         return found
 
     def _is_of_experts(self, op: OpFactors, sharding: ShardingState) -> bool:
-        """True if a node's tensors have the atom, as far as it pays: tensors without it, which each
-        rank needs whole, must be smaller than a shard of those that have it. What a Where writes
-        into the rows of each expert is; what a product dispatches to places is not."""
+        """True if all tensors of a node have the atom, or if those without it, which each rank
+        needs whole, are smaller than a shard of those with it: a Where writes tokens into the rows
+        of each expert. A product without the atom stays outside: it dispatches tokens to places,
+        which ranks exchange."""
         sizes = {True: 0, False: 0}
         for tensor, links in op.operands():
             factors = sharding.factors.tensors.get(tensor.name)
@@ -131,4 +132,5 @@ class SplitExperts:
             if factors is not None and factors.leaves and read:  # axes and shapes do not count
                 has = self.atom in {leaf.atom for leaf in factors.leaves}
                 sizes[has] += math.prod(leaf.size for leaf in factors.leaves)
-        return 0 < sizes[True] >= sizes[False] * parts_over(self.axes)
+        others = sizes[False] * parts_over(self.axes)
+        return sizes[True] > 0 and (sizes[True] >= others if not is_contraction(op) else not others)
