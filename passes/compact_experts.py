@@ -23,14 +23,77 @@ class CompactExperts(Pass):
 
     Example: shard(mesh="ep=2", preset="expert-parallel")
 
-        experts (float[3,2] x, bool[2,3,1] c, float[2,2,2] w) => (float[3,2] y) <float z = {0}> {
-          a = Where(c, x, z)  b = MatMul(a, w)  d = Where(c, b, z)
-          i = Constant <value_ints = [0]> ()  y = ReduceSum <keepdims = 0> (d, i) }
+        experts (float[3,2] x, bool[2,3,1] c) => (float[3,2] y)
+        <float z = {0}, int64[1] i = {0}, float[2,2,2] w = {1, 2, 3, 4, 5, 6, 7, 8}>
+        { a = Where(c, x, z)  b = MatMul(a, w)  d = Where(c, b, z)
+          y = ReduceSum <keepdims = 0> (d, i) }
 
     Before:
 
+        mesh ep=2
+        input  x: float32 3x2 [-, -]
+        input  c: bool 1x3x1 [ep, -, -]
+        const  z: float32 scalar []
+        const  w: float32 2x2x2 [ep, -, -]
+        const  i: int64 1 [-] = [0]
+        a: float32 2x3x2 [ep, -, -] = Where(c, x, z)
+        b: float32 2x3x2 [ep, -, -] = MatMul(a, w)
+        d: float32 2x3x2 [ep, -, -] = Where(c, b, z)
+        y@1: float32 3x2 [-, -] sum(ep) = ReduceSum(d, i) {keepdims=0}
+        y: float32 3x2 [-, -] = onnxpar.AllReduce(y@1) {group=[0, 1]/rank, op=sum, tag=1}
+        output y: float32 3x2 [-, -]
+
     After:
 
+        mesh ep=2
+        input  x: float32 3x2 [-, -]
+        input  c: bool 1x3x1 [ep, -, -]
+        const  ReduceSum_y::experts/one: int64 1 whole = [1]
+        const  ReduceSum_y::experts/columns: int64 1 whole = per rank, rank 0: [2]
+        const  w: float32 2x2x2 [ep, -, -]
+        const  ReduceSum_y::experts/first: int64 scalar whole = 0
+        const  ReduceSum_y::experts/Unsqueeze.3/axes: int64 1 whole = [0]
+        const  ReduceSum_y::experts/Unsqueeze.4/axes: int64 1 whole = [0]
+        const  ReduceSum_y::experts/Squeeze.5/axes: int64 1 whole = [0]
+        const  ReduceSum_y::experts/Unsqueeze.8/axes: int64 1 whole = [1]
+        ReduceSum_y::experts/Shape: int64 ? whole = Shape(c)
+        ReduceSum_y::experts/Gather: int64 ? whole = Gather(ReduceSum_y::experts/Shape,
+                ReduceSum_y::experts/one) {axis=0}
+        ReduceSum_y::experts/Concat: int64 ? whole = Concat(ReduceSum_y::experts/Gather,
+                ReduceSum_y::experts/columns) {axis=0}
+        ReduceSum_y::experts/ConstantOfShape: float32 ? whole =
+                ConstantOfShape(ReduceSum_y::experts/Concat) {value=<ReduceSum_y::experts/zero>}
+        y@1: float32 3x2 [-, -] sum(ep) = Scan(ReduceSum_y::experts/ConstantOfShape, c, w)
+                {body=<ReduceSum_y::experts>, num_scan_inputs=2}
+          ReduceSum_y::experts:
+            input  ReduceSum_y::experts/sum: float32 ? whole
+            input  ReduceSum_y::experts/expert.0: bool ? whole
+            input  ReduceSum_y::experts/expert.1: float32 ? whole
+            ReduceSum_y::experts/NonZero.0: int64 ? whole = NonZero(ReduceSum_y::experts/expert.0)
+            ReduceSum_y::experts/Gather.1: int64 ? whole = Gather(ReduceSum_y::experts/NonZero.0,
+                ReduceSum_y::experts/first) {axis=0}
+            ReduceSum_y::experts/Gather.2: float32 ? whole = Gather(x,
+                ReduceSum_y::experts/Gather.1) {axis=0}
+            ReduceSum_y::experts/Unsqueeze.3: float32 ? whole =
+                Unsqueeze(ReduceSum_y::experts/Gather.2, ReduceSum_y::experts/Unsqueeze.3/axes)
+            ReduceSum_y::experts/Unsqueeze.4: float32 ? whole =
+                Unsqueeze(ReduceSum_y::experts/expert.1, ReduceSum_y::experts/Unsqueeze.4/axes)
+            ReduceSum_y::experts/b: float32 ? whole = MatMul(ReduceSum_y::experts/Unsqueeze.3,
+                ReduceSum_y::experts/Unsqueeze.4)
+            ReduceSum_y::experts/Squeeze.5: float32 ? whole = Squeeze(ReduceSum_y::experts/b,
+                ReduceSum_y::experts/Squeeze.5/axes)
+            ReduceSum_y::experts/Gather.6: float32 ? whole = Gather(ReduceSum_y::experts/sum,
+                ReduceSum_y::experts/Gather.1) {axis=0}
+            ReduceSum_y::experts/Add.7: float32 ? whole = Add(ReduceSum_y::experts/Gather.6,
+                ReduceSum_y::experts/Squeeze.5)
+            ReduceSum_y::experts/Unsqueeze.8: int64 ? whole =
+                Unsqueeze(ReduceSum_y::experts/Gather.1, ReduceSum_y::experts/Unsqueeze.8/axes)
+            ReduceSum_y::experts/ScatterND.9: float32 NonexNone whole =
+                ScatterND(ReduceSum_y::experts/sum, ReduceSum_y::experts/Unsqueeze.8,
+                ReduceSum_y::experts/Add.7)
+            output ReduceSum_y::experts/ScatterND.9: float32 NonexNone whole
+        y: float32 3x2 [-, -] = onnxpar.AllReduce(y@1) {group=[0, 1]/rank, op=sum, tag=1}
+        output y: float32 3x2 [-, -]
     """
 
     name: ClassVar[str] = "compact-experts"

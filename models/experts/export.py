@@ -1,9 +1,10 @@
 """Writes mixtures of experts as Hugging Face's models are exported, with small random weights.
 
-    python models/experts/export.py loop        # with transformers 4.48.3: an expert is a module
-    python models/experts/export.py stacked     # with transformers 5.23.0: experts are one parameter
+    python models/experts/export.py loop        # transformers 4.48.3: an expert is a module
+    python models/experts/export.py stacked     # transformers 5.23.0: experts are one parameter
 
-Both with torch 2.13.0, onnx 1.23.2 and onnxscript 0.7.2 on a CPU. Every file is compared with torch.
+Both with torch 2.13.0, onnx 1.23.2 and onnxscript 0.7.2 on a CPU. Every file is compared
+with torch.
 """
 
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime as ort
 import torch
 import transformers as hf
@@ -77,6 +79,15 @@ def export(name: str, model: Logits, exporter: str, is_open: bool = False) -> No
             for key in BULKY:
                 node.metadata_props.pop(key, None)
         program.save(path, external_data=False)
+    elif exporter == "hf":
+        from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+        feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        program = OnnxExporter().export(model.network, feeds, OnnxConfig(dynamic=False)).program
+        for node in program.graph.all_nodes():
+            for key in BULKY:
+                node.metadata_props.pop(key, None)
+        onnx_ir.save(program, path)
     else:
         torch.onnx.export(
             model, (ids,), path, input_names=["input_ids"], output_names=["logits"],
@@ -86,7 +97,9 @@ def export(name: str, model: Logits, exporter: str, is_open: bool = False) -> No
     del proto.graph.value_info[:]
     shorten(proto)
     onnx.save(proto, path)
-    (found,) = ort.InferenceSession(path).run(None, {"input_ids": ids.numpy()})
+    session = ort.InferenceSession(path)
+    feeds = {"input_ids": ids.numpy(), "attention_mask": np.ones((4, 12), np.int64)}
+    (found,) = session.run(None, {port.name: feeds[port.name] for port in session.get_inputs()})
     with torch.no_grad():
         assert np.abs(found - model(ids).numpy()).max() < 1e-5
     print(path.name, path.stat().st_size)
@@ -111,7 +124,9 @@ def main(which: str) -> None:
     oss |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     export("qwen3_moe.eager.legacy", network("Qwen3Moe", "eager", **qwen), "legacy")
     export("gpt_oss.batched_mm.legacy", network("GptOss", "batched_mm", **oss), "legacy")
-    export("qwen3_moe.batched_mm.dynamo", network("Qwen3Moe", "batched_mm", **qwen), "dynamo", is_open=True)
+    batched = network("Qwen3Moe", "batched_mm", **qwen)
+    export("qwen3_moe.batched_mm.dynamo", batched, "dynamo", is_open=True)
+    export("qwen3_moe.grouped_mm.hf", network("Qwen3Moe", "grouped_mm", **qwen), "hf")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Every expert gets the rows of its tokens, and zeros for the tokens of other expe
     ...    the steps of an expert, with weights [expert, ...]
     y:     [token, column] = ReduceSum(Where(chosen, weighted, 0), axis 0)
 
-So rules, presets and the search split experts, tokens and columns like any other dimension. The pass
-compact-experts removes the rows of zeros from what a rank computes.
+So rules, presets and the search split experts, tokens and columns like any other dimension. The
+pass compact-experts removes the rows of zeros from what a rank computes.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def merged(programs: Sequence[RowProgram], folder: Path, name: str) -> list[RowS
             if operand is None:
                 return None
             operands.append(operand)
-        found.append(RowStep(like.op, tuple(operands), like.attrs, like.width, like.dtype, like.domain))
+        found.append(
+            RowStep(like.op, tuple(operands), like.attrs, like.width, like.dtype, like.domain)
+        )
     return found
 
 

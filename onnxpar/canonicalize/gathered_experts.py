@@ -24,7 +24,7 @@ from onnxpar.canonicalize.row_program import Beside, Own, RowProgram, Rows, Shar
 from onnxpar.ir.tensors import dtype_of, tensor_shape
 from onnxpar.model.interchange import is_weight
 
-_SAME_ORDER = frozenset("Unsqueeze Squeeze Reshape Flatten Cast Identity".split())
+_SAME_ORDER = frozenset(["Unsqueeze", "Squeeze", "Reshape", "Flatten", "Cast", "Identity"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,9 @@ def _rewrite(
     program.size = shape[labels.index("R")] or 0
     program.enter(entry, labels)
     outside = _follow_all(program, entry, order, groups)
-    uses = [i for i, s in enumerate(program.steps, 1) if any(isinstance(o, Stacked) for o in s.operands)]
+    uses = [
+        i for i, s in enumerate(program.steps, 1) if any(isinstance(o, Stacked) for o in s.operands)
+    ]
     if not uses:
         return
     last = uses[-1]
@@ -219,10 +221,7 @@ def _rewrite(
     size = experts.pop() or 0
     result, result_labels = program.made[last - 1]
     write = DenseExperts(graph, f"{result.name}/experts", size, program.size)
-    if groups:
-        chosen = _in_range(write, source, entry)
-    else:
-        chosen = _of_expert(write, source)
+    chosen = _in_range(write, source, entry) if groups else _of_expert(write, source)
     ones = [i for i, label in enumerate(labels) if label == "1"]
     rows = _without(write, entry, ones)
     y = write.write(steps, rows, chosen)
@@ -292,9 +291,22 @@ def _of_expert(write: DenseExperts, ids: gs.Tensor) -> gs.Tensor:
     """Which rows are of each expert, [expert, row, 1], given the number of each row's expert."""
     shape = [1, write.tokens, 1]
     ids = write.add("Reshape", [ids, np.array([1, -1, 1], np.int64)], ids.dtype, shape)
+    if not _is_found(ids):  # a Gather also takes numbers from the end
+        count = np.array(write.experts, dtype_of(ids))
+        ids = write.add("Mod", [ids, count], ids.dtype, shape)
     numbers = np.arange(write.experts).reshape(-1, 1, 1).astype(dtype_of(ids) or np.int64)
     shape = [write.experts, write.tokens, 1]
     return write.add("Equal", [ids, numbers], np.dtype(bool), shape)
+
+
+def _is_found(tensor: gs.Tensor) -> bool:
+    """True for numbers that TopK or ArgMax found, which are not negative."""
+    while tensor.inputs and tensor.inputs[0].op in _SAME_ORDER:
+        tensor = tensor.inputs[0].inputs[0]
+    node = tensor.inputs[0] if tensor.inputs else None
+    if node is None:
+        return False
+    return node.op in ("ArgMax", "ArgMin") or (node.op == "TopK" and tensor is node.outputs[1])
 
 
 def _in_range(write: DenseExperts, ends: gs.Tensor, rows: gs.Tensor) -> gs.Tensor:
@@ -332,9 +344,9 @@ def _settle_rows(tensor: gs.Tensor) -> None:
     """Gives elementwise nodes the number of rows that is known now."""
     for node in tensor.outputs:
         out = node.outputs[0]
-        if node.op in ("Mul", "Add", "Cast") and out.shape is not None and None in out.shape:
-            if len(out.shape) == len(tensor.shape):
-                out.shape = [
-                    b if a is None else a for a, b in zip(out.shape, tensor.shape, strict=True)
-                ]
-                _settle_rows(out)
+        is_open = out.shape is not None and None in out.shape
+        is_like = is_open and node.op in ("Mul", "Add", "Cast")
+        if is_like and len(out.shape) == len(tensor.shape):
+            pairs = zip(out.shape, tensor.shape, strict=True)
+            out.shape = [b if a is None else a for a, b in pairs]
+            _settle_rows(out)

@@ -6,6 +6,7 @@ written again for all experts together, with the expert as first dimension.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +17,39 @@ from onnxpar.canonicalize.known_integers import integers, known_integers, operan
 from onnxpar.ir.tensors import constant, given, tensor_shape
 
 UNARY = frozenset(
-    """Abs Cast Celu Clip Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity LeakyRelu Log Mish
-    Neg QuickGelu Reciprocal Relu Selu Sigmoid Softplus Softsign Sqrt Swish Tanh""".split()
+    [
+        "Abs",
+        "Cast",
+        "Celu",
+        "Clip",
+        "Elu",
+        "Erf",
+        "Exp",
+        "Floor",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "Identity",
+        "LeakyRelu",
+        "Log",
+        "Mish",
+        "Neg",
+        "QuickGelu",
+        "Reciprocal",
+        "Relu",
+        "Selu",
+        "Sigmoid",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Swish",
+        "Tanh",
+    ]
 )
 """Elementwise ops of one operand; those of Clip that follow are numbers."""
-_BINARY = frozenset("Add Sub Mul Div Pow Min Max".split())
-_REDUCTIONS = frozenset("ReduceMean ReduceSum ReduceMax".split())
-_MOVES = frozenset("Reshape Squeeze Unsqueeze Transpose Flatten Expand".split())
+_BINARY = frozenset(["Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"])
+_REDUCTIONS = frozenset(["ReduceMean", "ReduceSum", "ReduceMax"])
+_MOVES = frozenset(["Reshape", "Squeeze", "Unsqueeze", "Transpose", "Flatten", "Expand"])
 CUT = "cut"
 """The step that takes columns start, start + step, ... of its operand."""
 
@@ -163,7 +190,7 @@ class RowProgram:
         if any(t.name and not isinstance(t, gs.Constant) for t in numbers):
             return False
         attrs = {k: v for k, v in node.attrs.items() if not k.startswith("onnxpar.")}
-        operands = (Row(x.number), *(Shared(t) for t in numbers))
+        operands: tuple[Operand, ...] = (Row(x.number), *(Shared(t) for t in numbers))
         self._add(node, x.labels, (node.op, operands), self.width_of(x), attrs)
         return True
 
@@ -303,7 +330,7 @@ def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int,
             part = -(-width // len(node.outputs))
             sizes = [min(part, width - part * i) for i in range(len(node.outputs))]
         ends = np.cumsum([0, *sizes]).tolist()
-        return [(a, b, 1) for a, b in zip(ends, ends[1:], strict=False)]
+        return [(a, b, 1) for a, b in itertools.pairwise(ends)]
     picked = integers(node.inputs[1])
     if not picked or len(tensor_shape(node.inputs[1]) or ()) != 1:
         return None

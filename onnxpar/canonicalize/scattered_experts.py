@@ -11,6 +11,7 @@ This is what loops over experts become when they are traced:
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +26,9 @@ from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
 from onnxpar.canonicalize.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
 from onnxpar.ir.tensors import constant, given, tensor_shape
 
-_MOVES = frozenset("Transpose Squeeze Unsqueeze Reshape Cast Identity Expand".split())
+_MOVES = frozenset(["Transpose", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity", "Expand"])
 
-_IN_ORDER = frozenset("Flatten Unsqueeze Squeeze Reshape Identity".split())
+_IN_ORDER = frozenset(["Flatten", "Unsqueeze", "Squeeze", "Reshape", "Identity"])
 """Ops that keep the flat order of elements."""
 
 
@@ -138,7 +139,7 @@ def _traced(seed: gs.Node, mask: gs.Tensor, order: Mapping[int, int]) -> _Expert
     assert pick is not None
     which = constant(pick.inputs[1])
     expert = _Expert(0, None, seed=seed, number=pick.inputs[1])
-    expert.which = None if which is None else int(which) % (tensor_shape(mask) or (0,))[0]
+    expert.which = None if which is None else int(which)
     expert.others[id(seed.outputs[0])] = _Index(((1, 0), (0, 1)), "cR")
     todo: list[tuple[int, gs.Node]] = []
     queued: set[int] = set()
@@ -198,7 +199,7 @@ def _move_index(expert: _Expert, node: gs.Node, reads: Sequence[Any]) -> bool:
 
 
 def _moved_index(node: gs.Node, reads: Sequence[Any]) -> _Index | list[_Index] | None:
-    index = next(r for r in reads if r is not None)
+    index: _Index = next(r for r in reads if r is not None)
     at = index.labels.find("c")
     if node.op in ("Add", "Mul"):
         return _arithmetic(node, reads)
@@ -247,7 +248,7 @@ def _some_forms(node: gs.Node, index: _Index, at: int) -> _Index | list[_Index] 
         if len(sizes) != len(node.outputs) or sum(sizes) != count:
             return None
         ends = np.cumsum([0, *sizes]).tolist()
-        parts = zip(ends, ends[1:], strict=False)
+        parts = itertools.pairwise(ends)
         return [_Index(index.forms[a:b], index.labels) for a, b in parts]
     places = integers(node.inputs[1])
     if places is None or not all(-count <= p < count for p in places):
@@ -294,7 +295,7 @@ def _gather(expert: _Expert, node: gs.Node, index: _Index) -> bool:
         return False
     if None in shape:
         return False
-    if len(index.forms) == 1 and index.forms[0] in ((1, 0), (0, 1)) and max(shape[-1:]) != 1:
+    if len(index.forms) == 1 and index.forms[0] in ((1, 0), (0, 1)) and shape[-1] != 1:
         return _read_tokens(expert, node, index, shape)
     sizes = [s or 0 for s in shape]
     if is_nd:
@@ -357,7 +358,7 @@ def _scale(
 def _pass_scaled(expert: _Expert, node: gs.Node, scaled: Any) -> bool:
     """Casts and expansions that change nothing, between the product with weights and the sum."""
     if node.op == "Cast" and isinstance(scaled, _Scaled):
-        is_same = node.outputs[0].dtype == node.inputs[0].dtype
+        is_same = bool(node.outputs[0].dtype == node.inputs[0].dtype)
     else:
         is_same = node.op in ("Identity", "Expand") and isinstance(scaled, _Scaled)
     if is_same and node.op == "Expand":
@@ -454,7 +455,9 @@ def _rewrite(
         and _is_of(e.weight, first.weight, token_at, slots)
         for e in experts
     )  # fmt: skip
-    if not alike or (count >= 0 and count != size) or (shape[axis] or 0) < size:
+    rows = [tensor_shape(first.tokens[0]) or (), tensor_shape(before) or ()]
+    fits = rows[0][first.tokens[1]] == rows[1][0] == tokens
+    if not fits or not alike or (count >= 0 and count != size) or (shape[axis] or 0) < size:
         return
     write = DenseExperts(graph, f"{after.name}/experts", size, tokens)
     perm = [axis, dims[token_at], dims[1 - token_at]]
@@ -497,9 +500,7 @@ def _count(mask: gs.Tensor, axis: int, experts: Sequence[_Expert]) -> int | None
     return -1 if parts == {*range(len(experts))} else None
 
 
-def _hit(
-    number: gs.Tensor | None, mask: gs.Tensor, axis: int
-) -> tuple[gs.Node | None, int]:
+def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node | None, int]:
     """The NonZero over the experts that have a token from which a number comes, and which of its
     elements the number is."""
     part = -1
@@ -542,6 +543,8 @@ def _is_of(weight: _Weight | None, first: _Weight | None, token_at: int, slots: 
     if weight is None or first is None:
         return weight is first
     form = (1, slots) if token_at == 1 else (slots, 1)
+    if (tensor_shape(weight.table) or (None,))[-1] not in (1, slots):
+        return False
     return weight.table is first.table and weight.form == form
 
 

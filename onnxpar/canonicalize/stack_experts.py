@@ -1,5 +1,5 @@
-"""Rewrites mixtures of experts, in the forms that exporters write, with the expert as a dimension of
-the weights and of all tensors in between.
+"""Rewrites mixtures of experts, in the forms that exporters write, with the expert as a dimension
+of the weights and of all tensors in between.
 
 torch has no op for a mixture. Loops over experts are exported as one subgraph for each expert, and
 Hugging Face's other forms gather a matrix for each token, or sort tokens by expert. In none of them

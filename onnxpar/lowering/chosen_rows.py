@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.origin import note_origin
@@ -27,11 +28,43 @@ from onnxpar.lowering.lowering_builder import rank_constant
 
 _RANK = 3
 _ELEMENTWISE = frozenset(
-    """Abs Add Cast Celu Clip Div Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity LeakyRelu
-    Log Max Min Mish Mul Neg Pow QuickGelu Reciprocal Relu Selu Sigmoid Softplus Softsign Sqrt Sub
-    Swish Tanh""".split()
+    [
+        "Abs",
+        "Add",
+        "Cast",
+        "Celu",
+        "Clip",
+        "Div",
+        "Elu",
+        "Erf",
+        "Exp",
+        "Floor",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "Identity",
+        "LeakyRelu",
+        "Log",
+        "Max",
+        "Min",
+        "Mish",
+        "Mul",
+        "Neg",
+        "Pow",
+        "QuickGelu",
+        "Reciprocal",
+        "Relu",
+        "Selu",
+        "Sigmoid",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Sub",
+        "Swish",
+        "Tanh",
+    ]
 )
-_ALONG_COLUMNS = frozenset("Slice Split Softmax ReduceMean ReduceSum ReduceMax".split())
+_ALONG_COLUMNS = frozenset(["Slice", "Split", "Softmax", "ReduceMean", "ReduceSum", "ReduceMax"])
 
 
 @dataclass
@@ -59,8 +92,8 @@ class ChosenRows:
 def find_chosen_rows(
     graph: gs.Graph, layouts: Mapping[str, Layout], mesh: Mesh
 ) -> Iterator[ChosenRows]:
-    """The mixtures of a rank's graph in which each rank has an expert, and in which nothing but row-
-    wise nodes is between the masks."""
+    """The mixtures of a rank's graph in which each rank has an expert, and in which all nodes
+    between the masks are row-wise."""
     outputs = {id(t) for t in graph.outputs}
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -94,7 +127,7 @@ def _sums_experts(node: gs.Node) -> bool:
     if axes is None and operand is not None:
         value = constant(operand)
         axes = None if value is None else value.tolist()
-    return axes == [0]
+    return bool(axes == [0])
 
 
 def _fill(
@@ -185,7 +218,7 @@ def _is_row_wise(node: gs.Node, kept: Collection[int], layouts: Mapping[str, Lay
     if node.op in _ELEMENTWISE:
         others = [t for t in node.inputs if t.name and not (t.inputs and id(t.inputs[0]) in kept)]
         return all(
-            isinstance(t, gs.Constant) and np.prod(tensor_shape(t) or (1,)) == 1
+            (isinstance(t, gs.Constant) and set(tensor_shape(t) or ()) <= {1})
             or (t.name in layouts and len(layouts[t.name].shape) <= _RANK)
             for t in others
         )
@@ -342,7 +375,9 @@ class Compaction:
         self.elements.append(element)
         return element
 
-    def _add(self, op: str, inputs: list[gs.Tensor | None], dtype: Any, **attrs: Any) -> gs.Variable:
+    def _add(
+        self, op: str, inputs: list[gs.Tensor | None], dtype: Any, **attrs: Any
+    ) -> gs.Variable:
         name = f"{self.name}/{op}.{self.count}"
         self.count += 1
         operands = list(inputs)
@@ -356,6 +391,4 @@ class Compaction:
 
 
 def _numpy(dtype: Any) -> Any:
-    import onnx
-
     return onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int) else dtype
