@@ -15,7 +15,7 @@ layout        meshes and layouts: the elements that each rank holds
 ir            views of a graph: tensors, collectives, bodies, the ports of a training step
 cost          topologies, and the time of communication, memory traffic and compute
 model         protos to graphs and back; shapes, checks, state pairs, annotations
-canonicalize  rewrites of the loader: functions, branches, sequences, old opsets
+canonicalize  rewrites of the loader: functions, branches, sequences, experts, old opsets
 open_sizes    models with open sizes, inferred at several bindings in lockstep
 load          from a file to the graph that all passes see
 rules         sharding rules, one file per family of ops

@@ -22,7 +22,13 @@ from onnxpar.pipeline.pass_registry import OWN
 from onnxpar.strategy.strategy import Strategy
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'
-OPTIONAL = ("compress-collectives", "fuse-all-reduces", "split-programs", "gate-recomputation")
+OPTIONAL = (
+    "compress-collectives",
+    "fuse-all-reduces",
+    "compact-experts",
+    "split-programs",
+    "gate-recomputation",
+)
 ALL = ",".join(p.name for p in DEFAULT_PASSES if p.name not in OPTIONAL)
 
 
@@ -145,6 +151,19 @@ PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
             {"loss": "y", "optimizer": "sgd"},
         ),
         ["localize-ops", "split-programs", "order-collectives"],
+    ),
+    # three experts over two ranks, which compute the rows that are chosen; columns of their own
+    "chosen-rows": (
+        Example(
+            """mixture (float[4,2] x, bool[3,4,1] c, float[3,4,1] r) => (float[4,2] y)
+            <float z = {0}, int64[1] i = {0}, float[3,2,2] w1 = {1,2,3,4,5,6,7,8,9,1,2,3},
+             float[3,2,2] w2 = {1,2,3,4,5,6,7,8,9,1,2,3}>
+            { a = Where(c, x, z)  h = MatMul(a, w1)  s = Sigmoid(h)  g = Mul(h, s)
+              v = Transpose<perm = [0, 2, 1]>(w2)  b = MatMul(g, v)  k = Mul(b, r)
+              d = Where(c, k, z)  y = ReduceSum<keepdims = 0>(d, i) }""",
+            {"mesh": "ep=2", "preset": "expert-parallel"},
+        ),
+        ["localize-ops", "compact-experts"],
     ),
     # two blocks: the second waits for the gradient that the first hands it
     "gates": (
