@@ -23,6 +23,7 @@ from onnxpar.model.interchange import is_weight
 from onnxpar.presets.attention_cores import Cores
 from onnxpar.presets.contraction import CONTRACTIONS
 from onnxpar.presets.core_split import CoreSplit
+from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
 CONTEXT = "context-parallel"
@@ -59,28 +60,26 @@ def sequence_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) 
     """The atoms that number positions: those of the second dimension of token ids that look up a
     table, and of features of each position."""
     states = {slot.input for slot in step.slots} if step is not None else set()
+    looked_up = _looked_up(sharding.factors)
     for tensor in graph.inputs:
         factors = sharding.factors.tensors.get(tensor.name)
         if factors is None or is_weight(tensor) or tensor.name in states:
             continue
         is_ids = np.issubdtype(numpy_dtype(tensor), np.integer) and len(factors.dims) == 2
-        if (is_ids and _looks_up(tensor)) or (not is_ids and len(factors.dims) == 3):
-            yield from (
-                leaf.atom
-                for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
-                if dim == 1
-            )
+        for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True):
+            found = leaf.atom in looked_up if is_ids else len(factors.dims) == 3
+            if dim == 1 and found:
+                yield leaf.atom
 
 
-def _looks_up(ids: gs.Tensor) -> bool:
-    """True if rows of a table are looked up by these ids, possibly after they are moved or cast."""
-    for node in ids.outputs:
-        if node.op in _LOOK_UP and node.inputs[1] is ids:
-            return True
-        moves = node.op in ("Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Transpose")
-        if moves and any(map(_looks_up, node.outputs)):
-            return True
-    return False
+def _looked_up(factors: GraphFactors) -> set[int]:
+    """The atoms that number the ids by which rows of tables are looked up, in bodies, too."""
+    found: set[int] = set()
+    for op in factors.ops:
+        if op.node.op in _LOOK_UP and is_float(op.node.inputs[0]):
+            ids = factors.tensors.get(op.node.inputs[1].name)
+            found |= {leaf.atom for leaf in ids.leaves} if ids is not None else set()
+    return found
 
 
 def _computed(graph: gs.Graph) -> set[str]:

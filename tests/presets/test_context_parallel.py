@@ -308,6 +308,24 @@ def test_training(
         assert Counter(c.kind for c in plan.collectives if c.bytes > 64) == large
 
 
+def test_training_by_micro_batches(tmp_path: Path) -> None:
+    """The tables are looked up in the body of a Scan; blocks are computed again."""
+    step = tmp_path / "step.onnx"
+    network = MODELS / "llama.legacy.training.onnx"
+    grad(network, step, loss=CROSS_ENTROPY, optimizer="adamw", accumulate=2, recompute=True)
+    plan = check_training(step, "context-parallel dp=2,cp=2", 2)
+    layouts = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
+    assert layouts["input_ids"] == "[2*dp, cp]"
+
+
+def test_training_with_a_ring(tmp_path: Path) -> None:
+    """The forward pass has the ring; the backward pass computes attention again, by queries."""
+    model = attention_model(tmp_path, ", is_causal = 1")
+    grad(model, tmp_path / "step.onnx", loss="mse", optimizer="sgd")
+    plan = check_training(tmp_path / "step.onnx", "ring-attention 3", 2)
+    assert sent(plan)["CollectivePermute"][0] == 2
+
+
 def test_auto_splits_a_long_sequence_of_one_sample() -> None:
     """The search finds it without a preset: two all-gathers per layer, and the weights are
     whole."""
