@@ -94,10 +94,15 @@ def _cut(at: Border, region: Region) -> tuple[int, list[Border]]:
     size = _bytes(at[0], region)
     own = (size, [at])
     op = region.producer(at[0])
-    if op is None or op.bodies:
+    if op is None:
         return own
-    links = next(o for t, o in zip(op.node.outputs, op.outputs, strict=True) if t.name == at[0])
-    link = links[at[1]]
+    number = next(i for i, t in enumerate(op.node.outputs) if t.name == at[0])
+    link = op.outputs[number][at[1]]
+    if op.bodies:  # of accumulation: the body adds up gradients
+        inner = op.bodies[0]
+        is_sum = op.node.op == "Scan" and link is not None and link in inner.outputs[number]
+        leaf = inner.outputs[number].index(link) if is_sum else 0
+        return _cut((inner.graph.outputs[number].name, leaf), region) if is_sum else own
     read = list(_computed(op, region))
     if any(link not in own_links for _, own_links in read):
         return own  # these operands would be whole on every rank

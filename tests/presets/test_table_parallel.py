@@ -125,6 +125,20 @@ def test_training(layout: str, optimizer: str, lazy: bool, tmp_path: Path) -> No
     assert report.ok, report.text()
 
 
+def test_accumulation(tmp_path: Path) -> None:
+    """Rows travel in each iteration, and never whole gradients of tables."""
+    step = tmp_path / "step.onnx"
+    grad(DLRM, step, loss="bce", optimizer="adam", accumulate=2)
+    par, plan = shard(step, "table-parallel 3")
+    tables = 2 * sum(ROWS) * 16 * 4 * 2 / 3  # bytes that a rank sends to all-reduce their gradients
+    network = sum(c.bytes for c in plan_of(step, "data-parallel 3").collectives) - tables
+    assert sum(c.bytes for c in plan.collectives) < network + 0.2 * tables
+    assert all("@" in text for text in held(plan).values())
+    with ThreadTrainer(par) as trainer:
+        report = compare_training(step, trainer, list(batches(plan, 2)), 0.05)
+    assert report.ok, report.text()
+
+
 def test_more_ranks_than_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = tmp_path / "step.onnx"
     grad(DLRM, step, loss="bce", optimizer="adagrad", clip_norm=0.1)
