@@ -37,6 +37,7 @@ from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.trainer import Trainer, held_by_first
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
+from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
 from onnxpar.training.step import StepOptions
 
@@ -56,6 +57,7 @@ def grad(args: argparse.Namespace) -> int:
         args.recompute,
         args.lazy,
         args.recompute_nodes,
+        Margin(args.margin, args.logit_scale),
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate

@@ -11,6 +11,7 @@ from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
 from onnxpar.training.batch_norm import STATISTICS
 from onnxpar.training.losses import IGNORED, LOSSES
+from onnxpar.training.margins import SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
 from onnxpar.training.precision import PRECISIONS
 
@@ -53,6 +54,19 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="dimension of the classes; default: the last, or the second of four or more",
+    )
+    to.add_argument(
+        "--margin",
+        type=float,
+        metavar="M",
+        help="what arcface adds to the angle of the label's class (default: 0.5 radians), or what "
+        "cosface takes from its cosine (default: 0.4)",
+    )
+    to.add_argument(
+        "--logit-scale",
+        type=float,
+        metavar="S",
+        help=f"factor of the cosines, for arcface and cosface; default: {SCALE:g}",
     )
 
 

@@ -43,7 +43,7 @@ class _ClassLoss:
     @cached_property
     def is_label(self) -> Value:
         """True at the score of each sample's label."""
-        classes = np.arange(self.v.x.shape[1], dtype=self.labels.dtype)
+        classes = self.v.builder.arange(self.v.x.shape[1], self.labels.dtype)
         shape = [-1 if a == 1 else 1 for a in range(self.v.x.rank)]
         return self.labels.unsqueeze([1]).equal(classes.reshape(shape))
 

@@ -18,6 +18,8 @@ from onnxpar.ir.tensors import dtype_of
 from onnxpar.model.shapes import infer_results
 
 Array = npt.NDArray[Any]
+MANY = 1024
+"""The number of elements up to which an `arange` is a constant."""
 Step = Callable[[list["Value"], list["Value"]], tuple[Sequence["Value"], Sequence["Value"]]]
 
 
@@ -45,6 +47,13 @@ class Builder:
         """Returns a tensor of zeros, which a node creates when the graph runs."""
         value = np.zeros(1, dtype)
         return self.add("ConstantOfShape", np.array(shape, np.int64), value=gs.Constant("", value))
+
+    def arange(self, size: int, dtype: Any) -> Value:
+        """Returns the numbers from 0 to `size` - 1: a constant, or the result of a node if they are
+        many."""
+        if size <= MANY:
+            return self.constant(np.arange(size, dtype=dtype))
+        return self.add("Range", *(np.array(n, dtype) for n in (0, size, 1)))
 
     def add(self, op: str, *operands: Value | Array | None, **attrs: Any) -> Value:
         """Adds a node with one result, and returns the result. An operand may be an array, which

@@ -28,6 +28,7 @@ from onnxpar.trainer.trainer import Trainer, held_by_first
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
+from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import Optimizer, make_optimizer
 from onnxpar.training.step import StepOptions, make_step
 
@@ -40,6 +41,8 @@ def grad(
     optimizer: str | Optimizer | None,
     loss_of: str | None = None,
     class_axis: int | None = None,
+    margin: float | None = None,
+    logit_scale: float | None = None,
     params: Sequence[str] = (),
     frozen: Sequence[str] = (),
     lazy: Sequence[str] = (),
@@ -63,11 +66,15 @@ def grad(
 
     model       a file, an onnx.ModelProto, or its bytes
     output      the file to write
-    loss        softmax-cross-entropy, nll, mse or bce, or the name of an output that is the loss
+    loss        softmax-cross-entropy, nll, mse, bce, arcface or cosface, or the name of an output
+                that is the loss
     optimizer   sgd, momentum, adam, adamw, lamb or adagrad, with its hyperparameters by name
                 (weight_decay, momentum, beta1 ...), or an Optimizer; "none" to return gradients
     loss_of     the output to compare with the target, if the model has several
     class_axis  the dimension of classes: by default the last, or the second of four or more
+    margin      what arcface adds to the angle of the label's class (by default 0.5, in radians), or
+                what cosface takes from its cosine (by default 0.4)
+    logit_scale the factor of the cosines of arcface and cosface; 64 by default
     params      globs of the weights to train; by default, onnxpar finds them
     frozen      globs of weights not to train
     lazy        globs of tables of which a step updates only the rows that it looks up, with their
@@ -115,6 +122,7 @@ def grad(
         recompute,
         lazy,
         recompute_nodes,
+        Margin(margin, logit_scale),
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)

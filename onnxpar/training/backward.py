@@ -25,7 +25,8 @@ from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
-from onnxpar.training.losses import Targets, add_loss, check_loss
+from onnxpar.training.losses import LossSettings, Targets, add_loss, check_loss
+from onnxpar.training.margins import DEFAULT_MARGIN, Margin
 from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import Block, find_blocks, named_blocks, recompute
@@ -53,6 +54,7 @@ class LossOptions:
     recompute   True to compute activations again in the backward pass instead of keeping them
     lazy        globs of tables of which a step updates only the rows that it looks up
     recompute_nodes  globs of nodes to compute again, instead of a choice among all
+    margin      the numbers of a margin softmax
     """
 
     loss: str
@@ -67,6 +69,12 @@ class LossOptions:
     recompute: bool = False
     lazy: Sequence[str] = ()
     recompute_nodes: Sequence[str] = ()
+    margin: Margin = DEFAULT_MARGIN
+
+    @property
+    def settings(self) -> LossSettings:
+        """The settings of the loss itself."""
+        return LossSettings(self.class_axis, self.margin)
 
     def blocks(
         self, nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
@@ -117,7 +125,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     program = program or Program()
     program.check(options)
     names = [t.name for t in graph.outputs]
-    check_loss(names, options.loss, options.output, options.class_axis)
+    check_loss(names, options.loss, options.output, options.settings)
     if model.sizes is not None:
         symbols = ", ".join(model.sizes.symbols)
         raise ModelError(
@@ -142,7 +150,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     running = settle_batch_norms(model, norms, options.statistics, options.groups)
     targets = Targets(graph)
     outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
-    which = options.loss, options.output, options.class_axis
+    which = options.loss, options.output, options.settings
     metrics = add_loss(Builder(graph, "loss"), outputs, *which, targets)
     loss = metrics.loss
     if used is not None:

@@ -12,18 +12,35 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.tensors import is_float
+from onnxpar.training.margins import DEFAULT_MARGIN, MARGINS, Margin
 
-BY_CLASS = ("softmax-cross-entropy", "nll")
+BY_CLASS = ("softmax-cross-entropy", "nll", *MARGINS)
 IGNORED = -100
 """A label that the loss and the accuracy skip, as in PyTorch."""
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """Settings of a loss; each holds for some losses only.
+
+    class_axis  the dimension of classes: by default the last, or the second of four or more
+    margin      the numbers of a margin softmax
+    """
+
+    class_axis: int | None = None
+    margin: Margin = DEFAULT_MARGIN
+
+
 @dataclass
 class Targets:
-    """Graph inputs for labels and targets; each is added to the graph on first use."""
+    """Graph inputs for labels and targets; each is added to the graph on first use.
+
+    sampled  the labels among the sampled classes, if the scores are those of a sampled head
+    """
 
     graph: gs.Graph
     made: dict[str, gs.Variable] = field(default_factory=dict)
+    sampled: gs.Tensor | None = None
 
     def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
         """Returns the input for `name`. Its name in the graph has underscores appended if another
@@ -50,16 +67,15 @@ def add_loss(
     outputs: Mapping[str, gs.Tensor],
     kind: str,
     output: str | None,
-    class_axis: int | None,
+    settings: LossSettings,
     targets: Targets,
 ) -> Metrics:
     """Appends a loss to a graph, with inputs for labels or targets; returns the loss and other
     metrics.
 
-    outputs     outputs of the model, by name
-    kind        one of LOSSES, or the name of an output that is a loss
-    output      the output to compare with the target; None if the model has only one
-    class_axis  the dimension of classes: by default the last, or the second of four or more
+    outputs  outputs of the model, by name
+    kind     one of LOSSES, or the name of an output that is a loss
+    output   the output to compare with the target; None if the model has only one
     `check_loss` has accepted these options. Errors: StrategyError.
     """
     if kind not in LOSSES:
@@ -76,15 +92,17 @@ def add_loss(
             f"loss {kind}: output {made.tensor.name!r} is of type {made.dtype}, which has no "
             "gradient; choose an output of floating-point numbers with --loss-of"
         )
-    return LOSSES[kind](made, class_axis, targets)
+    return LOSSES[kind](made, settings, targets)
 
 
 def check_loss(
-    outputs: Sequence[str], kind: str, output: str | None, class_axis: int | None
+    outputs: Sequence[str], kind: str, output: str | None, settings: LossSettings
 ) -> None:
     """Checks the options of `add_loss` against the names of the model's outputs. Errors:
     StrategyError."""
-    names = ", ".join(outputs)
+    names, class_axis = ", ".join(outputs), settings.class_axis
+    if kind in LOSSES or kind in outputs:
+        settings.margin.check(kind)
     if kind not in LOSSES:
         if kind not in outputs:
             raise StrategyError(
@@ -109,15 +127,16 @@ def check_loss(
     if class_axis is not None and kind not in BY_CLASS:
         raise StrategyError(
             f"class axis {class_axis}: the loss {kind} has no classes; only "
-            f"{' and '.join(BY_CLASS)} have; leave --class-axis out"
+            f"{', '.join(BY_CLASS)} have; leave --class-axis out"
         )
 
 
-LossFunction = Callable[[Value, "int | None", Targets], Metrics]
+LossFunction = Callable[[Value, LossSettings, Targets], Metrics]
 
 
-def _by_class(op: str) -> LossFunction:
-    def loss(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
+def _by_class(kind: str, op: str) -> LossFunction:
+    def loss(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
+        class_axis = settings.class_axis
         if y.rank < 2:
             raise StrategyError(
                 f"output {y.tensor.name!r} has the shape {list(y.shape)}; a loss over classes "
@@ -133,12 +152,15 @@ def _by_class(op: str) -> LossFunction:
         axis %= y.rank
         rest = [a for a in range(y.rank) if a != axis]
         shape = [y.shape[a] for a in rest]
-        labels = y.builder.value(targets.tensor("labels", np.int64, shape))
+        given = targets.sampled or targets.tensor("labels", np.int64, shape)
+        labels = y.builder.value(given)
         accuracy = _accuracy(y, labels, axis)
         if axis == y.rank - 1:
             y, labels = y.reshape([-1, y.shape[-1]]), labels.reshape([-1])
         elif axis != 1:
             y = y.transpose([rest[0], axis, *rest[1:]])
+        if kind in MARGINS:
+            y = settings.margin.logits(kind, y, labels)
         value = y.op(op, labels, ignore_index=IGNORED, reduction="mean")
         return Metrics(value, {"accuracy": accuracy})
 
@@ -153,12 +175,12 @@ def _accuracy(y: Value, labels: Value, axis: int) -> Value:
     return right.sum() / counts.sum().op("Max", 1.0)
 
 
-def _mean_square(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
+def _mean_square(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
     difference = y - y.builder.value(targets.tensor("target", y.dtype, y.shape))
     return Metrics((difference * difference).mean(), {})
 
 
-def _binary(y: Value, class_axis: int | None, targets: Targets) -> Metrics:
+def _binary(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
     """Appends a binary cross-entropy. If the model ends in a Sigmoid, the Sigmoid's input is used,
     for precision; else the output is taken as a score before Sigmoid."""
     scores, made = y, _maker(y.tensor)
@@ -178,8 +200,9 @@ def _maker(tensor: gs.Tensor) -> gs.Node | None:
 
 
 LOSSES: Mapping[str, LossFunction] = {
-    "softmax-cross-entropy": _by_class("SoftmaxCrossEntropyLoss"),
-    "nll": _by_class("NegativeLogLikelihoodLoss"),
+    "softmax-cross-entropy": _by_class("softmax-cross-entropy", "SoftmaxCrossEntropyLoss"),
+    "nll": _by_class("nll", "NegativeLogLikelihoodLoss"),
     "mse": _mean_square,
     "bce": _binary,
+    **{kind: _by_class(kind, "SoftmaxCrossEntropyLoss") for kind in MARGINS},
 }

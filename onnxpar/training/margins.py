@@ -1,0 +1,105 @@
+"""Margin softmax losses: ArcFace and CosFace.
+
+The scores are cosines: products of normalized embeddings with normalized class centres. At the
+class of the label, the loss makes the cosine smaller by a margin; then it multiplies all cosines by
+a scale and takes the softmax cross-entropy. Both losses follow InsightFace (arcface_torch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.value import Value
+
+SCALE = 64.0
+"""The default factor of the cosines; InsightFace calls it s."""
+_TINY = 1e-12
+"""The least square of a sine, so that its root has a gradient; above 0, no float32 is less."""
+
+
+def _arcface(cosine: Value, margin: float) -> Value:
+    """Returns cos(angle + margin). Beyond an angle of pi - margin, where this would rise again,
+    returns the cosine minus sin(margin) * margin (Deng et al., 2019)."""
+    sine = (1.0 - cosine * cosine).op("Max", _TINY).sqrt()
+    moved = cosine * math.cos(margin) - sine * math.sin(margin)
+    limit = math.cos(math.pi - margin)
+    return (cosine > limit).where(moved, cosine - math.sin(math.pi - margin) * margin)
+
+
+def _cosface(cosine: Value, margin: float) -> Value:
+    """Returns the cosine minus the margin (Wang et al., 2018)."""
+    return cosine - margin
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A margin: how it changes a label's cosine, its default, and the bound that it is below."""
+
+    change: Callable[[Value, float], Value]
+    default: float
+    bound: float
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "arcface": _Kind(_arcface, 0.5, math.pi),
+    "cosface": _Kind(_cosface, 0.4, math.inf),
+}
+MARGINS = tuple(_KINDS)
+"""The losses that have a margin."""
+
+
+@dataclass(frozen=True)
+class Margin:
+    """The numbers of a margin softmax; None for the default of the loss.
+
+    margin  what arcface adds to the angle of the label's class, or cosface takes from its cosine
+    scale   the factor of all cosines
+    """
+
+    margin: float | None = None
+    scale: float | None = None
+
+    def check(self, loss: str) -> None:
+        """Checks the numbers for a loss. Errors: StrategyError."""
+        given = {"--margin": self.margin, "--logit-scale": self.scale}
+        if loss not in _KINDS:
+            for option, value in given.items():
+                if value is not None:
+                    raise StrategyError(
+                        f"{option} {value}: the loss {loss!r} has no margin; only "
+                        f"{' and '.join(MARGINS)} have; leave {option} out"
+                    )
+            return
+        bound = _KINDS[loss].bound
+        if self.margin is not None and not 0 <= self.margin < bound:
+            most = "" if bound == math.inf else " and below pi (it is an angle)"
+            raise StrategyError(f"--margin {self.margin}: must be 0 or more{most}")
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise StrategyError(f"--logit-scale {self.scale}: must be above 0")
+
+    def logits(self, loss: str, cosines: Value, labels: Value) -> Value:
+        """Returns the logits of a loss: the scaled cosines, with the margin at the labels' classes.
+        Classes are dimension 1. If the classes are split, ranks sum one number per sample, because
+        only the rank of the label's class has its cosine."""
+        kind = _KINDS[loss]
+        margin = kind.default if self.margin is None else self.margin
+        cosines = cosines.wide().op("Clip", -1.0, 1.0)
+        is_label = labels.unsqueeze([1]).equal(_classes(cosines, labels.dtype))
+        own = is_label.where(cosines, 0.0).sum([1], keepdims=True)
+        changed = is_label.where(kind.change(own, margin), cosines)
+        return changed * (SCALE if self.scale is None else self.scale)
+
+
+DEFAULT_MARGIN = Margin()
+"""The numbers that InsightFace uses."""
+
+
+def _classes(scores: Value, dtype: np.dtype[np.generic]) -> Value:
+    """The number of each class, with dimensions of size 1 for all others."""
+    shape: Sequence[int] = [-1 if a == 1 else 1 for a in range(scores.rank)]
+    return scores.builder.arange(scores.shape[1], dtype).reshape(shape)
