@@ -16,6 +16,8 @@ _WEIGHT = {
 points."""
 CONTRACTIONS = _CONTRACT | _WEIGHT.keys()
 """Ops that multiply two operands and add up."""
+_NORMALIZE = {"LpNormalization", "Div"}
+"""Ops by which weights are normalized; exporters write the latter with the norm as the divisor."""
 _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 
 
@@ -32,7 +34,7 @@ def convolves(op: OpFactors) -> bool:
 
 def is_contracted(weight: gs.Tensor) -> bool:
     """True if a product, a convolution, a lookup or a recurrence reads the weight, directly or
-    after ops that move or cast it."""
+    after ops that move, cast or normalize it."""
     if any(recurrences(weight)):
         return True
     for node in weight.outputs:
@@ -41,7 +43,9 @@ def is_contracted(weight: gs.Tensor) -> bool:
             return True
         if _WEIGHT.get(node.op) == position:
             return True
+        is_matrix = len(weight.shape or ()) > 1
         moves = node.op in MOVES or (node.op == "DequantizeLinear" and position == 0)
+        moves |= node.op in _NORMALIZE and position == 0 and is_matrix
         if moves and any(is_contracted(t) for t in node.outputs):
             return True
     return False

@@ -11,6 +11,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.model.interchange import is_weight
+from onnxpar.presets.class_parallel import CLASS, class_annotations
 from onnxpar.presets.context_parallel import AXIS, CONTEXT, RING, context_annotation
 from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
 from onnxpar.presets.sparse_sums import sparse_sums
@@ -37,6 +38,7 @@ PRESETS = (
     CONTEXT,
     RING,
     EXPERT,
+    CLASS,
     TABLES,
     "manual",
 )
@@ -61,6 +63,7 @@ def preset_mesh(preset: str | None, devices: int) -> Mesh:
         EXPERT: "ep",
         TABLES: "dp",
         **dict.fromkeys((CONTEXT, RING), AXIS),
+        CLASS: "dp",
         **dict.fromkeys(ZERO_STAGES, "dp"),
     }
     return Mesh(((names.get(preset or "", "tp"), devices),))
@@ -97,6 +100,9 @@ def preset_rounds(
         return [list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     if preset == EXPERT:
         return _expert_rounds(graph, sharding, step)
+    if preset == CLASS:
+        classes: list[Annotation] = list(class_annotations(graph, sharding, _all_axes(mesh), step))
+        return [classes, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     if preset == TABLES:
         every, atoms = _all_axes(mesh), batch_atoms(graph, sharding, step)
         tables: list[Annotation] = list(table_annotations(graph, sharding, every, atoms, step))

@@ -45,7 +45,8 @@ def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[Who
     for name in (*step.gradients.values(), *step.rows.values()):
         addends = list(_addends(ops[name].node)) if name in ops else []
         is_few = all(_adds_few_rows(node, sharding, axes) for node in addends)
-        for node in addends if is_few or name in step.rows.values() else ():
+        is_wanted = is_few or (name in step.rows.values() and all(map(_adds_rows, addends)))
+        for node in addends if is_wanted else ():
             op = ops[node.outputs[0].name]
             nodes = [*([node] if is_few else []), *_index_nodes(node)]
             known = [ops[n.outputs[0].name] for n in nodes if n.outputs[0].name in ops]
@@ -63,11 +64,17 @@ def _addends(node: gs.Node) -> Iterator[gs.Node]:
         yield from _addends(tensor.inputs[0])
 
 
+def _adds_rows(node: gs.Node) -> bool:
+    """True for a scatter that adds rows."""
+    scatters = node.op in ("ScatterElements", "ScatterND")
+    return scatters and node.attrs.get("reduction") == "add"
+
+
 def _adds_few_rows(node: gs.Node, sharding: ShardingState, axes: Axes) -> bool:
     """True for a scatter whose rows and indices are gathered faster than the sum is all-reduced
     together with other gradients. Other axes of the mesh may split the sum, but perhaps not the
     rows."""
-    if node.op not in ("ScatterElements", "ScatterND") or node.attrs.get("reduction") != "add":
+    if not _adds_rows(node):
         return False
     expanding = _expanding(node)
     indices = expanding[-1].inputs[0] if expanding else node.inputs[1]

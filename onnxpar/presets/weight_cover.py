@@ -6,11 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import product
 from math import gcd, prod
+from statistics import median
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.subgraphs import constants
-from onnxpar.ir.tensors import dtype_of, numel
+from onnxpar.ir.tensors import dtype_of, numel, tensor_shape
 from onnxpar.layout.layout import Concat, Dim, Factor
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
@@ -33,6 +34,10 @@ SMALL_COVER = 0.6
 """The cost, in collectives, of a small weight that is split only for its own readers; less than the
 cost of a collective."""
 
+OUTLIER = 16.0
+"""A sum or a weight of at least this many times the elements of the median product costs as many
+collectives as it is larger."""
+
 _PACKED = {"int8", "uint8", "int4", "uint4", "int2", "uint2"}
 
 
@@ -51,6 +56,7 @@ class WeightCover:
         self.readers: dict[str, list[tuple[OpFactors, int]]] = defaultdict(list)
         for op in sharding.factors.ops:
             self._add_events(op)
+        self.middle = self._weigh_large_sums()
         known = sharding.factors.tensors
         stored = [
             t
@@ -105,6 +111,21 @@ class WeightCover:
                 if link is None:
                     self.events[held.atom].add(("gather", tensor.name))
 
+    def _weigh_large_sums(self) -> float:
+        """Makes results cost more to sum up if they are far larger than products usually are, such
+        as the scores of millions of classes. Returns the elements of the median product."""
+        sizes = {
+            op.node.name: numel(tensor_shape(op.node.outputs[0]) or ())
+            for op in self.sharding.factors.ops
+            if is_contraction(op) or any(map(op.reduction, range(len(op.leaves))))
+        }
+        products = [op.node.name for op in self.sharding.factors.ops if is_contraction(op)]
+        middle = max(median([sizes[name] for name in products] or [1]), 1)
+        for name, size in sizes.items():
+            if size >= OUTLIER * middle:
+                self.times.setdefault(("reduce", name), round(size / middle))
+        return middle
+
     def _segments(self, weight: gs.Constant) -> Iterator[tuple[int, frozenset[int]]]:
         """Yields each segment of a weight that must be covered by itself, as (elements, atoms that
         split it)."""
@@ -154,6 +175,8 @@ class WeightCover:
             cost = SMALL_COVER if weight.name in small else LOCAL_COVER
             cost *= len(self.readers[weight.name])
             cost = (self.recurrences.price(weight) or cost) / _size(weight)
+            if _size(weight) >= OUTLIER * self.middle:
+                cost *= _size(weight) / self.middle
             out += [(cost * size, atoms) for size, atoms in self._segments(weight)]
         return out
 

@@ -14,6 +14,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import read_proto
 from onnxpar.model.interchange import header_of
 from onnxpar.pipeline.options import NO_RANKS, Options
+from onnxpar.presets.class_parallel import CLASS
 from onnxpar.presets.context_parallel import AXIS, CONTEXT
 from onnxpar.presets.expert_parallel import EXPERT
 from onnxpar.presets.presets import preset_mesh
@@ -166,7 +167,7 @@ def choices(path: Path, options: Options) -> list[Options]:
     names = ["data-parallel", "tensor-parallel", "hybrid"]
     mesh = options.mesh or (options.strategy.mesh if options.strategy is not None else None)
     context = [CONTEXT] if mesh is None or AXIS in mesh.sizes else []
-    names += [*(ZERO_STAGES if is_step else ()), SEQUENCE, *context, EXPERT, TABLES]
+    names += [*((*ZERO_STAGES, CLASS) if is_step else ()), SEQUENCE, *context, EXPERT, TABLES]
     if mesh is not None:
         made = [replace(options, preset=name, mesh=mesh) for name in names if name != "hybrid"]
         if BATCH in mesh.sizes and len(mesh.shape) > 1:
