@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import ANNOTATIONS, PROPAGATED, Pass, PassContext, Stage
 from onnxpar.layout.mesh import Axes
+from onnxpar.rules.notation import Cat, expr_vars
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 
@@ -69,14 +70,24 @@ Readers = dict[str, list[OpFactors]]
 
 
 def propagate(sharding: ShardingState, start: Iterable[OpFactors], readers: Readers) -> bool:
-    """Propagates from the nodes in `start` until nothing changes; returns whether anything did."""
-    todo = deque(start)
+    """Propagates from the nodes in `start` until nothing changes; returns whether anything did.
+
+    If a node broadcasts small operands to the size of a large one, the small ones come after all
+    others: the labels of a loss follow its scores, because it costs less to reshard labels.
+    """
+    small = {op.node.name: _small_operands(op) for op in sharding.factors.ops}
+    todo, later = deque(start), deque[OpFactors]()
     queued = {op.node.name for op in todo}
+    waiting: set[str] = set()
     changed = False
-    while todo:
-        op = todo.popleft()
-        queued.discard(op.node.name)
-        for name in _spread(sharding, op):
+    while todo or later:
+        is_last = not todo
+        op = (todo or later).popleft()
+        (waiting if is_last else queued).discard(op.node.name)
+        if not is_last and small[op.node.name] and op.node.name not in waiting:
+            waiting.add(op.node.name)
+            later.append(op)
+        for name in _spread(sharding, op, () if is_last else small[op.node.name]):
             changed = True
             for other in readers[name]:
                 if other.node.name not in queued:
@@ -102,10 +113,12 @@ def _near(sharding: ShardingState, seen: dict[str, Decided]) -> Iterable[OpFacto
             yield op
 
 
-def _spread(sharding: ShardingState, op: OpFactors) -> set[str]:
-    """Copies axes from the operands to the node, and from the node to its operands; returns the
-    names of the changed tensors."""
-    for tensor, links in op.operands():
+def _spread(sharding: ShardingState, op: OpFactors, small: Collection[int]) -> set[str]:
+    """Copies axes from the operands to the node, except from those in `small`, and from the node to
+    its operands; returns the names of the changed tensors."""
+    for number, (tensor, links) in enumerate(op.operands()):
+        if number in small:
+            continue
         for axes, link in zip(sharding.tensors.get(tensor.name, ()), links, strict=True):
             if axes and link is not None:
                 sharding.assign_op(op, link, axes)
@@ -116,6 +129,20 @@ def _spread(sharding: ShardingState, op: OpFactors) -> set[str]:
             if axes and sharding.assign_tensor(tensor.name, leaf, axes):
                 changed.add(tensor.name)
     return changed
+
+
+def _small_operands(op: OpFactors) -> frozenset[int]:
+    """The operands and results, by number, that lack factors of a larger one, which has all factors
+    of the node."""
+    absent = [None] * (len(op.node.inputs) - len(op.rule.inputs))
+    specs = [*op.rule.inputs, *absent, *op.rule.outputs]
+    if op.bodies or op.rule.reduce or any(isinstance(e, Cat) for spec in specs for e in spec or ()):
+        return frozenset()
+    factors = [{f for expr in spec or () for f in expr_vars(expr)} for spec in specs]
+    most = max(map(len, factors), default=0)
+    if most < len(op.rule.sizes):
+        return frozenset()
+    return frozenset(i for i, own in enumerate(factors) if 0 < len(own) < most)
 
 
 def _ops_by_tensor(sharding: ShardingState) -> Readers:

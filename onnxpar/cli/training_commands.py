@@ -39,6 +39,7 @@ from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
+from onnxpar.training.sampling import Sampling
 from onnxpar.training.step import StepOptions
 
 
@@ -58,6 +59,7 @@ def grad(args: argparse.Namespace) -> int:
         args.lazy,
         args.recompute_nodes,
         Margin(args.margin, args.logit_scale),
+        Sampling(args.sample_rate, args.sample_groups),
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate
@@ -227,8 +229,13 @@ def _step_lines(step: Step) -> Iterator[str]:
     """Yields lines about the states, inputs and outputs of a step."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each parameter: {', '.join(kinds) or 'none'}"
-    if step.rows:
-        yield f"only looked-up rows are updated: {', '.join(step.rows)}"
+    looked_up = [name for name in step.rows if name not in step.sampled]
+    if looked_up:
+        yield f"only looked-up rows are updated: {', '.join(looked_up)}"
+    for name, (groups, kept, classes) in step.sampled.items():
+        updated = ", and updates only these" if name in step.rows else ""
+        share = f"{groups * kept:,} of {classes:,} classes"
+        yield f"a step samples {share}, {kept:,} from each of {groups} groups{updated}: {name}"
     metrics = f", {', '.join(step.metrics)}" if step.metrics else ""
     seed = f", {step.seed}" if step.seed else ""
     yield f"a step takes {', '.join(step.data)}, {step.rate}{seed}; it returns {step.loss}{metrics}"

@@ -68,6 +68,21 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"factor of the cosines, for arcface and cosface; default: {SCALE:g}",
     )
+    to.add_argument(
+        "--sample-rate",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="fraction of the classes that a step computes: those of its labels, and others at "
+        "random; default: 1, all",
+    )
+    to.add_argument(
+        "--sample-groups",
+        type=int,
+        metavar="N",
+        help="number of groups of consecutive classes, from each of which a step samples as many. "
+        "At most N ranks can share the classes; default: a divisor of their number, up to 64",
+    )
 
 
 def _add_optimizer(to: argparse.ArgumentParser) -> None:

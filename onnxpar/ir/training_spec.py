@@ -69,6 +69,8 @@ class Step:
     rows         sums of the gradients of looked-up rows, by lazily trained table
     deal         sharding of the tensors, if the step is a program per rank
     compression  compression of gradients that ranks exchange; empty for none
+    sampled      numbers of groups of classes, of classes that a step keeps of each group, and of
+                 all classes, by weight
     cautions     sentences on differences between training this step and the exported network
     """
 
@@ -86,6 +88,7 @@ class Step:
     deal: StepSharding | None = None
     compression: str = ""
     cautions: list[str] = field(default_factory=list)
+    sampled: dict[str, list[int]] = field(default_factory=dict)
 
     def text(self) -> str:
         """The text in the metadata."""

@@ -30,6 +30,7 @@ from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import Optimizer, make_optimizer
+from onnxpar.training.sampling import Sampling
 from onnxpar.training.step import StepOptions, make_step
 
 
@@ -43,6 +44,8 @@ def grad(
     class_axis: int | None = None,
     margin: float | None = None,
     logit_scale: float | None = None,
+    sample_rate: float = 1.0,
+    sample_groups: int | None = None,
     params: Sequence[str] = (),
     frozen: Sequence[str] = (),
     lazy: Sequence[str] = (),
@@ -75,6 +78,9 @@ def grad(
     margin      what arcface adds to the angle of the label's class (by default 0.5, in radians), or
                 what cosface takes from its cosine (by default 0.4)
     logit_scale the factor of the cosines of arcface and cosface; 64 by default
+    sample_rate the fraction of classes that a step computes: those of its labels, others at random
+    sample_groups  number of groups of consecutive classes, of each of which a step samples as many;
+                a divisor of the number of classes. At most as many ranks can share the classes
     params      globs of the weights to train; by default, onnxpar finds them
     frozen      globs of weights not to train
     lazy        globs of tables of which a step updates only the rows that it looks up, with their
@@ -123,6 +129,7 @@ def grad(
         lazy,
         recompute_nodes,
         Margin(margin, logit_scale),
+        Sampling(sample_rate, sample_groups),
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)

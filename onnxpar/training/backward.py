@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -16,14 +16,14 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.ir.clone import needed
 from onnxpar.ir.stored import stored_proto
-from onnxpar.ir.subgraphs import all_nodes, constants, replace_reads, scopes
+from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
 from onnxpar.ir.training_spec import EVALUATION, SCALE, SEED
 from onnxpar.load.load import Model
 from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
-from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient
+from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient, sampled_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.losses import LossSettings, Targets, add_loss, check_loss
 from onnxpar.training.margins import DEFAULT_MARGIN, Margin
@@ -31,6 +31,7 @@ from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
 from onnxpar.training.recompute import Block, find_blocks, named_blocks, recompute
 from onnxpar.training.rewrite import as_constant
+from onnxpar.training.sampling import ALL_CLASSES, Sample, Sampling, sample_loss
 
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
@@ -55,6 +56,7 @@ class LossOptions:
     lazy        globs of tables of which a step updates only the rows that it looks up
     recompute_nodes  globs of nodes to compute again, instead of a choice among all
     margin      the numbers of a margin softmax
+    sampling    the fraction of classes that a step computes
     """
 
     loss: str
@@ -70,6 +72,7 @@ class LossOptions:
     lazy: Sequence[str] = ()
     recompute_nodes: Sequence[str] = ()
     margin: Margin = DEFAULT_MARGIN
+    sampling: Sampling = ALL_CLASSES
 
     @property
     def settings(self) -> LossSettings:
@@ -105,6 +108,7 @@ class Backward:
     running     pairs of a running statistic, also such an input, and its next value
     scale       the factor by which gradients must be divided
     rows        the looked-up rows, by lazily trained table; the gradient of such a table is by slot
+    sample      the sampled classes, if the loss is that of a sample
     """
 
     loss: Value
@@ -115,6 +119,7 @@ class Backward:
     running: list[tuple[gs.Variable, gs.Variable]]
     scale: Value | None = None
     rows: Mapping[str, Rows] = field(default_factory=dict)
+    sample: Sample | None = None
 
 
 def add_backward(model: Model, options: LossOptions, program: Program | None = None) -> Backward:
@@ -145,13 +150,20 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     # Send and Recv must run exactly once in a step: so there is no copy for evaluation, and no run
     # of a part of the step.
     has_messages = any(is_message(node) for node in graph.nodes)
-    used = None if has_messages else copy_for_use(graph, bool(options.statistics))
+    is_sampled, count = bool(options.sampling), len(graph.nodes)
+    used = None if has_messages else copy_for_use(graph, bool(options.statistics), is_sampled)
+    apart = {id(node) for node in nodes_within(graph.nodes[count:])}
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, norms, options.statistics, options.groups)
     targets = Targets(graph)
     outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.settings
-    metrics = add_loss(Builder(graph, "loss"), outputs, *which, targets)
+    sample = None
+    if is_sampled:
+        trained = [t.tensor for t in weights.trained]
+        sample = sample_loss(graph, outputs, *which[:2], trained, targets, options.sampling)
+    of_sample = replace(targets, sampled=sample.labels) if sample else targets
+    metrics = add_loss(Builder(graph, "loss"), outputs, *which, of_sample)
     loss = metrics.loss
     if used is not None:
         used = {renamed.get(name, name): t for name, t in used.items()}
@@ -162,17 +174,17 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     if scale is not None:
         share = scale.cast(loss.dtype) * share
-    lazy = lazy_lookups(weights.trained, options.lazy, parameters)
-    values, rows = _add_gradients(graph, loss.tensor, share, parameters, options, lazy)
+    lazy = lazy_lookups(weights.trained, options.lazy, parameters, sample, apart)
+    values, rows = _add_gradients(graph, loss.tensor, share, parameters, options, lazy, sample)
     weights = _settle_lost(graph, weights, values, parts)
     parameters = [p for p in parameters if p.name in values]
-    of_rows = [value for each in rows.values() for value in (each.indices, each.slots)]
+    of_rows = [value for each in rows.values() for value in each.values()]
     results = [loss, *evaluated.values(), *values.values(), *of_rows]
     merge_equal(graph, [*(v.tensor for v in results), *(after for _, after in running)])
     befores = {before.name: before for before, _ in running}  # nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
-    return Backward(loss, evaluated, weights, parameters, values, kept, scale, rows)
+    return Backward(loss, evaluated, weights, parameters, values, kept, scale, rows, sample)
 
 
 def _add_gradients(
@@ -182,6 +194,7 @@ def _add_gradients(
     parameters: list[gs.Variable],
     options: LossOptions,
     lazy: Mapping[str, list[gs.Node]],
+    sample: Sample | None,
 ) -> tuple[dict[str, Value], dict[str, Rows]]:
     """Appends the gradients of `loss`, times `seed`, and returns them by parameter, without
     parameters on which the loss does not depend. `lazy` has the lookups of each lazily trained
@@ -200,7 +213,9 @@ def _add_gradients(
     for parameter in parameters:
         name = parameter.name
         gradient = found.get(name)
-        if name in lazy and (of_rows := lookup_gradient(graph, parameter, lazy[name], found)):
+        if name in lazy and sample is not None and name == sample.table:
+            gradient, rows[name] = sampled_gradient(sample, parameter, found)
+        elif name in lazy and (of_rows := lookup_gradient(graph, parameter, lazy[name], found)):
             gradient, rows[name] = of_rows
         if gradient is not None:
             values[name] = gradient

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+import onnx_graphsurgeon as gs
+
 from onnxpar.grad.trained import FROZEN, HELD, UNNAMED, Left, Weights
 from onnxpar.ir.exported import PARAMETER
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.load.load import Model
+from onnxpar.training.margins import MARGINS
 
 _PLAIN = "torch.onnx.export(..., dynamo=True, optimize=False)"
 _TRAINING = (
@@ -34,6 +37,36 @@ def cautions_of(model: Model, weights: Weights) -> list[str]:
         *_of_folded(model, weights),
         *_of_shared(weights, model.shared),
     ]
+
+
+_NORMALIZE = ("LpNormalization", "Div", "Mul")
+_MOVE = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Identity", "Clip", "Flatten")
+
+
+def cautions_of_cosines(graph: gs.Graph, loss: str, output: str | None) -> Iterator[str]:
+    """Yields a sentence if a margin softmax is to be computed from a product whose operands are not
+    both normalized: then the scores are no cosines."""
+    named = [t for t in graph.outputs if output in (None, t.name)]
+    if loss not in MARGINS or not named:
+        return
+    product = _source(named[0])
+    if product is None or product.op not in ("MatMul", "Gemm"):
+        return
+    for operand in product.inputs[:2]:
+        source = _source(operand)
+        if source is None or source.op not in _NORMALIZE:
+            yield (
+                f"the loss {loss} takes {named[0].name!r} as cosines, but {product.op} "
+                f"'{product.name}' reads {operand.name!r}, which no node normalizes; normalize "
+                "embeddings and class centres in the model"
+            )
+
+
+def _source(tensor: gs.Tensor) -> gs.Node | None:
+    """The node that computes a tensor, before others only move it."""
+    while tensor.inputs and tensor.inputs[0].op in _MOVE:
+        tensor = tensor.inputs[0].inputs[0]
+    return tensor.inputs[0] if tensor.inputs else None
 
 
 def _is_missed(left: Left) -> bool:

@@ -28,6 +28,8 @@ _FACTOR = 0x45D9F3B
 """The factor of Mueller's 32-bit integer hash, stackoverflow.com/a/12996028; its product with a
 32-bit number fits into 63 bits."""
 _STEP = 0x9E3779B9
+_APART = 1 << 31
+"""The number of a node that no model has."""
 
 
 def seed_draws(graph: gs.Graph, seed: str) -> bool:
@@ -76,6 +78,13 @@ def seed_draws(graph: gs.Graph, seed: str) -> bool:
     return draws > 0
 
 
+def integers_of(seed: Value, numbers: Value) -> Value:
+    """Returns a random integer from 0 to 2**32 - 1 for each element of a tensor of int64: a hash of
+    the seed and of the element's number, which differs from those that nodes of a model draw."""
+    start = _started(seed, _APART)
+    return _round(_low(_mixed(start + 1) + _mixed(numbers + 1)))
+
+
 def is_off(node: gs.Node) -> bool:
     """True if a node is a Dropout that always returns its input."""
     if node.op != "Dropout":
@@ -97,8 +106,7 @@ class _Source:
     def __init__(self, builder: Builder, seed: Value, node: int, shape: Sequence[int]) -> None:
         self.builder = builder
         self.shape = list(shape)
-        mixed = _mixed(_mixed(_low(seed)) + _low(seed / (1 << _BITS)))
-        self._start = _mixed(mixed + node * _STEP % _MASK)
+        self._start = _started(seed, node)
         self._drawn = 0
 
     def integers(self) -> Value:
@@ -121,6 +129,12 @@ class _Source:
         radius = (-2.0 * self.uniform(np.dtype(np.float64)).log()).sqrt()
         angle = self.uniform(np.dtype(np.float64)) * (2 * math.pi)
         return (radius * angle.op("Cos")).cast(dtype)
+
+
+def _started(seed: Value, node: int) -> Value:
+    """Returns the hash of a seed and of a node's number."""
+    mixed = _mixed(_mixed(_low(seed)) + _low(seed / (1 << _BITS)))
+    return _mixed(mixed + node * _STEP % _MASK)
 
 
 def _low(x: Value) -> Value:

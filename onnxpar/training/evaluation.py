@@ -10,12 +10,14 @@ from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.training.draws import is_off
 
 
-def copy_for_use(graph: gs.Graph, takes_statistics: bool) -> dict[str, gs.Tensor] | None:
+def copy_for_use(
+    graph: gs.Graph, takes_statistics: bool, always: bool = False
+) -> dict[str, gs.Tensor] | None:
     """Appends copies of a model's nodes in which Dropout returns its input and BatchNormalization
     uses its running statistics. Returns the copies of the model's outputs by name; None, without
-    copies, if no node behaves differently in training. `takes_statistics` says that every
-    BatchNormalization will be set to training mode."""
-    if not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
+    copies, if no node behaves differently in training, unless `always`. `takes_statistics` says
+    that every BatchNormalization will be set to training mode."""
+    if not always and not any(_differs(node, takes_statistics) for node in all_nodes(graph)):
         return None
     copies, tensors = clone_nodes(list(graph.nodes), "evaluation/")
     inner = gs.Graph(copies, opset=graph.opset)

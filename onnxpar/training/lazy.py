@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -19,12 +20,29 @@ from onnxpar.errors import StrategyError
 from onnxpar.grad.indexing import scatter_add
 from onnxpar.grad.trained import Trained, matching
 from onnxpar.grad.value import Builder, Value
+from onnxpar.training.sampling import Sample
 
 _CASTS = ("Cast", "Identity")
 
 
+class Rows(Protocol):
+    """The rows of a table that a step updates."""
+
+    def values(self) -> Sequence[Value]:
+        """The values that say which rows these are."""
+
+    def read(self, table: Value) -> Value:
+        """Returns these rows of a table."""
+
+    def copies(self, gradient: Value) -> Value:
+        """Returns the gradient of each row, from the gradient of the table."""
+
+    def written(self, table: Value, rows: Value) -> Value:
+        """Returns the table with these rows replaced."""
+
+
 @dataclass(frozen=True)
-class Rows:
+class LookedUp:
     """The rows of a table that a step looks up, in ascending order and as often as it does.
 
     indices  the index of each row, of shape [lookups]
@@ -33,6 +51,10 @@ class Rows:
 
     indices: Value
     slots: Value
+
+    def values(self) -> Sequence[Value]:
+        """Indices and slots."""
+        return self.indices, self.slots
 
     def read(self, table: Value) -> Value:
         """Returns these rows of a table."""
@@ -47,22 +69,57 @@ class Rows:
         return table.op("ScatterND", self.indices.reshape([-1, 1]), rows)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The rows of a head that a step samples. Rows and gradients have the shape [groups, kept,
+    width]."""
+
+    sample: Sample
+
+    def values(self) -> Sequence[Value]:
+        """The positions of the rows in their groups."""
+        return (self.sample.chosen,)
+
+    def read(self, table: Value) -> Value:
+        """Returns these rows of a table."""
+        return self.sample.rows(table)
+
+    def copies(self, gradient: Value) -> Value:
+        """Returns the gradient itself, because no row is drawn twice."""
+        return gradient
+
+    def written(self, table: Value, rows: Value) -> Value:
+        """Returns the table with these rows replaced."""
+        return self.sample.written(table, rows)
+
+
 def lazy_lookups(
-    trained: Sequence[Trained], globs: Sequence[str], parameters: Sequence[gs.Variable]
+    trained: Sequence[Trained],
+    globs: Sequence[str],
+    parameters: Sequence[gs.Variable],
+    sample: Sample | None = None,
+    apart: Collection[int] = (),
 ) -> dict[str, list[gs.Node]]:
-    """Returns the nodes that look up rows, by name of each trained table that a glob matches.
-    Errors: StrategyError for a glob that matches no trained weight, or if another node reads a
-    table."""
+    """Returns the nodes that look up rows, by name of each trained table that a glob matches;
+    `sample` is the sample of a head, of which a step reads some rows. Nodes in `apart`, by id(), do
+    not train. Errors: StrategyError for a glob that matches no trained weight, or if another node
+    reads a table."""
     names = [t.name for t in trained]
     chosen = {name for glob in globs for name in matching(glob, names, "--lazy")}
-    return {p.name: _lookups(p, p.name) for p in parameters if p.name in chosen}
+    return {p.name: _lookups(p, p.name, sample, apart) for p in parameters if p.name in chosen}
 
 
-def _lookups(tensor: gs.Tensor, table: str) -> list[gs.Node]:
+def _lookups(
+    tensor: gs.Tensor, table: str, sample: Sample | None, apart: Collection[int]
+) -> list[gs.Node]:
     found: list[gs.Node] = []
     for node in {id(n): n for n in tensor.outputs}.values():
-        if node.op in _CASTS:
-            found += _lookups(node.outputs[0], table)
+        if id(node) in apart:
+            continue
+        if sample is not None and any(node is reader for reader in sample.readers):
+            found.append(sample.readers[-1])
+        elif node.op in _CASTS:
+            found += _lookups(node.outputs[0], table, sample, apart)
         elif node.op == "Gather" and node.inputs[1] is not tensor and _axis(node) == 0:
             found.append(node)
         else:
@@ -110,7 +167,16 @@ def lookup_gradient(
     slots = is_next.op("CumSum", np.array(0, np.int64)).pad([1], [0])
     slot_of = builder.zeros([count], np.int64).op("ScatterElements", order, slots, axis=0)
     gradient = scatter_add(of_rows, slot_of, 0, [count, *width])
-    return gradient, Rows(ordered, slots)
+    return gradient, LookedUp(ordered, slots)
+
+
+def sampled_gradient(
+    sample: Sample, table: gs.Variable, found: Mapping[str, Value | None]
+) -> tuple[Value | None, Drawn]:
+    """Returns the gradient of the sampled rows of a head, and these rows; `found` has the gradients
+    of results, by name."""
+    gradient = found[sample.readers[-1].outputs[0].name]
+    return None if gradient is None else gradient.cast(table.dtype), Drawn(sample)
 
 
 def _joined(values: Sequence[Value]) -> Value:

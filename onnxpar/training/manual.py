@@ -37,11 +37,16 @@ class RankProgram(Program):
         return self.manual.mesh.size
 
     def check(self, options: LossOptions) -> None:
-        """Errors: StrategyError for lazily trained tables, or if BatchNormalization is to take
-        statistics over more samples than those of a rank."""
+        """Errors: StrategyError for lazily trained tables and sampled classes, or if
+        BatchNormalization is to take statistics over more samples than those of a rank."""
         if options.lazy:
             raise StrategyError(
                 "--lazy: ranks of a manual program look up different rows; leave --lazy out"
+            )
+        if options.sampling:
+            raise StrategyError(
+                "--sample-rate: ranks of a manual program have labels of their own; leave "
+                "--sample-rate out"
             )
         if options.statistics not in (None, "local"):
             raise StrategyError(

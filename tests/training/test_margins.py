@@ -67,6 +67,19 @@ def test_an_embedding_that_is_its_centre_has_a_gradient(tmp_path: Path) -> None:
     assert np.isfinite(told["w.grad"]).all() and np.isfinite(told["w0.grad"]).all()
 
 
+def test_scores_that_are_no_cosines(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A warning names the operand that no node normalizes."""
+    write(tmp_path, "float32", "ReduceL2", "arcface")
+    assert not recwarn.list
+    plain = """<ir_version: 8, opset_import: ["" : 18]>
+    head (float[6,5] x) => (float[6,8] y) { f = LpNormalization<axis = 1>(x)  y = MatMul(f, w) }"""
+    model = onnx.parser.parse_model(plain)
+    weight = np.array(NUMBERS["inputs"]["w"], np.float32).T
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    with pytest.warns(UserWarning, match="takes 'y' as cosines, but MatMul '.*' reads 'w', which"):
+        grad(model, tmp_path / "step.onnx", loss="cosface", optimizer="sgd")
+
+
 @pytest.mark.parametrize(
     ("loss", "how", "message"),
     [

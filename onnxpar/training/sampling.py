@@ -1,0 +1,228 @@
+"""Sampled classes: a step computes the scores of the classes of its labels, and of others at
+random.
+
+An et al., "Partial FC" (2022): the centres of the labels' classes are kept, negative ones are
+drawn. InsightFace draws among the classes of each rank. Here classes are drawn among groups, whose
+number does not depend on the mesh; so a step draws the same classes over any ranks, and each rank
+draws for the groups that it holds. The random numbers are a hash of the seed and of the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.value import Builder, Value
+from onnxpar.ir.training_spec import SEED
+from onnxpar.training.draws import integers_of
+from onnxpar.training.losses import BY_CLASS, IGNORED, Targets
+from onnxpar.training.sampled_head import Head, find_head
+
+_MOST = 64
+"""The largest default number of groups."""
+_KEPT = 1 << 32
+"""The score of a label's class, above all random numbers."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of the sample.
+
+    rate    the fraction of classes that a step computes; 1 for all
+    groups  number of groups of consecutive classes from which a step samples; None: chosen
+    """
+
+    rate: float = 1.0
+    groups: int | None = None
+
+    def __post_init__(self) -> None:
+        """Errors: StrategyError for numbers out of range."""
+        if not 0 < self.rate <= 1:
+            raise StrategyError(f"--sample-rate {self.rate}: must be above 0 and at most 1")
+        if self.groups is not None and self.groups < 1:
+            raise StrategyError(f"--sample-groups {self.groups}: must be 1 or more")
+        if self.groups is not None and not self:
+            raise StrategyError(
+                f"--sample-groups {self.groups}: classes are sampled only with a --sample-rate "
+                "below 1; give one, or leave --sample-groups out"
+            )
+
+    def __bool__(self) -> bool:
+        """True if not all classes are computed."""
+        return self.rate < 1
+
+    def groups_of(self, classes: int, samples: int) -> int:
+        """Returns the number of groups: by default the largest divisor of the number of classes, up
+        to 64, at which a group's share of the sample has room for a whole batch of different
+        labels; else the largest up to 8. Errors: StrategyError if the number that is given does not
+        divide the classes."""
+        if self.groups is not None:
+            if classes % self.groups:
+                raise StrategyError(
+                    f"--sample-groups {self.groups}: does not divide the {classes} classes; give a "
+                    "divisor, or pad the weight of the head with classes that no label has"
+                )
+            return self.groups
+        divisors = [n for n in range(1, min(_MOST, classes) + 1) if classes % n == 0]
+        roomy = [n for n in divisors if int(self.rate * (classes // n)) >= samples]
+        few = [n for n in divisors if n <= 8]
+        return max(roomy[-1:] + few[-1:])
+
+    def kept(self, size: int, samples: int) -> int:
+        """Returns how many classes are kept of a group of this size: at least as many as there may
+        be different labels."""
+        return max(int(self.rate * size), min(samples, size), 1)
+
+
+ALL_CLASSES = Sampling()
+"""No sample: each step computes all classes."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The sampled classes of a head.
+
+    head     the nodes from the weight to the scores
+    chosen   the positions of the sampled rows in their groups, of shape [groups, kept]
+    labels   the labels as positions among the sampled classes; ignored ones stay so
+    readers  the nodes from the weight to its sampled rows
+    """
+
+    head: Head
+    chosen: Value
+    labels: gs.Tensor
+    readers: Sequence[gs.Node]
+
+    @property
+    def table(self) -> str:
+        """The name of the head's weight."""
+        return str(self.head.weight.name)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of groups, of classes that a step keeps of each, and of all classes."""
+        groups, kept = self.chosen.shape
+        return groups, kept, self.head.classes
+
+    def rows(self, table: Value) -> Value:
+        """Returns the sampled rows of a table of the weight's shape: [groups, kept, width]."""
+        return _rows(table, self.head.axis, self.chosen)
+
+    def written(self, table: Value, rows: Value) -> Value:
+        """Returns a table of the weight's shape with the sampled rows replaced."""
+        at = self.chosen.reshape([*self.chosen.shape, *[1] * (rows.rank - 2)]).expand(rows.shape)
+        changed = _by_group(table, self.head.axis, self.chosen)
+        changed = changed.op("ScatterElements", at, rows, axis=1)
+        return _joined(changed, self.head.axis)
+
+
+def sample_loss(
+    graph: gs.Graph,
+    outputs: Mapping[str, gs.Tensor],
+    loss: str,
+    output: str | None,
+    weights: Sequence[gs.Tensor],
+    targets: Targets,
+    sampling: Sampling,
+) -> Sample:
+    """Restricts the output that a loss is of to a sample of its classes; returns the sample. Other
+    arguments are as for `add_loss` and `sample_classes`. Errors: StrategyError."""
+    if loss not in BY_CLASS:
+        raise StrategyError(
+            f"--sample-rate {sampling.rate}: the loss {loss!r} has no classes; only "
+            f"{', '.join(BY_CLASS)} have; leave --sample-rate out"
+        )
+    scores = outputs[output] if output else next(iter(outputs.values()))
+    labels = targets.tensor("labels", np.int64, list(scores.shape or ())[:1])
+    return sample_classes(graph, scores, weights, labels, sampling)
+
+
+def sample_classes(
+    graph: gs.Graph,
+    output: gs.Tensor,
+    weights: Sequence[gs.Tensor],
+    labels: gs.Variable,
+    sampling: Sampling,
+) -> Sample:
+    """Makes a graph compute an output for a sample of the classes only, in place; returns the
+    sample. `weights` are the trained ones. Errors: StrategyError."""
+    if len(output.shape or ()) != 2:
+        raise StrategyError(
+            f"--sample-rate: output {output.name!r} has the shape {list(output.shape or ())}; only "
+            "scores of shape [samples, classes] can be sampled"
+        )
+    head = find_head(graph, output, weights)
+    samples = int(output.shape[0])
+    groups = sampling.groups_of(head.classes, samples)
+    size = head.classes // groups
+    before = len(graph.nodes)
+    builder = Builder(graph, "sample")
+    given = builder.value(labels)
+    ignored = given.equal(IGNORED)
+    # labels that are no classes must be refused, so they become a number that is too large
+    known = ignored.where(0, (given < 0).where(head.classes, given))
+    seed = builder.value(_seed(graph))
+    chosen = _chosen(seed, known, (groups, size), sampling.kept(size, samples))
+    position = _positions(chosen, size).op("Gather", known, axis=0)
+    sampled = ignored.where(IGNORED, position)
+    first = len(graph.nodes)
+    rows = _rows(builder.value(head.weight), head.axis, chosen)
+    readers = [node for node in graph.nodes[first:] if node.op != "Unsqueeze"]
+    joined = _joined(rows, head.axis)
+    graph.nodes = [*graph.nodes[before:], *graph.nodes[:before]]
+    head.read(graph, joined.tensor)
+    return Sample(head, chosen, sampled.tensor, readers)
+
+
+def _seed(graph: gs.Graph) -> gs.Variable:
+    """The input for random numbers; adds it if the graph has none."""
+    for tensor in graph.inputs:
+        if tensor.name == SEED:
+            return tensor
+    graph.inputs.append(gs.Variable(SEED, np.dtype(np.int64), []))
+    return graph.inputs[-1]
+
+
+def _chosen(seed: Value, labels: Value, shape: tuple[int, int], kept: int) -> Value:
+    """The positions of the kept classes in each group, in ascending order."""
+    builder = seed.builder
+    groups, size = shape
+    drawn = integers_of(seed, builder.arange(groups * size, np.int64))
+    score = builder.constant(np.full(labels.shape, _KEPT, np.int64))
+    scores = drawn.op("ScatterElements", labels, score, axis=0).reshape(shape)
+    count = np.array([kept], np.int64)
+    _, best = builder.add_each("TopK", [scores, count], 2, axis=1, largest=1, sorted=0)
+    found, _ = builder.add_each("TopK", [best, count], 2, axis=1, largest=0, sorted=1)
+    return found
+
+
+def _by_group(table: Value, axis: int, chosen: Value) -> Value:
+    """A table as [groups, classes of a group, width]; `axis` is its dimension of classes."""
+    groups, rest = chosen.shape[0], [a for a in range(table.rank) if a != axis]
+    first = table.transpose([axis, *rest])
+    return first.reshape([groups, first.shape[0] // groups, *first.shape[1:]])
+
+
+def _rows(table: Value, axis: int, chosen: Value) -> Value:
+    """The chosen rows of a table: [groups, kept, width]."""
+    by_group = _by_group(table, axis, chosen)
+    return by_group.op("GatherND", chosen.unsqueeze([2]), batch_dims=1)
+
+
+def _joined(rows: Value, axis: int) -> Value:
+    """Rows by group as a table whose dimension of classes is `axis`."""
+    table = rows.reshape([rows.shape[0] * rows.shape[1], *rows.shape[2:]])
+    return table.transpose([*range(1, axis + 1), 0, *range(axis + 1, table.rank)])
+
+
+def _positions(chosen: Value, size: int) -> Value:
+    """For each class, its position among the sampled ones; 0 for others."""
+    groups, kept = chosen.shape
+    builder = chosen.builder
+    numbers = builder.arange(groups * kept, np.int64).reshape([groups, kept])
+    empty = builder.zeros([groups, size], np.int64)
+    return empty.op("ScatterElements", chosen, numbers, axis=1).reshape([groups * size])
