@@ -105,6 +105,38 @@ def export(name: str, model: Logits, exporter: str, is_open: bool = False) -> No
     print(path.name, path.stat().st_size)
 
 
+class Scripted(nn.Module):
+    """A mixture as TorchScript compiles it: an If for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.w1 = nn.Parameter(torch.randn(4, 8, 12) / 2)
+        self.w2 = nn.Parameter(torch.randn(4, 12, 8) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.topk(torch.softmax(self.gate(x), -1), 2, -1)
+        mask = nn.functional.one_hot(ids, 4).permute(2, 1, 0)
+        y = torch.zeros_like(x)
+        for expert in range(4):
+            pairs = torch.nonzero(mask[expert])
+            slot, token = pairs[:, 0], pairs[:, 1]
+            if token.numel() > 0:
+                rows = torch.relu(x[token] @ self.w1[expert]) @ self.w2[expert]
+                y = y.index_add(0, token, rows * weights[token, slot].unsqueeze(-1))
+        return y
+
+
+def export_scripted() -> None:
+    """Writes the mixture with an If for each expert."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    torch.onnx.export(
+        torch.jit.script(Scripted().eval()), (x,), HERE / "mixture.scripted.onnx", dynamo=False,
+        input_names=["x"], output_names=["y"], opset_version=18,
+    )  # fmt: skip
+
+
 def shorten(proto: onnx.ModelProto) -> None:
     """Drops the scope of the layer from names, which is half of a file."""
     for node in proto.graph.node:
@@ -124,6 +156,7 @@ def main(which: str) -> None:
     oss |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     export("qwen3_moe.eager.legacy", network("Qwen3Moe", "eager", **qwen), "legacy")
     export("gpt_oss.batched_mm.legacy", network("GptOss", "batched_mm", **oss), "legacy")
+    export_scripted()
     batched = network("Qwen3Moe", "batched_mm", **qwen)
     export("qwen3_moe.batched_mm.dynamo", batched, "dynamo", is_open=True)
     export("qwen3_moe.grouped_mm.hf", network("Qwen3Moe", "grouped_mm", **qwen), "hf")

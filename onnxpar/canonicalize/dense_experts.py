@@ -32,6 +32,7 @@ from onnxpar.canonicalize.row_program import (
     Stacked,
 )
 from onnxpar.ir.stored import ExternalValues, StackedValues, element_bits, stored_proto
+from onnxpar.ir.subgraphs import detach, read_by
 from onnxpar.ir.tensors import numpy_dtype, tensor_shape
 
 OPSET = 13
@@ -249,7 +250,7 @@ def drop_unread(graph: gs.Graph) -> None:
         if id(node) in gone or any(t.outputs or id(t) in outputs for t in node.outputs):
             continue
         gone.add(id(node))
-        todo += [maker for t in node.inputs for maker in t.inputs]
-        node.inputs.clear()
+        todo += [maker for t in read_by(node) for maker in t.inputs]
+        detach(node)
     if gone:
         graph.nodes[:] = [n for n in graph.nodes if id(n) not in gone]

@@ -24,10 +24,13 @@ import onnx_graphsurgeon as gs
 from onnxpar.canonicalize.dense_experts import DenseExperts, merged, put
 from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
 from onnxpar.canonicalize.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
+from onnxpar.ir.stored import stacked_parts
 from onnxpar.ir.tensors import constant, given, tensor_shape
 
 _MOVES = frozenset(["Transpose", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity", "Expand"])
 
+_ALL = 2**31 - 1
+"""The end of a Slice that takes everything, or a larger one."""
 _IN_ORDER = frozenset(["Flatten", "Unsqueeze", "Squeeze", "Reshape", "Identity"])
 """Ops that keep the flat order of elements."""
 
@@ -75,6 +78,7 @@ class _Expert(RowProgram):
     token       the form of an index of tokens
     total       the tensor to whose rows the expert adds, and the sum
     overwrites  true if of two equal tokens the last one counts
+    guards      the If around each sum that is the result of its first branch, by the sum
     """
 
     seed: gs.Node = field(default_factory=gs.Node)
@@ -87,6 +91,7 @@ class _Expert(RowProgram):
     total: tuple[gs.Tensor, gs.Tensor] | None = None
     overwrites: bool = False
     others: dict[int, Any] = field(default_factory=dict)
+    guards: Mapping[int, gs.Node] = field(default_factory=dict)
 
     def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
         """A constant, or the expert's slice of a tensor for all experts."""
@@ -94,19 +99,36 @@ class _Expert(RowProgram):
         if made is not None and made.op == "Transpose" and made.attrs.get("perm") == [1, 0]:
             flipped, tensor = True, made.inputs[0]
             made = tensor.inputs[0] if tensor.inputs else None
-        is_slice = made is not None and made.op == "Gather" and made.inputs[1] is self.number
-        if is_slice and made is not None and made.attrs.get("axis", 0) == 0:
-            return Stacked(made.inputs[0], flipped)
+        if made is not None and made.op == "Gather" and made.attrs.get("axis", 0) == 0:
+            value = constant(made.inputs[1])
+            is_same = value is not None and value.ndim == 0 and value.item() == self.which
+            if made.inputs[1] is self.number or is_same:
+                return Stacked(made.inputs[0], flipped)
         return None if flipped else super().operand(tensor)
 
 
 def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
     """Rewrites the mixtures of a graph in place."""
-    order = {id(node): i for i, node in enumerate(graph.nodes)}
+    order, guards = _places(graph)
     for mask, axis, seeds in _seeds(graph):
-        experts = [_traced(seed, mask, order) for seed in seeds]
+        experts = [_traced(seed, order, guards) for seed in seeds]
         if all(e is not None for e in experts):
             _rewrite(graph, mask, axis, [e for e in experts if e is not None], folder, order)
+
+
+def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
+    """The places of all nodes, also of those in the first branch of an If with one result; and such
+    Ifs by the result of that branch."""
+    order: dict[int, int] = {}
+    guards: dict[int, gs.Node] = {}
+    for node in graph.nodes:
+        if node.op == "If" and len(node.outputs) == 1:
+            branch = node.attrs["then_branch"]
+            guards[id(branch.outputs[0])] = node
+            for inner in branch.nodes:
+                order[id(inner)] = len(order)
+        order[id(node)] = len(order)
+    return order, guards
 
 
 def _seeds(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, int, list[gs.Node]]]:
@@ -133,12 +155,14 @@ def _pick(seed: gs.Node) -> gs.Node | None:
     return node if is_one else None
 
 
-def _traced(seed: gs.Node, mask: gs.Tensor, order: Mapping[int, int]) -> _Expert | None:
+def _traced(
+    seed: gs.Node, order: Mapping[int, int], guards: Mapping[int, gs.Node]
+) -> _Expert | None:
     """Follows an expert from its NonZero to the sum; None if it does anything else."""
     pick = _pick(seed)
     assert pick is not None
     which = constant(pick.inputs[1])
-    expert = _Expert(0, None, seed=seed, number=pick.inputs[1])
+    expert = _Expert(0, None, seed=seed, number=pick.inputs[1], guards=guards)
     expert.which = None if which is None else int(which)
     expert.others[id(seed.outputs[0])] = _Index(((1, 0), (0, 1)), "cR")
     todo: list[tuple[int, gs.Node]] = []
@@ -239,6 +263,8 @@ def _some_forms(node: gs.Node, index: _Index, at: int) -> _Index | list[_Index] 
         steps = integers(given(node, 4)) or [1]
         if starts is None or ends is None or axes is None or len(axes) != 1:
             return None
+        if starts == [0] and steps == [1] and ends[0] >= _ALL:
+            return index
         is_plain = axes[0] % rank == at and steps == [1]
         return _Index(index.forms[starts[0] : ends[0]], index.labels) if is_plain else None
     if node.attrs.get("axis", 0) % rank != at:
@@ -402,10 +428,37 @@ def _add_placed(expert: _Expert, node: gs.Node, reads: Sequence[Any]) -> bool:
 def _finish(
     expert: _Expert, rows: Rows, weight: _Weight | None, before: gs.Tensor, after: gs.Tensor
 ) -> bool:
+    guard = expert.guards.get(id(after))
+    if guard is not None:
+        if not _runs_for_rows(guard, expert, before):
+            return False
+        after = guard.outputs[0]
     if expert.total is not None or tensor_shape(before) != tensor_shape(after):
         return False
     expert.result, expert.weight, expert.total = rows, weight, (before, after)
     return True
+
+
+def _runs_for_rows(guard: gs.Node, expert: _Expert, before: gs.Tensor) -> bool:
+    """True if an If runs its first branch where an expert has tokens, and else returns the sum
+    before."""
+    condition, sizes = guard.inputs[0], ("Cast", "Identity", "Squeeze", "ReduceProd", "Gather")
+    while condition.inputs and condition.inputs[0].op in ("Cast", "Identity"):
+        condition = condition.inputs[0].inputs[0]
+    node = condition.inputs[0] if condition.inputs else None
+    if node is None or node.op != "Greater" or not is_zero(node.inputs[1]):
+        return False
+    count = node.inputs[0]
+    while count.inputs and count.inputs[0].op in sizes:
+        count = count.inputs[0].inputs[0]
+    node = count.inputs[0] if count.inputs else None
+    if node is None or node.op not in ("Shape", "Size"):
+        return False
+    other = guard.attrs["else_branch"].outputs[0]
+    while other.inputs and other.inputs[0].op == "Identity":
+        other = other.inputs[0].inputs[0]
+    is_before = other is before or other.name == before.name or (is_zero(other) and is_zero(before))
+    return is_before and isinstance(expert.others.get(id(node.inputs[0])), _Index)
 
 
 def is_zero(tensor: gs.Tensor) -> bool:
@@ -428,6 +481,8 @@ def _rewrite(
 ) -> None:  # fmt: skip
     """Replaces a mixture, if all of its experts are alike."""
     chain = _chain(experts)
+    if all(e.which is not None for e in experts):
+        experts = sorted(experts, key=lambda e: e.which or 0)  # the order in which they are stacked
     first = experts[0]
     if chain is None or first.tokens is None or first.token is None:
         return
@@ -446,6 +501,16 @@ def _rewrite(
     }
     if steps is None or count is None or slots is None or None in stacks or len(stacks) != 1:
         return
+    operands = [o for step in steps for o in step.operands if isinstance(o, Stacked)]
+    if count < 0 and any(
+        isinstance(o.tensor, gs.Constant) and stacked_parts(o.tensor) for o in operands
+    ):
+        return  # which expert a number stands for is data-dependent
+    read = [mask, first.tokens[0], before, *(o.tensor for o in operands)]
+    read += [first.weight.table] if first.weight is not None else []
+    here = {id(node) for node in graph.nodes}
+    if any(t.inputs and id(t.inputs[0]) not in here for t in read):
+        return  # computed in a branch
     size = stacks.pop()
     assert size is not None
     alike = all(

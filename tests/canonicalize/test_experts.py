@@ -18,7 +18,8 @@ from onnxpar.load.load import load
 from onnxpar.pipeline import pipeline
 
 MODELS = Path(__file__).parents[2] / "models" / "experts"
-ALL = sorted(path.name.removesuffix(".onnx") for path in MODELS.glob("*.onnx"))
+ALL = sorted(path.name.removesuffix(".onnx") for path in MODELS.glob("*_*.onnx"))
+ALL += ["mixtral.loop.dynamo", "mixtral.loop.legacy"]
 OPEN = ["mixtral.loop.dynamo", "qwen3_moe.batched_mm.dynamo"]
 IDS = np.arange(48).reshape(4, 12)
 """Every expert gets some of these tokens: some exports need as many experts with tokens as they had
@@ -147,6 +148,34 @@ def test_experts_that_differ_stay_apart(tmp_path: Path) -> None:
         pipeline.plan(tmp_path / "model.onnx", options("expert-parallel 2"))
 
 
+@pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 4", "data-parallel 3"])
+def test_an_if_for_each_expert(layout: str, tmp_path: Path) -> None:
+    path = MODELS / "mixture.scripted.onnx"
+    assert "If" not in {node.op for node in load(path).graph.nodes}
+    pipeline.shard(path, tmp_path / "model.par", options(layout))
+    x = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+    for rows in (x, np.repeat(x[:1], 6, axis=0)):  # then two experts have no token
+        got = run_ranks(tmp_path / "model.par", {"x": rows})
+        check_outputs(got, run_unsplit(path, {"x": rows}), ["y"])
+
+
+@pytest.mark.parametrize("wrong", ["else", "condition"])
+def test_an_if_that_does_something_else_stays(wrong: str, tmp_path: Path) -> None:
+    model = onnx.load(MODELS / "mixture.scripted.onnx")
+    guards = [node for node in model.graph.node if node.op_type == "If"]
+    if wrong == "else":
+        branch = next(a.g for a in guards[1].attribute if a.name == "else_branch")
+        branch.node[0].op_type = "Neg"
+    else:  # the condition of another expert
+        guards[1].input[0] = guards[0].input[0]
+    onnx.save(model, tmp_path / "model.onnx")
+    assert "If" in {node.op for node in load(tmp_path / "model.onnx").graph.nodes}
+    pipeline.shard(tmp_path / "model.onnx", tmp_path / "model.par", options("data-parallel 2"))
+    x = np.repeat(np.random.default_rng(0).standard_normal((1, 8)), 6, axis=0).astype(np.float32)
+    got = run_ranks(tmp_path / "model.par", {"x": x})
+    check_outputs(got, run_unsplit(tmp_path / "model.onnx", {"x": x}), ["y"])
+
+
 LOOP = """<ir_version: 8, opset_import: ["" : 18]>
 routed (float[6,4] x, int64[6,2] ids, float[6,2] weights) => (float[6,4] y) <
   int64 depth = {2}, int64[2] marks = {0, 1}, int64 e0 = {0},
@@ -182,11 +211,15 @@ REPLACED = """
 """
 
 
-def routed(scatter: str) -> onnx.ModelProto:
+def routed(scatter: str, experts: tuple[int, int] = (0, 1)) -> onnx.ModelProto:
     """Two experts for two slots of six tokens, which may be the same expert."""
     first = (ONE + scatter.replace("FROM", "start")).replace("@", "0")
     second = (ONE + scatter.replace("FROM", "y0")).replace("@", "1").replace("y1 =", "y =")
     model = onnx.parser.parse_model(LOOP.replace("EXPERTS", first + second))
+    for tensor in model.graph.initializer:
+        if tensor.name in ("e0", "e1"):
+            number = experts[int(tensor.name[1])]
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(number), tensor.name))
     random = np.random.default_rng(0)
     start = np.zeros((6, 4), np.float32)
     weights = random.standard_normal((2, 4, 4)).astype(np.float32)
@@ -195,10 +228,13 @@ def routed(scatter: str) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.parametrize("experts", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("scatter", [ADDED, REPLACED])
-def test_a_token_with_one_expert_twice(scatter: str, tmp_path: Path) -> None:
+def test_a_token_with_one_expert_twice(
+    scatter: str, experts: tuple[int, int], tmp_path: Path
+) -> None:
     path = tmp_path / "model.onnx"
-    onnx.save(routed(scatter), path)
+    onnx.save(routed(scatter, experts), path)
     random = np.random.default_rng(1)
     feeds = {
         "x": random.standard_normal((6, 4)).astype(np.float32),
