@@ -104,7 +104,8 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
     def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
         return _plan(path, replace(options, objective=objective, devices=devices, show=unseen))
 
-    may_grow = options.devices is not None and wanted_mesh(options) is None
+    is_bounded = options.topology is not None and bool(options.topology.devices)
+    may_grow = options.devices is not None and wanted_mesh(options) is None and not is_bounded
     return _again(options, *within_limit(options.objective, options.devices, may_grow, make))
 
 

@@ -215,7 +215,8 @@ def strategy_lines(found: StrategyCosts) -> Iterator[str]:
     """Yields the lines of text: a table for each node."""
     mesh = ",".join(f"{name}={size}" for name, size in found.mesh.shape)
     yield f"{found.model} over {found.mesh.size} ranks (mesh {mesh})"
-    yield "milliseconds of a run and bytes, on the rank with the largest shards; * is the plan's"
+    times = "milliseconds of a run on the slowest rank, and bytes of the largest shards"
+    yield f"{times}; * is the plan's"
     for node in found.nodes:
         count = len(node.strategies)
         yield ""

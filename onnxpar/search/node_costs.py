@@ -38,7 +38,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """A strategy of a node, and its costs on the rank with the largest shards.
+    """A strategy of a node, with its times on the slowest rank, and bytes of the largest shards.
 
     compute      seconds of compute in a run
     inside       communication inside the node: across a softmax, between neighbours of a window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.balance import capped
 from onnxpar.pipeline.options import Options
+from onnxpar.search.objective import Objective
 from onnxpar.training import grad
 
 GPT2 = MODELS / "gpt2.dynamo.static.onnx"
@@ -197,6 +199,24 @@ def test_a_search_keeps_to_the_memory_of_each_rank(balance: bool, tmp_path: Path
     small = memories("460 kB", "300 kB")
     plan = check_agrees(GPT2, tmp_path, options("tp=2", None, small, balance))
     assert plan.loads[0].held <= 460_000 and plan.loads[1].held <= 300_000
+
+
+def test_a_limit_that_is_given_holds_for_every_rank() -> None:
+    """The fast rank would take three quarters; it takes what the limit lets it."""
+    how = options("tp=2", None, topology(3, 1))
+    free = pipeline.plan(GPT2, how)[0]
+    objective = Objective(memory=330_000.0)
+    plan = pipeline.plan(GPT2, replace(how, objective=objective))[0]
+    assert max(load.held for load in plan.loads) <= 330_000
+    assert max(load.held for load in free.loads) > 330_000
+
+
+def test_a_topology_with_devices_has_no_further_ranks() -> None:
+    how = replace(
+        options("tp=2", None, topology(3, 1)), mesh=None, devices=2, objective=Objective(memory=2e5)
+    )
+    with pytest.raises(StrategyError, match="raise the limit, or give a mesh of more ranks"):
+        pipeline.plan(GPT2, how)
 
 
 def test_only_unequal_parts_fit() -> None:
