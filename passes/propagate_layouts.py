@@ -23,7 +23,8 @@ class PropagateLayouts(Pass):
     Requires annotations (annotate-strategy): axes for dimensions of tensors and of nodes, in order
     of priority. Ensures that a dimension and its neighbours are split over the same axes, unless
     the axes are taken there. The model is OpenXLA Shardy's propagation. Shardy can also split a
-    part of a dimension; here each such part is a dimension of its own, an atom.
+    part of a dimension; here each such part is a dimension of its own, an atom. Where a node
+    broadcasts an operand, its larger operands decide first, because they cost more to reshard.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})
 
