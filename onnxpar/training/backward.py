@@ -161,7 +161,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     sample = None
     if is_sampled:
         trained = [t.tensor for t in weights.trained]
-        sample = sample_loss(graph, outputs, *which[:2], trained, targets, options.sampling)
+        sample = sample_loss(graph, outputs, *which, trained, targets, options.sampling)
     of_sample = replace(targets, sampled=sample.labels) if sample else targets
     metrics = add_loss(Builder(graph, "loss"), outputs, *which, of_sample)
     loss = metrics.loss

@@ -19,7 +19,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.training_spec import SEED
 from onnxpar.training.draws import integers_of
-from onnxpar.training.losses import BY_CLASS, IGNORED, Targets
+from onnxpar.training.losses import BY_CLASS, IGNORED, LossSettings, Targets
 from onnxpar.training.sampled_head import Head, find_head
 
 _MOST = 64
@@ -125,6 +125,7 @@ def sample_loss(
     outputs: Mapping[str, gs.Tensor],
     loss: str,
     output: str | None,
+    settings: LossSettings,
     weights: Sequence[gs.Tensor],
     targets: Targets,
     sampling: Sampling,
@@ -135,6 +136,11 @@ def sample_loss(
         raise StrategyError(
             f"--sample-rate {sampling.rate}: the loss {loss!r} has no classes; only "
             f"{', '.join(BY_CLASS)} have; leave --sample-rate out"
+        )
+    if settings.class_axis not in (None, 1, -1):
+        raise StrategyError(
+            f"--class-axis {settings.class_axis}: classes are sampled of scores of shape [samples, "
+            "classes]; leave --sample-rate out, or transpose the output in the model"
         )
     scores = outputs[output] if output else next(iter(outputs.values()))
     labels = targets.tensor("labels", np.int64, list(scores.shape or ())[:1])

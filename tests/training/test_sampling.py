@@ -252,6 +252,7 @@ def parsed(text: str) -> onnx.ModelProto:
         (None, {"sample_groups": 0}, "--sample-groups 0: must be 1 or more"),
         (None, {"sample_groups": 5}, "--sample-groups 5: does not divide the 48 classes"),
         (None, {"loss": "mse", "logit_scale": None}, "the loss 'mse' has no classes"),
+        (None, {"class_axis": 0}, "--class-axis 0: classes are sampled of scores of shape"),
         (BIAS, {}, "Add '.*' reads 'b' by class, too, besides 'w'"),
         (MIXED, {}, "Softmax '.*' combines the classes of 'w'"),
         (LONG, {}, r"has the shape \[4, 3, 48\]; only scores of shape \[samples, classes\]"),
