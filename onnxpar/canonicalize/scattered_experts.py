@@ -107,13 +107,20 @@ class _Expert(RowProgram):
         return None if flipped else super().operand(tensor)
 
 
-def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
-    """Rewrites the mixtures of a graph in place."""
+def scattered_mixtures(graph: gs.Graph, folder: Path, apart: bool) -> None:
+    """Rewrites the mixtures of a graph in place; those whose experts have weights of their own only
+    if `apart`."""
     order, guards = _places(graph)
     for mask, axis, seeds in _seeds(graph):
         experts = [_traced(seed, order, guards) for seed in seeds]
         if all(e is not None for e in experts):
-            _rewrite(graph, mask, axis, [e for e in experts if e is not None], folder, order)
+            found = [e for e in experts if e is not None]
+            if apart or not any(_has_own(e) for e in found):
+                _rewrite(graph, mask, axis, found, folder, order)
+
+
+def _has_own(expert: _Expert) -> bool:
+    return any(isinstance(o, Own) for step in expert.steps for o in step.operands)
 
 
 def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:

@@ -17,9 +17,10 @@ from onnxpar.canonicalize.gathered_experts import gathered_mixtures
 from onnxpar.canonicalize.scattered_experts import scattered_mixtures
 
 
-def stack_experts(graph: gs.Graph, folder: Path) -> None:
+def stack_experts(graph: gs.Graph, folder: Path, apart: bool = True) -> None:
     """Rewrites each mixture of the graph whose experts compute the same steps, in place. `folder`
-    has the model's external data."""
+    has the model's external data. Without `apart`, mixtures whose experts have weights of their own
+    stay as they are: trained weights keep their names and shapes."""
     if graph.opset >= OPSET:
-        scattered_mixtures(graph, folder)
+        scattered_mixtures(graph, folder, apart)
         gathered_mixtures(graph, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -323,3 +324,15 @@ def test_statistics_that_do_not_fit(how: dict[str, object], message: str, tmp_pa
 def test_a_model_without_batch_norm_says_how_to_export_it(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"TrainingMode\.TRAINING, do_constant_folding=False"):
         write_step(MLP, tmp_path, batch_norm="global")
+
+
+@pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel dp=2,ep=2"])
+def test_exported_mixtures_train(layout: str, tmp_path: Path) -> None:
+    step = tmp_path / "step.onnx"
+    model = MODELS / "experts/qwen3_moe.eager.legacy.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # norms of ones are stored once
+        grad(model, step, loss=CROSS_ENTROPY, optimizer="sgd")
+    plan = check_training(step, layout, 2)
+    texts = {name: text for name, text in layouts(plan).items() if "experts" in name}
+    assert texts and {text.split(",")[0] for text in texts.values()} == {"[ep"}
