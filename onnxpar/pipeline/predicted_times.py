@@ -20,7 +20,7 @@ from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
 from onnxpar.search.predict import compute_by_rank, predict_nodes, predict_on_one
-from onnxpar.sharding.planned_collectives import collective_of
+from onnxpar.sharding.planned_collectives import Collective, collective_of
 from onnxpar.sharding.state import ShardingState
 from onnxpar.symbols.fits import fit
 
@@ -130,7 +130,7 @@ class _Costs:
     weight: float
     plan: Plan
     predicted: Predicted
-    bytes: Mapping[str, int]
+    sent: Mapping[str, Collective]
 
 
 def reckon_typical(
@@ -174,9 +174,12 @@ def reckon_typical(
         sum(c.weight * c.predicted.communication for c in each),
         sum(c.weight * c.predicted.one_rank for c in each),
     )
-    sent = _bytes(made, ctx, [(c.weight, c.bytes) for c in each], model.sizes.typical)
+    sent = _bytes(made, ctx, [(c.weight, _sizes(c.sent)) for c in each], model.sizes.typical)
+    layouts = {name: (found.before, found.after) for name, found in each[0].sent.items()}
     made.collectives = [
-        replace(entry, bytes=size) for entry, size in zip(made.collectives, sent, strict=True)
+        replace(entry, bytes=size, before=before, after=after)
+        for entry, size in zip(made.collectives, sent, strict=True)
+        for before, after in [layouts.get(entry.name, (entry.before, entry.after))]
     ]
 
 
@@ -193,7 +196,7 @@ def _reckon_runs(
     *first, fuse = passes
     each: list[tuple[float, Mapping[str, int]]] = []
     for weight, graph, other in replay_typical(model, ctx, first, sizes):
-        each.append((weight, _sent(graph, other)))
+        each.append((weight, _sizes(_sent(graph, other))))
         fuse.run(graph, other)
         reckon(weight, graph, other)
     sent = _bytes(made, ctx, each, sizes)
@@ -220,11 +223,16 @@ def _mean(each: Iterable[tuple[float, int]]) -> int:
     return round(sum(weight * value for weight, value in each))
 
 
-def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, int]:
-    """Bytes that a rank sends in each reshard's collective, by node."""
+def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, Collective]:
+    """The collective of each reshard, by node."""
     mesh = ctx.sharding.mesh
     nodes = [n for n in graph.nodes if is_reshard(n) and n.op not in LOCAL_STEPS]
-    return {node.name: collective_of(node, mesh).bytes for node in nodes}
+    return {node.name: collective_of(node, mesh) for node in nodes}
+
+
+def _sizes(sent: Mapping[str, Collective]) -> dict[str, int]:
+    """Bytes that a rank sends in each collective."""
+    return {name: entry.bytes for name, entry in sent.items()}
 
 
 def _bytes(

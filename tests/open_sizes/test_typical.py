@@ -37,6 +37,16 @@ def test_typical_sizes_as_text() -> None:
     assert list(given.typical) == [({"batch": 4, "seq": 16}, 1.0)]
 
 
+def test_parts_are_those_of_typical_sizes(tmp_path: Path) -> None:
+    """Rows of three samples of four over two ranks: 8 and 4."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> m (float[N,4,6] x) => (float[M,6] y)
+    <int64[2] flat = {-1, 6}, int64[6] some = {2, 2, 2, 2, 2, 2}>
+    { rows = Reshape(x, flat) y = ReverseSequence<batch_axis = 1, time_axis = 0>(rows, some) }"""
+    file = write_text(text, tmp_path / "m.onnx")
+    made = onnxpar.plan(file, mesh="dp=2", preset="data-parallel", typical={"N": 3})
+    assert [c.before for c in made.collectives] == ["[dp{8,4}, -]"]
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "preset"),
     [
