@@ -54,7 +54,7 @@ class DenseExperts:
         """Adds a node; operands may be arrays."""
         name = f"{self.name}/{op}.{len(self.made)}"
         operands = [
-            t if isinstance(t, gs.Tensor) else gs.Constant(f"{name}/{i}", np.asarray(t))
+            t if isinstance(t, gs.Tensor) else _stored(f"{name}/{i}", np.asarray(t))
             for i, t in enumerate(inputs)
         ]
         result = gs.Variable(name, dtype, list(shape))
@@ -144,6 +144,11 @@ class DenseExperts:
         else:
             return tensor
         return self.add("Unsqueeze", [tensor, np.array(at, np.int64)], tensor.dtype, to)
+
+
+def _stored(name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
+    """A constant like one of the file, whose value is not read before it is needed."""
+    return gs.Constant(name, gs.ir.tensor.LazyValues(numpy_helper.from_array(value, name)))
 
 
 def _onnx_dtype(tensor: gs.Tensor) -> int:

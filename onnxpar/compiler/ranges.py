@@ -57,7 +57,9 @@ def _selections(tensor: gs.Tensor) -> Iterator[tuple[gs.Tensor, tuple[int, ...]]
     for node in tensor.outputs:
         if node.inputs[0] is not tensor:
             continue
-        shape, bounds = tensor_shape(tensor) or (), [constant(t) for t in node.inputs[1:]]
+        shape = tensor_shape(tensor) or ()
+        cuts = node.op in ("Gather", "Slice")  # other constants stay unread, in files
+        bounds = [constant(t) for t in node.inputs[1:]] if cuts else []
         if node.op == "Identity":
             yield from _selections(node.outputs[0])
         elif node.op == "Gather" and bounds[0] is not None and bounds[0].size == 1:

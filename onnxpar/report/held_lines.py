@@ -46,12 +46,12 @@ def held_lines(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tensors(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """Yields name, layout and bytes of each weight and each state."""
+    """Yields name, layout and bytes of each weight, and of each state that is whole somewhere."""
     for weight in plan["weights"]:
         yield weight["name"], weight["layout"], weight["bytes"]
     states = {pair["input"] for pair in plan["states"]}
     for port in plan["inputs"]:
-        if port["name"] in states and port.get("layout_text"):
+        if port["name"] in states and _AT.search(port.get("layout_text") or ""):
             size = math.prod(port["shape"]) * np.dtype(port["dtype"]).itemsize
             yield port["name"], port["layout_text"], size
 
