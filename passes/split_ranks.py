@@ -12,13 +12,8 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
-from onnxpar.ir.stored import (
-    nodes_of,
-    stacked_parts,
-    stored_proto,
-    stored_tensors,
-    subgraphs_of,
-)
+from onnxpar.ir.lazy_values import stacked_parts, stored_proto
+from onnxpar.ir.stored import nodes_of, stored_tensors, subgraphs_of
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.size_graph import SizeGraph, add_size_input

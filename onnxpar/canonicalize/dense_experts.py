@@ -31,7 +31,8 @@ from onnxpar.canonicalize.row_program import (
     Shared,
     Stacked,
 )
-from onnxpar.ir.stored import ExternalValues, StackedValues, element_bits, stored_proto
+from onnxpar.ir.lazy_values import ExternalValues, StackedValues, stored_proto
+from onnxpar.ir.stored import element_bits
 from onnxpar.ir.subgraphs import detach, read_by
 from onnxpar.ir.tensors import numpy_dtype, tensor_shape
 

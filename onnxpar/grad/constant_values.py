@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.stored import stored_proto
+from onnxpar.ir.lazy_values import stored_proto
 from onnxpar.lowering.weights import read_blocks
 
 Array = npt.NDArray[Any]

@@ -26,13 +26,8 @@ from onnx import (
 
 from onnxpar.errors import ModelError
 from onnxpar.ir.attribute_weights import AT, conceal, expose, has_attribute_weights
-from onnxpar.ir.stored import (
-    ExternalValues,
-    graphs_of,
-    stacked_parts,
-    stored_proto,
-    subgraphs_of,
-)
+from onnxpar.ir.lazy_values import ExternalValues, stacked_parts, stored_proto
+from onnxpar.ir.stored import graphs_of, subgraphs_of
 
 gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that we keep ourselves
 _LISTS = {

@@ -55,13 +55,9 @@ def attention(node: gs.Node) -> Rule:
     if past is not None or "m" in used:
         whole |= dict.fromkeys("tpu", _CACHED)
     across = frozenset("t") - whole.keys()
-    lowering = RingAttention(
-        flat,
-        sizes["s"] or 0,
-        sizes["p"] or 0,
-        node.attrs.get("scale") or default_scale(sizes["d"] or 1),
-        dict(node.attrs),
-    )
+    scale = node.attrs.get("scale") or default_scale(sizes["d"] or 1)
+    lengths = sizes["s"] or 0, sizes["p"] or 0
+    lowering = RingAttention(flat, *lengths, scale, dict(node.attrs))
     local: dict[str | int, Any] = {}
     if flat:
         local["q_num_heads"] = lambda at: at.size("k") * at.size("g")

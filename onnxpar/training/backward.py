@@ -15,7 +15,7 @@ from onnxpar.grad.trained import Left, Weights, find_trained
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.ir.clone import needed
-from onnxpar.ir.stored import stored_proto
+from onnxpar.ir.lazy_values import stored_proto
 from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
 from onnxpar.ir.training_spec import EVALUATION, SCALE, SEED
 from onnxpar.load.load import Model
@@ -128,14 +128,7 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
-    program.check(options)
-    names = [t.name for t in graph.outputs]
-    check_loss(names, options.loss, options.output, options.settings)
-    if model.sizes is not None:
-        symbols = ", ".join(model.sizes.symbols)
-        raise ModelError(
-            f"{model.path}: these sizes are open: {symbols}; set each with --dim NAME=SIZE"
-        )
+    _check(model, options, program)
     renamed = _free_names(graph)
     ends = _ends(graph, renamed, options)
     weights = find_trained(model, options.params, options.frozen, ends)
@@ -185,6 +178,18 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
     return Backward(loss, evaluated, weights, parameters, values, kept, scale, rows, sample)
+
+
+def _check(model: Model, options: LossOptions, program: Program) -> None:
+    """Errors: StrategyError, ModelError, for options and models that have no backward pass."""
+    program.check(options)
+    names = [t.name for t in model.graph.outputs]
+    check_loss(names, options.loss, options.output, options.settings)
+    if model.sizes is not None:
+        symbols = ", ".join(model.sizes.symbols)
+        raise ModelError(
+            f"{model.path}: these sizes are open: {symbols}; set each with --dim NAME=SIZE"
+        )
 
 
 def _add_gradients(
