@@ -156,9 +156,9 @@ def group_across_the_other_axis(patch: Patch) -> None:
 def stale_slice_of_another_weight(patch: Patch) -> None:
     cut, made = WeightStore.cut, dict[Any, Any]()
 
-    def stale(self: WeightStore, name: str, weight: Any, how: Layout) -> list[Any]:
+    def stale(self: WeightStore, name: str, weight: Any, how: Layout, *more: Any) -> list[Any]:
         key = (tuple(weight.dims), how)
-        made.setdefault(key, cut(self, name, weight, how))
+        made.setdefault(key, cut(self, name, weight, how, *more))
         parts = [type(p).FromString(p.SerializeToString()) for p in made[key]]
         for part in parts:
             part.name = name

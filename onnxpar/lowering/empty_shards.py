@@ -10,7 +10,7 @@ shard may be empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,11 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import dtype_of
 from onnxpar.layout.layout import Concat, Dim, Factor, indices, neutral
 from onnxpar.lowering.rank_view import NodeView
+from onnxpar.rules.indexing import SELECTED, wide_type
 from onnxpar.rules.notation import expr_vars
 from onnxpar.rules.rule import Local, Rule
 from onnxpar.sharding.factors import OpFactors
@@ -121,7 +123,7 @@ class StandIns:
 
             is_empty = build.add("Equal", [build.per_rank(size), np.array(0, np.int64)])
             none: Any = neutral(reduction, dtype_of(result))  # type: ignore[arg-type]
-            steps.append(lambda x: ("Where", [is_empty, np.asarray(none), x], {}))
+            steps += self._emptied(is_empty, np.asarray(none))
         steps += [partial(self._cut, i, axis) for axis in axes]
         x: gs.Tensor = made
         for step in steps[:-1]:
@@ -129,6 +131,17 @@ class StandIns:
             x = build.add(op, operands, **attrs)
         op, operands, attrs = steps[-1](x)
         build.finish(op, operands, i, **attrs)
+
+    def _emptied(self, is_empty: gs.Tensor, none: Array) -> Iterator[Step]:
+        """The ops that replace a partial result by `none` on ranks without elements."""
+        if str(none.dtype) in SELECTED:
+            yield lambda x: ("Where", [is_empty, none, x], {})
+            return
+        wide = wide_type(none.dtype)
+        other = none.astype(onnx.helper.tensor_dtype_to_np_dtype(wide))
+        yield lambda x: ("Cast", [x], {"to": wide})
+        yield lambda x: ("Where", [is_empty, other, x], {})
+        yield lambda x: ("Cast", [x], {"to": onnx.helper.np_dtype_to_tensor_dtype(none.dtype)})
 
     def _cut(self, i: int, axis: int, x: gs.Tensor) -> tuple[str, list[Any], dict[str, Any]]:
         """The op that removes stand-ins along a dimension of result i."""

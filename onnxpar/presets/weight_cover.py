@@ -174,9 +174,10 @@ class WeightCover:
         for weight in self.weights:
             cost = SMALL_COVER if weight.name in small else LOCAL_COVER
             cost *= len(self.readers[weight.name])
-            cost = (self.recurrences.price(weight) or cost) / _size(weight)
-            if _size(weight) >= OUTLIER * self.middle:
+            price = self.recurrences.price(weight)  # what it takes, however large it is
+            if not price and _size(weight) >= OUTLIER * self.middle:
                 cost *= _size(weight) / self.middle
+            cost = (price or cost) / _size(weight)
             out += [(cost * size, atoms) for size, atoms in self._segments(weight)]
         return out
 

@@ -135,6 +135,12 @@ def joined_by(node: gs.Node, factors: Sequence[str]) -> dict[str, Any]:
     return {"reduce": dict.fromkeys(factors, op)}
 
 
+def wide_type(dtype: np.dtype[Any]) -> int:
+    """ONNX's number of a type that Where supports, and that has all values of one that it does not
+    support."""
+    return onnx.TensorProto.FLOAT if str(dtype) == "bfloat16" else onnx.TensorProto.INT64
+
+
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
     """Adds the nodes that compute the result: `rows` where the mask `held` is True, zeros
     elsewhere."""
@@ -144,8 +150,8 @@ def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
     elif str(dtype) in SELECTED:
         build.finish("Where", [held, rows, np.zeros((), dtype)])
     else:
-        wide = onnx.TensorProto.FLOAT if str(dtype) == "bfloat16" else onnx.TensorProto.INT64
-        rows = build.add("Cast", [rows], to=wide)
+        assert dtype is not None
+        rows = build.add("Cast", [rows], to=wide_type(dtype))
         found = build.add("Where", [held, rows, like(rows, 0)])
         build.finish("Cast", [found], to=onnx.helper.np_dtype_to_tensor_dtype(dtype))
 
