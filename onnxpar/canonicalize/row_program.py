@@ -47,7 +47,8 @@ UNARY = frozenset(
     ]
 )
 """Elementwise ops of one operand; those of Clip that follow are numbers."""
-_BINARY = frozenset(["Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"])
+BINARY = frozenset(["Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"])
+"""Elementwise ops of two operands."""
 _REDUCTIONS = frozenset(["ReduceMean", "ReduceSum", "ReduceMax"])
 _MOVES = frozenset(["Reshape", "Squeeze", "Unsqueeze", "Transpose", "Flatten", "Expand"])
 CUT = "cut"
@@ -152,7 +153,7 @@ class RowProgram:
         main = reads[0] if reads else None
         if node.op in ("MatMul", "Gemm"):
             return self._product(node, reads)
-        if node.op in _BINARY and len(node.inputs) == 2:
+        if node.op in BINARY and len(node.inputs) == 2:
             return self._binary(node, reads)
         if main is None or any(reads[1:]) != (node.op == "Concat" and len(reads) > 1):
             return False

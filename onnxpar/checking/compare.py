@@ -321,11 +321,12 @@ def _unlimited_lines(rows: Iterable[Comparison]) -> list[str]:
         return []
     most = max(far, key=lambda row: row.largest)
     name = most.name if len(most.name) <= 80 else "..." + most.name[-77:]
+    rows_of = "1 row has" if len(far) == 1 else f"{len(far)} rows have"
     return [
-        "-: no limit, since values diverge where gradients are only rounding errors. Errors are",
-        f"relative to the largest element, which is at most {most.largest:.1e} in the {len(far)} "
-        "rows with errors",
-        f"above {UNLIMITED:.0%}, such as {name}",
+        "-: no limit, as values diverge where gradients are rounding errors only, or compressed.",
+        f"{rows_of} an error above {UNLIMITED:.0%} of its largest element, which is at most "
+        f"{most.largest:.1e}, such as",
+        name,
     ]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from onnxpar.canonicalize.row_program import BINARY, UNARY
 from onnxpar.ir.origin import note_origin
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.tensors import constant, given, tensor_shape
@@ -27,43 +28,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.lowering_builder import rank_constant
 
 _RANK = 3
-_ELEMENTWISE = frozenset(
-    [
-        "Abs",
-        "Add",
-        "Cast",
-        "Celu",
-        "Clip",
-        "Div",
-        "Elu",
-        "Erf",
-        "Exp",
-        "Floor",
-        "Gelu",
-        "HardSigmoid",
-        "HardSwish",
-        "Identity",
-        "LeakyRelu",
-        "Log",
-        "Max",
-        "Min",
-        "Mish",
-        "Mul",
-        "Neg",
-        "Pow",
-        "QuickGelu",
-        "Reciprocal",
-        "Relu",
-        "Selu",
-        "Sigmoid",
-        "Softplus",
-        "Softsign",
-        "Sqrt",
-        "Sub",
-        "Swish",
-        "Tanh",
-    ]
-)
+_ELEMENTWISE = UNARY | BINARY
 _ALONG_COLUMNS = frozenset(["Slice", "Split", "Softmax", "ReduceMean", "ReduceSum", "ReduceMax"])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
@@ -170,12 +171,13 @@ class _Writes:
         begin = build.input(2)
         if self.is_circular:
             return begin
-        shape, beyond = build.add("Shape", [build.input(1)]), np.array(self.length + 1, np.int64)
+        shape = build.add("Shape", [build.input(1)])
         count = build.add("Gather", [shape, np.array(self.axis, np.int64)])
         end = build.add("Add", [begin, count])
-        end = build.add("Where", [build.add("Less", [begin, _ZERO]), beyond, end])
-        zeros = build.add("Expand", [_ZERO, beyond.reshape(1)])
-        return build.add("Add", [begin, build.add("Gather", [zeros, end])])
+        is_late = build.add("Greater", [end, np.array(self.length, np.int64)])
+        is_outside = build.add("Or", [build.add("Less", [begin, _ZERO]), is_late])
+        at = build.add("Cast", [is_outside], to=onnx.TensorProto.INT64)  # 1 is out of range
+        return build.add("Add", [begin, build.add("Gather", [_ZERO.reshape(1), at])])
 
     def _beside(self, build: Lowering, vector: gs.Tensor, axis: int) -> gs.Tensor:
         """A vector as dimension `axis` of a tensor, the others of size 1."""
