@@ -1,5 +1,5 @@
 """Replaces each op that onnxruntime fused when it optimized a model by the ONNX ops that it
-consists of.
+consists of; also a ConvTranspose whose pads are an operand, where these are constant.
 
 Inside a fused op, no sum over ranks can come between a product and the steps after it; between
 separate ops, it can. The replacement computes the same bits. Each rank's session fuses the ops
@@ -76,7 +76,7 @@ class _Unfusing:
             take_apart = _FUSED.get(node.op_type) if node.domain == _DOMAIN else None
             if take_apart is None or not take_apart(self):
                 self.made.append(node)
-        if len(self.made) > len(self.graph.node):
+        if [node.op_type for node in self.made] != [node.op_type for node in self.graph.node]:
             made = [_copy(node) for node in self.made]
             del self.graph.node[:]
             self.graph.node.extend(made)
@@ -191,9 +191,21 @@ class _Unfusing:
         (scaled,) = self.add("Mul", [number, scale])
         self.finish("Add", [scaled, self.given(bias)])
 
+    def transposed_convolution(self) -> bool:
+        """Replaces ConvTransposeWithDynamicPads by a ConvTranspose; False unless its pads are an
+        initializer of the graph."""
+        pads = next((w for w in self.graph.initializer if w.name == self.given(2)), None)
+        if pads is None:
+            return False
+        attrs = {**_attributes(self.node), "pads": numpy_helper.to_array(pads).tolist()}
+        operands = [self.given(i) for i in (0, 1, 3)]
+        self.finish("ConvTranspose", operands, main=True, **attrs)
+        return True
+
 
 _FUSED: dict[str, Callable[[_Unfusing], bool]] = {
     "FusedConv": _Unfusing.convolution,
+    "ConvTransposeWithDynamicPads": _Unfusing.transposed_convolution,
     "FusedGemm": _Unfusing.gemm,
     "DynamicQuantizeMatMul": _Unfusing.dynamic_product,
     "MatMulIntegerToFloat": _Unfusing.scaled_product,

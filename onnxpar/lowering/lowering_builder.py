@@ -165,7 +165,9 @@ class LoweringBuilder:
         `axis` of `x` is the factor."""
         if not self.view.may_be_empty(factor):
             return x
-        return fill(self, x, axis, np.array([1], np.int64), value)
+        y = fill(self, x, axis, np.array([1], np.int64), value)
+        self._shapes[y.name] = [max(s, int(i == axis)) for i, s in enumerate(self.shape(x))]
+        return y
 
     def fetch(
         self, x: gs.Tensor, factor: str, axis: int, wanted: Callable[[Any], tuple[int, int]]

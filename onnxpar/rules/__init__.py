@@ -8,8 +8,10 @@ from onnxpar.rules import contraction as contraction
 from onnxpar.rules import contrib_attention as contrib_attention
 from onnxpar.rules import contrib_branches as contrib_branches
 from onnxpar.rules import contrib_elementwise as contrib_elementwise
+from onnxpar.rules import contrib_embedding as contrib_embedding
 from onnxpar.rules import contrib_images as contrib_images
 from onnxpar.rules import contrib_lookup as contrib_lookup
+from onnxpar.rules import contrib_normalization as contrib_normalization
 from onnxpar.rules import contrib_products as contrib_products
 from onnxpar.rules import contrib_whole_ops as contrib_whole_ops
 from onnxpar.rules import control_flow as control_flow

@@ -1,4 +1,4 @@
-"""onnxruntime's ops of hyper-connections, Engram and multimodal rotary positions, and products with
+"""onnxruntime's ops of hyper-connections and multimodal rotary positions, and products with
 weights in blocks that run on across rows: split where their elements do not meet."""
 
 from __future__ import annotations
@@ -103,15 +103,6 @@ def _gates(gates: gs.Tensor, rank: int, sizes: dict[str, int]) -> str:
     if len(shape) == rank + 1:
         return "c 1" if shape[-1] == 1 else "c h"
     return "c" if shape[-1] == sizes["c"] else "(c h)"
-
-
-@rule("EngramGate", domain=DOMAIN)
-def engram_gate(node: gs.Node) -> Rule:
-    """`b s c h, b s c h, b s h, c h, c h -> b s c h`; h stays whole."""
-    specs = ["b s c h", "b s c h", "b s h", "c h", "c h", "c h"]
-    operands = ", ".join(given_specs(specs, node.inputs))
-    results = "; ".join("b s c h" if t.name else "_" for t in node.outputs)
-    return einsum(node, f"{operands} -> {results}", whole={"h": ROWS})
 
 
 @rule("MRotaryEmbedding", domain=DOMAIN)

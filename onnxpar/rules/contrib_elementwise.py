@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, constant, given, tensor_shape
+from onnxpar.ir.tensors import Size, constant, dtype_of, tensor_shape
+from onnxpar.rules.communicate import communicating
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.index_tuples import gather_nd
 from onnxpar.rules.notation import Cat, Expr, Spec, Var, dims_text
-from onnxpar.rules.rule import FIRST, Rule, einsum, given_specs, names, rule, whole_rule
+from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, names, rule, whole_rule
 
 DOMAIN = "com.microsoft"
 _ROW = "the op computes over whole rows"
-_COUNTED = "positions are counted from its start"
 
 
 @rule("Gelu FastGelu QuickGelu BiasGelu ScaledSiLU GatedAdd LinearAttentionGate", domain=DOMAIN)
@@ -70,61 +70,21 @@ def matrices(node: gs.Node) -> Rule:
 rule("GatherND", domain=DOMAIN)(gather_nd)
 
 
-@rule("BranchwiseRMSNorm GatedRMSNorm", domain=DOMAIN)
-def row_normalization(node: gs.Node) -> Rule:
-    """`b s h, h, b s h -> b s h`; h must stay whole, and s too for a BranchwiseRMSNorm without
-    `num_branches`."""
-    shape = tensor_shape(node.inputs[0]) or ()
-    dims = names("d", len(shape))
-    if node.op == "BranchwiseRMSNorm":
-        return _over(node, dims, dims[-1:] if node.attrs.get("num_branches") else dims[-2:])
-    text = dims_text(dims)
-    return einsum(node, f"{text}, _, {text} -> {text}", whole={dims[-1]: _ROW})
-
-
-@rule("SimplifiedLayerNormalization")
-def simplified_layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, h -> b s h ; b s 1`; all dimensions from the op's axis on must stay whole."""
-    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
-    axis = node.attrs.get("axis", -1) % len(dims)
-    statistics = dims_text([*dims[:axis], *["1"] * (len(dims) - axis)])
-    results = "; ".join([dims_text(dims), *[statistics] * (len(node.outputs) - 1)])
-    text = f"{dims_text(dims)}, {dims_text(dims[axis:])} -> {results}"
-    return einsum(node, text, whole=dict.fromkeys(dims[axis:], _ROW))
-
-
-@rule("EmbedLayerNormalization", domain=DOMAIN)
-def embedding(node: gs.Node) -> Rule:
-    """`b s, b s, v h, p h, t h, h, h, b s, b s -> b s h ; b ; b s h`: only b and s may be split."""
-    operands = ["b s", "b s", "v h", "p h", "t h", "h", "h", "b s"]
-    return _embedded(node, operands, mask=7, positions=8)
-
-
-def _embedded(node: gs.Node, operands: list[str], mask: int, positions: int = -1) -> Rule:
-    whole = dict.fromkeys("vpt", "it is looked up by index") | {"h": _ROW}
-    places = given(node, positions) if positions > 0 else None
-    if places is None:
-        whole["s"] = _COUNTED
-    else:
-        operands = [*operands, "1 s" if (tensor_shape(places) or ())[0] == 1 else "b s"]
-    if given(node, mask) is not None:
-        whole["s"] = "the op counts the mask along it"
-    operands += ["_"] * (len(node.inputs) - len(operands))
-    used = given_specs(operands, node.inputs)
-    made = given_specs(["b s h", "b", "b s h"], node.outputs)
-    found = {c for text in used + made for c in text}
-    return einsum(
-        node,
-        f"{', '.join(used)} -> {'; '.join(made)}",
-        whole={f: why for f, why in whole.items() if f in found},
-        reduce={},
-    )
-
-
 @rule("CDist", domain=DOMAIN)
 def distances(node: gs.Node) -> Rule:
-    """`m k, n k -> m n`; k must stay whole, because a square root may follow the sum."""
-    return einsum(node, "m k, n k -> m n", whole={"k": "a square root may follow the sum"})
+    """`m k, n k -> m n`: a sum of squares over k; before a square root, the ranks add theirs."""
+
+    def lower(build: Lowering) -> None:
+        result, shape = node.outputs[0], build.local.output_shape(0)
+        type_ = (dtype_of(result), shape)
+        operands = [build.filled(build.input(i), "k", 1) for i in range(2)]
+        part = build.make("CDist", operands, type_, domain=DOMAIN, metric="sqeuclidean")
+        build.finish("Sqrt", [build.all_reduce(part, ["k"])])
+
+    metric = node.attrs.get("metric", "sqeuclidean")
+    is_root = metric in ("euclidean", b"euclidean")
+    fields = communicating(node, ["k"], (), lower) if is_root else {}
+    return einsum(node, "m k, n k -> m n", **fields)
 
 
 @rule("NGramRepeatBlock", domain=DOMAIN)
@@ -143,13 +103,3 @@ def expand_dims(node: gs.Node) -> Rule:
     at = int(axis.reshape(-1)[0]) % (len(dims) + 1)
     out = dims_text([*dims[:at], "1", *dims[at:]])
     return einsum(node, f"{dims_text(dims)}, _ -> {out}", linear=(FIRST,), monotone=FIRST)
-
-
-@rule("UnfoldTensor", domain=DOMAIN)
-def unfold(node: gs.Node) -> Rule:
-    """`a b c -> a w c z`; the unfolded dimension b must stay whole."""
-    dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
-    at = node.attrs.get("dim", -1) % len(dims)
-    out = [*dims[:at], "w", *dims[at + 1 :], "z"]
-    whole = dict.fromkeys([dims[at], "w", "z"], "its windows overlap")
-    return einsum(node, f"{dims_text(dims)} -> {dims_text(out)}", whole=whole)

@@ -3,76 +3,89 @@ blocks."""
 
 from __future__ import annotations
 
-import onnx_graphsurgeon as gs
+import math
+from collections.abc import Sequence
 
-from onnxpar.ir.tensors import Size, given, tensor_shape
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.rules.communicate import communicating, number, total
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import Rule, einsum, names, rule, whole_rule
+from onnxpar.rules.quantization import finish_requantized
+from onnxpar.rules.rule import Lowering, Rule, einsum, given_specs, names, rule, whole_rule
+from onnxpar.rules.windows import KERNEL, lower_windows, one_window, windows
 
 DOMAIN = "com.microsoft"
-_WINDOW = "windows need neighbouring elements"
-_BLOCKS = "channels are stored in blocks of the CPU's vector width"
-_ROUNDED = "the sum is rounded to the quantized type"
+_BLOCKS = "its memory is in blocks of channels whose width the CPU decides, unlike its shape"
+_PADS = "data-dependent padding"
 
 
-def _image(prefix: str, rank: int, channels: str, last: bool) -> str:
-    """The dimensions of an image: `n c h w`, or `n h w c` if `last` (channels come last). Names in
-    space begin with `prefix`."""
-    space = names(prefix, rank - 2)
+def _image(space: Sequence[str], channels: str, last: bool) -> str:
+    """The dimensions of an image: `n c h w`, or `n h w c` if `last` (channels come last)."""
     return dims_text(["n", *space, channels] if last else ["n", channels, *space])
 
 
-@rule("NhwcMaxPool QLinearAveragePool MaxpoolWithMask", domain=DOMAIN)
+@rule("NhwcMaxPool QLinearAveragePool", domain=DOMAIN)
 def pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x` or `n h w c -> n y x c`; h and w must stay whole."""
-    rank = len(tensor_shape(node.inputs[0]) or ())
+    """`n c h w -> n c y x` or `n h w c -> n y x c`: the rule of a pool of ONNX."""
     last = node.op == "NhwcMaxPool" or bool(node.attrs.get("channels_last"))
-    before, after = _image("h", rank, "c", last), _image("y", rank, "c", last)
-    rest = ["_"] * (len(node.inputs) - 1)
-    if node.op == "MaxpoolWithMask":
-        shape = tensor_shape(node.inputs[1]) or ()
-        rest = [dims_text("1" if s == 1 else d for d, s in zip(before.split(), shape, strict=True))]
-    space = [*names("h", rank - 2), *names("y", rank - 2)]
-    text = f"{', '.join([before, *rest])} -> {after}"
-    return einsum(node, text, whole=dict.fromkeys(space, _WINDOW))
+    first = 1 if last else 2
+    space = windows(node, node.attrs["kernel_shape"], first)
+    before, after = (_image(dims, "c", last) for dims in (space.before, space.after))
+    dtype = dtype_of(node.inputs[0])
+    blank = np.array(np.iinfo(dtype).min, dtype) if node.op == "NhwcMaxPool" else None
+    return einsum(
+        node,
+        f"{before}{', _' * (len(node.inputs) - 1)} -> {after}",
+        whole=space.whole,
+        lower=lower_windows(space, first=first, blank=blank),
+        **space.fields(),
+    )
+
+
+@rule("MaxpoolWithMask", domain=DOMAIN)
+def masked_pool(node: gs.Node) -> Rule:
+    """`n c h, 1 1 h -> n c y`: a rank fetches the elements that its windows read of the image and
+    of the mask. With two or more dimensions of space, these must stay whole."""
+    if any(s != 1 for s in (tensor_shape(node.inputs[1]) or ())[:2]):
+        return whole_rule(node, "the kernel counts through a mask with several channels")
+    space = windows(node, node.attrs["kernel_shape"])
+    before, after = (_image(dims, "c", False) for dims in (space.before, space.after))
+    if len(space.before) > 1:
+        space.give_up("the kernel never masks the first element of an image")
+
+    def lower(build: Lowering) -> None:
+        operands = [space.fetch(build, build.input(i)) for i in range(2)]
+        build.finish(node.op, operands, domain=DOMAIN, **space.attributes(node))
+
+    mask = dims_text(["1", "1", *space.before])
+    return einsum(
+        node, f"{before}, {mask} -> {after}", whole=space.whole, lower=lower, **space.fields()
+    )
 
 
 @rule("QLinearGlobalAveragePool", domain=DOMAIN)
 def global_pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c 1 1` or `n h w c -> n 1 1 c`; h and w must stay whole."""
-    rank = len(tensor_shape(node.inputs[0]) or ())
+    """`n c h w -> n c 1 1` or `n h w c -> n 1 1 c`; if h or w is split, the ranks add their sums of
+    integers before they scale them."""
+    shape = tensor_shape(node.inputs[0]) or ()
     last = bool(node.attrs.get("channels_last"))
-    before = _image("h", rank, "c", last)
-    after = dims_text("1" if d.startswith("h") else d for d in before.split())
-    whole = dict.fromkeys(names("h", rank - 2), _ROUNDED)
-    return einsum(node, f"{before}, _, _, _, _ -> {after}", whole=whole)
+    space = names("h", len(shape) - 2)
+    axes = [i + (1 if last else 2) for i in range(len(space))]
+    sizes = [shape[i] for i in axes]
+    before, after = _image(space, "c", last), _image(["1"] * len(space), "c", last)
 
+    def lower(build: Lowering) -> None:
+        x, point = (build.add("Cast", [build.input(i)], to=TensorProto.INT32) for i in (0, 2))
+        summed = total(build, build.add("Sub", [x, point]), axes, space)
+        count = number(build, math.prod(s or 0 for s in sizes), np.float32)
+        below = build.add("Mul", [build.input(3), count])
+        finish_requantized(build, summed, build.add("Div", [build.input(1), below]), 4)
 
-@rule("QLinearConv", domain=DOMAIN)
-def quantized_convolution(node: gs.Node) -> Rule:
-    """`n h w (g c), (g o) c _ _ -> n y x (g o)`, or with channels first; c, h and w must stay
-    whole."""
-    image, weight = (tensor_shape(node.inputs[i]) or () for i in (0, 3))
-    group = node.attrs.get("group", 1)
-    last = bool(node.attrs.get("channels_last"))
-    rank = len(image)
-    c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
-    window = names("w", rank - 2)
-    per_channel = [
-        "_" if not t.name else dims_text("1" if s == 1 else o for s in tensor_shape(t) or ())
-        for t in node.inputs
-    ]
-    operands = [_image("h", rank, c, last), "_", "_", dims_text([o, "c", *window])]
-    operands += [*per_channel[4:6], "_", "_", *per_channel[8:]]
-    space = [*names("h", rank - 2), *names("y", rank - 2), *window]
-    sizes: dict[str, Size] = {"g": group, "c": weight[1], "o": (weight[0] or 0) // group}
-    return einsum(
-        node,
-        f"{', '.join(operands)} -> {_image('y', rank, o, last)}",
-        sizes=sizes,
-        whole={"c": _ROUNDED, **dict.fromkeys(space, _WINDOW)},
-        local={"group": lambda at: at.size("g")} if group > 1 else {},
-    )
+    fields = communicating(node, space, sizes, lower)
+    return einsum(node, f"{before}, _, _, _, _ -> {after}", **fields)
 
 
 @rule("Conv MaxPool AveragePool GlobalAveragePool GlobalMaxPool", domain="com.microsoft.nchwc")
@@ -104,20 +117,50 @@ def crop_and_resize(node: gs.Node) -> Rule:
 
 @rule("ConvTransposeWithDynamicPads", domain=DOMAIN)
 def transposed_convolution(node: gs.Node) -> Rule:
-    """`n c h w, c o _ _, _, o -> n o y x`; if c is split, the result is a partial sum, and only one
-    rank adds the bias. h and w must stay whole."""
-    if node.attrs.get("group", 1) > 1:
-        return whole_rule(node, "its channels are grouped")
-    rank = len(tensor_shape(node.inputs[0]) or ())
-    window = names("w", rank - 2)
+    """`n (g c) h w, (g c) o _ _, _, (g o) -> n (g o) y x`; if c is split, the result is a partial
+    sum, and only one rank adds the bias. The loader writes constant pads as a ConvTranspose, so h
+    and w must stay whole here."""
+    image, weight = (tensor_shape(node.inputs[i]) or () for i in range(2))
+    group = int(node.attrs.get("group", 1))
+    if image[1] is None:
+        return whole_rule(node, "a data-dependent number of channels")
+    c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
+    window = names("w", len(image) - 2)
     bias = frozenset({3}) if given(node, 3) is not None else frozenset[int]()
-    operands = [_image("h", rank, "c", False), dims_text(["c", "o", *window]), "_"]
-    operands += ["o"] if bias else ["_"] * (len(node.inputs) - 3)
-    space = [*names("h", rank - 2), *names("y", rank - 2), *window]
+    operands = [_image(names("h", len(window)), c, False), dims_text([c, "o", *window]), "_", o]
+    sizes: dict[str, Size] = {"g": group, "c": image[1] // group, "o": weight[1]}
+    space = [*names("h", len(window)), *names("y", len(window))]
     return einsum(
         node,
-        f"{', '.join(operands[: len(node.inputs)])} -> {_image('y', rank, 'o', False)}",
+        f"{', '.join(given_specs(operands, node.inputs))} -> "
+        f"{_image(names('y', len(window)), o, False)}",
+        sizes=sizes,
         reduce={"c": "sum"},
-        whole=dict.fromkeys(space, _WINDOW),
+        whole=dict.fromkeys(space, _PADS) | dict.fromkeys(window, KERNEL),
         additive=bias,
+        local={"group": lambda local: local.size("g")} if group > 1 else {},
+    )
+
+
+@rule("UnfoldTensor", domain=DOMAIN)
+def unfold(node: gs.Node) -> Rule:
+    """`a h c -> a y c z`: h and the windows y are co-sharded, and a rank fetches the elements of
+    its windows."""
+    shape = tensor_shape(node.inputs[0]) or ()
+    dims = names("d", len(shape))
+    at = node.attrs.get("dim", -1) % len(dims)
+    made = (tensor_shape(node.outputs[0]) or ())[at]
+    space = one_window(shape[at], made, node.attrs["size"], node.attrs.get("step", 1))
+
+    def lower(build: Lowering) -> None:
+        x, _ = space.read(build, build.input(0), None, at)
+        build.finish(node.op, [x], domain=DOMAIN, **node.attrs)
+
+    before, after = ([*dims[:at], *own, *dims[at + 1 :]] for own in (space.before, space.after))
+    return einsum(
+        node,
+        f"{dims_text(before)} -> {dims_text([*after, 'z'])}",
+        whole={**space.whole, "z": "the elements of one window"},
+        lower=lower,
+        **space.fields(),
     )

@@ -37,7 +37,6 @@ REASONS = {
     ),
     "the elements of its result are data-dependent": "Tokenizer Unique SparseToDenseMatMul",
     "its values are global positions": "Range",
-    "it counts positions and looks up tables in one op": "QEmbedLayerNormalization",
     "its masks and caches refer to the whole batch and all heads": "SparseAttention",
     "the characters of a word form one row": "WordConvEmbedding",
 }

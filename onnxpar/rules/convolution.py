@@ -34,8 +34,9 @@ class Parts:
 
 
 def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
-    """The parts of the rule `n (g c) h w, (g o) c _ _ -> n (g o) y x`; None if the number of
-    channels is data-dependent. `weight` is the index of that operand.
+    """The parts of the rule `n (g c) h w, (g o) c _ _ -> n (g o) y x`, or with channels last,
+    `n h w (g c)`; None if the number of channels is data-dependent. `weight` is the index of that
+    operand.
 
     If h or w is split, the fields lower the node to the same op with the same other operands, on
     the elements that the rank's windows read.
@@ -43,29 +44,39 @@ def convolution_parts(node: gs.Node, weight: int) -> Parts | None:
     image, kernel = (tensor_shape(node.inputs[i]) or () for i in (0, weight))
     out = tensor_shape(node.outputs[0]) or ()
     group = node.attrs.get("group", 1)
-    if image[1] is None or out[1] is None:
+    first, at = _places(node)
+    channels, made = image[at], out[at]
+    if channels is None or made is None:
         return None
-    space = windows(node, kernel[2:])
+    space = windows(node, kernel[2:], first)
     c, o = ("(g c)", "(g o)") if group > 1 else ("c", "o")
     window = [f"{'h' if i in space.covered else 'w'}{i}" for i in range(len(kernel) - 2)]
     groups: dict[str, Any] = {"group": lambda local: local.size("g")} if group > 1 else {}
     local = dict(groups)
     if space.covered:
         local["kernel_shape"] = lambda _: None  # inferred from the rank's shard of the weight
+    before, after = [c, *space.before], [o, *space.after]
+    if at != 1:
+        before, after = [*space.before, c], [*space.after, o]
     return Parts(
-        dims_text(["n", c, *space.before]),
+        dims_text(["n", *before]),
         dims_text([*([c, "o"] if node.op == "ConvTranspose" else [o, "c"]), *window]),
         o,
-        dims_text(["n", o, *space.after]),
+        dims_text(["n", *after]),
         {
-            "sizes": {"g": group, "c": image[1] // group, "o": out[1] // group},
+            "sizes": {"g": group, "c": channels // group, "o": made // group},
             "whole": {**{w: KERNEL for w in window if w[0] == "w"}, **space.whole},
             "local": local,
-            "lower": lower_windows(space, blank=_blank(node), **groups),
+            "lower": lower_windows(space, first=first, blank=_blank(node), **groups),
             **space.fields(),
         },
         space.covered,
     )
+
+
+def _places(node: gs.Node) -> tuple[int, int]:
+    """The first spatial dimension of an image, and the dimension of its channels."""
+    return (1, -1) if node.attrs.get("channels_last") else (2, 1)
 
 
 def _blank(node: gs.Node) -> Any:
@@ -110,6 +121,7 @@ def convolution_integer(node: gs.Node) -> Rule:
 
 
 @rule("QLinearConv")
+@rule("QLinearConv", domain="com.microsoft")
 def qlinear_convolution(node: gs.Node) -> Rule:
     """The rule of Conv; if c is split, the ranks add their 32-bit sums before they scale them."""
     parts = convolution_parts(node, 3)
@@ -133,17 +145,19 @@ def _lower_quantized(
 ) -> Callable[[Lowering], None]:
     """A lowering to a sum of integers over the ranks if channels are split, else by
     `by_windows`."""
-    space = windows(node, (tensor_shape(node.inputs[3]) or ())[2:])
+    first, at = _places(node)
+    space = windows(node, (tensor_shape(node.inputs[3]) or ())[2:], first)
 
     def lower(build: Lowering) -> None:
         if not build.local.is_split("c"):
             by_windows(build)
             return
-        x, padded = space.read(build, build.input(0), _blank(node))
+        x, padded = space.read(build, build.input(0), _blank(node), first)
         attrs = space.attributes(node, padded)
+        attrs.pop("channels_last", None)
         if node.attrs.get("group", 1) > 1:
             attrs["group"] = lambda local: local.size("g")
-        lower_quantized_convolution("c", x, **attrs)(build)
+        lower_quantized_convolution("c", x, at == -1, **attrs)(build)
 
     return lower
 

@@ -35,4 +35,6 @@ no_empty_parts("OneHotEncoder LinearRegressor", "c", domain=ML)
 no_empty_parts("ArrayFeatureExtractor", "i", domain=ML)
 no_empty_parts("LinearAttention CausalConvWithState")  # onnxruntime runs their function bodies
 no_empty_parts("LinearAttention", "k g e", domain=CONTRIB)
+no_empty_parts("CDist", "k", domain=CONTRIB)
+no_empty_parts("ConvTransposeWithDynamicPads", "g", domain=CONTRIB)
 no_empty_parts("HyperConnectionPreMix HyperConnectionPostMix", "c h", domain=CONTRIB)

@@ -18,9 +18,7 @@ from onnxpar.rules.communicate import (
     widen,
 )
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule, whole_rule
-
-NORMALISED = "the op normalises over it"
+from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule
 
 
 def _dims(node: gs.Node) -> list[str]:
@@ -54,22 +52,24 @@ def softmax(node: gs.Node) -> Rule:
     return einsum(node, f"{text} -> {text}", **fields)
 
 
-@rule("LayerNormalization RMSNormalization")
+@rule("LayerNormalization RMSNormalization SimplifiedLayerNormalization")
 def layer_normalization(node: gs.Node) -> Rule:
     """`b s h, h, h -> b s h ; b s 1 ; b s 1`; the ranks communicate if a dimension from the op's
-    axis on is split."""
+    axis on is split. SimplifiedLayerNormalization, of onnxruntime, is an RMSNormalization that also
+    returns the factor by which it scales."""
     dims = _dims(node)
     axis = node.attrs.get("axis", -1) % len(dims)
-    operands = [dims_text(dims), *(_aligned(dims, t) for t in node.inputs[1:])]
+    operands = [dims_text(dims), *(aligned(dims, t) for t in node.inputs[1:])]
     statistics = dims_text([*dims[:axis], *["1"] * (len(dims) - axis)])
     results = [dims_text(dims), *(statistics if t.name else "_" for t in node.outputs[1:])]
     sizes = (tensor_shape(node.inputs[0]) or ())[axis:]
     factors, axes = dims[axis:], list(range(axis, len(dims)))
     epsilon = node.attrs.get("epsilon", 1e-5)
+    has_mean = node.op == "LayerNormalization"
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
-        if node.op == "RMSNormalization":
+        if not has_mean:
             middle, centred = None, x
             variance = mean(build, build.add("Mul", [x, x]), axes, factors, sizes)
         else:
@@ -80,7 +80,7 @@ def layer_normalization(node: gs.Node) -> Rule:
             if given(build.local.node, i) is not None:
                 steps.append((op, widen(build, build.input(i))))
         finish_chain(build, centred, steps)
-        for i, statistic in ((1, middle), (2, scale)):
+        for i, statistic in enumerate((middle, scale) if has_mean else (scale,), 1):
             if has_output(build, i):
                 finish(build, "Identity", [statistic], i)
 
@@ -88,25 +88,13 @@ def layer_normalization(node: gs.Node) -> Rule:
     return einsum(node, text, **communicating(node, factors, sizes, lower))
 
 
-def _aligned(dims: list[str], tensor: gs.Tensor) -> str:
+def aligned(dims: list[str], tensor: gs.Tensor) -> str:
     """The dimensions of an operand that is broadcast to the normalised tensor, as rule text."""
     if not tensor.name:
         return "_"
     shape = tensor_shape(tensor) or ()
     last = dims[len(dims) - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(last, shape, strict=True))
-
-
-@rule("SkipLayerNormalization SkipSimplifiedLayerNormalization", domain="com.microsoft")
-def skip_layer_normalization(node: gs.Node) -> Rule:
-    """`b s h, b s h, h, h, h -> b s h ; _ ; _ ; b s h`; h must stay whole."""
-    if any(t.name for t in node.outputs[1:3]):
-        return whole_rule(node, "its statistics are outputs")
-    dims = _dims(node)
-    operands = [dims_text(dims), *(_aligned(dims, t) for t in node.inputs[1:])]
-    outputs = [dims_text(dims) if t.name else "_" for t in node.outputs]
-    text = f"{', '.join(operands)} -> {'; '.join(outputs)}"
-    return einsum(node, text, whole={dims[-1]: NORMALISED})
 
 
 @rule("LpNormalization")

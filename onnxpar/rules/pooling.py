@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import dtype_of, is_float, numel, tensor_shape
+from onnxpar.ir.tensors import Size, dtype_of, is_float, numel, tensor_shape
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.reductions import weighted_mean
+from onnxpar.rules.reductions import finish_share, weighted_mean
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule
 from onnxpar.rules.windows import Windows, lower_windows, windows
 
 
 @rule("MaxPool AveragePool LpPool")
 def pool(node: gs.Node) -> Rule:
-    """`n c h w -> n c y x`: h and y are co-sharded, and so are w and x. The indices of maxima are
-    positions in the global tensor."""
+    """`n c h w -> n c y x`: h and y are co-sharded, and so are w and x. A dimension that a single
+    window covers is reduced: `n c h w -> n c 1 1`. The indices of maxima are positions in the
+    global tensor."""
     space = windows(node, node.attrs["kernel_shape"])
-    before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
     if len(node.outputs) > 1 and node.outputs[1].name:
-        fields = space.fields()
-        passed = set(space.before) & set(space.after)
-        fields["lowered"] |= {"n", "c", *passed}
-        fields["contiguous"] |= passed
-        lower = _lower_indices(space, node.attrs.get("storage_order", 0) == 1)
-        text = f"{before} -> {after}; {after}"
-        return einsum(node, text, whole=space.whole, lower=lower, **fields)
+        return _pool_with_indices(node, space)
+    before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
     floating = is_float(node.outputs[0])
+    shape = tensor_shape(node.inputs[0]) or ()
+    covered = {f"h{i}": shape[2 + i] for i in space.covered}
+    fields = space.fields()
+    if node.op == "AveragePool":
+        fields["lowered"] |= covered.keys()
+    kernel = partial(space.kernel, list(node.attrs["kernel_shape"]))
     return einsum(
         node,
         f"{before} -> {after}",
+        reduce=dict.fromkeys(covered, "max" if node.op == "MaxPool" else "sum"),
         whole=space.whole,
         linear=(FIRST,) if node.op == "AveragePool" and floating else (),
-        lower=lower_windows(space, blank=_blank(node)),
-        **space.fields(),
+        local={"kernel_shape": kernel} if space.covered else {},
+        lower=_lower(space, covered, _blank(node)),
+        **fields,
     )
+
+
+def _lower(space: Windows, covered: Mapping[str, Size], blank: Any) -> Callable[[Lowering], None]:
+    """A lowering to the pool of what a rank's windows read. Of a mean over dimensions of these
+    sizes that a single window covers, it is the part of the rank's elements."""
+
+    def lower(builder: Lowering) -> None:
+        node = builder.local.node
+        if node.op != "AveragePool" or not covered:
+            lower_windows(space, blank=blank)(builder)
+            return
+        x, padded = space.read(builder, builder.input(0), blank)
+        part = builder.add(node.op, [x], **space.attributes(node, padded))
+        finish_share(builder, part, covered)
+
+    return lower
+
+
+def _pool_with_indices(node: gs.Node, space: Windows) -> Rule:
+    """The rule of a MaxPool that also returns the indices of maxima."""
+    space.keep_covered()
+    before, after = (dims_text(["n", "c", *dims]) for dims in (space.before, space.after))
+    fields = space.fields()
+    passed = set(space.before) & set(space.after)
+    fields["lowered"] |= {"n", "c", *passed}
+    fields["contiguous"] |= passed
+    lower = _lower_indices(space, node.attrs.get("storage_order", 0) == 1)
+    return einsum(node, f"{before} -> {after}; {after}", whole=space.whole, lower=lower, **fields)
 
 
 def _blank(node: gs.Node) -> Any:

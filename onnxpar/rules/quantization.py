@@ -149,9 +149,14 @@ class _QuantizedProduct:
 def finish_quantized(build: Lowering, total: gs.Tensor, scale: gs.Tensor, at: int) -> None:
     """Scales a sum of integers by `scale`, and quantizes it to the result's type. The scale of the
     result is operand `at`, and its zero point the next operand."""
-    ratio = build.add("Div", [scale, as_float32(build, at)])
+    finish_requantized(build, total, build.add("Div", [scale, as_float32(build, at)]), at + 1)
+
+
+def finish_requantized(build: Lowering, total: gs.Tensor, ratio: gs.Tensor, at: int) -> None:
+    """Quantizes a sum of integers times `ratio` to the result's type; operand `at` is the result's
+    zero point."""
     number = build.add("Mul", [build.add("Cast", [total], to=TensorProto.FLOAT), ratio])
-    point = build.add("Reshape", [build.input(at + 1), np.array([], np.int64)])
+    point = build.add("Reshape", [build.input(at), np.array([], np.int64)])
     build.finish("QuantizeLinear", [number, np.float32(1), point])
 
 
@@ -171,27 +176,34 @@ def is_one_point(tensor: gs.Tensor) -> bool:
 
 
 def lower_quantized_convolution(
-    contracted: str, image: gs.Tensor, **attrs: Any
+    contracted: str, image: gs.Tensor, channels_last: bool = False, **attrs: Any
 ) -> Callable[[Lowering], None]:
     """A lowering of QLinearConv to a convolution of integers, whose results the ranks add and then
     scale.
 
     `image` has the elements that the rank's windows read; `attrs` are those of the rank's
-    convolution.
+    convolution, which has channels first.
     """
 
     def lower(build: Lowering) -> None:
         node = build.local.node
-        channels = np.array([-1, *[1] * (len(tensor_shape(node.inputs[0]) or ()) - 2)], np.int64)
+        rank = len(tensor_shape(node.inputs[0]) or ())
+        space = [*range(1, rank - 1)]
+        channels = np.array([-1, *([] if channels_last else [1] * len(space))], np.int64)
+        x = image
+        if channels_last:
+            x = build.add("Transpose", [image], perm=[0, rank - 1, *space])
         values = constant(node.inputs[5])
         if values is None:
             points = build.add("Reshape", [build.input(5), np.array([-1], np.int64)])
             point: Any = build.add("Gather", [points, np.array(0, np.int64)])
         else:
             point = values.reshape(-1)[0]
-        operands = [image, build.input(3), build.input(2), point]
+        operands = [x, build.input(3), build.input(2), point]
         product = where_held(build, build.add("ConvInteger", operands, **attrs), contracted)
         total = build.all_reduce(product, [contracted])
+        if channels_last:
+            total = build.add("Transpose", [total], perm=[0, *[i + 1 for i in space], 1])
         if given(node, 8) is not None:
             total = build.add("Add", [total, build.add("Reshape", [build.input(8), channels])])
         scale = build.add("Mul", [as_float32(build, i) for i in (1, 4)])

@@ -196,16 +196,21 @@ def weighted_mean(
 
     def lower(build: Lowering) -> None:
         node = build.local.node
-        dtype = np.float64 if dtype_of(node.outputs[0]) == np.float64 else np.float32
-        known = {f: s for f, s in sizes.items() if s is not None}
-        mean = build.add(node.op, [build.input(0), *operands], **node.attrs)
-        own = number(build, lambda local: math.prod(map(local.size, known)), dtype)
-        share = build.add("Div", [own, number(build, math.prod(known.values()), dtype)])
-        if is_short_float(mean):
-            share = build.add("Cast", [share], to=is_short_float(mean))
-        build.finish("Mul", [mean, share])
+        finish_share(build, build.add(node.op, [build.input(0), *operands], **node.attrs), sizes)
 
     return lower
+
+
+def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) -> None:
+    """Finishes with the rank's `mean` over factors of these global sizes, times the rank's share of
+    the elements. The sum over ranks is the mean of all."""
+    dtype = np.float64 if dtype_of(build.local.node.outputs[0]) == np.float64 else np.float32
+    known = {f: s for f, s in sizes.items() if s is not None}
+    own = number(build, lambda local: math.prod(map(local.size, known)), dtype)
+    share = build.add("Div", [own, number(build, math.prod(known.values()), dtype)])
+    if is_short_float(mean):
+        share = build.add("Cast", [share], to=is_short_float(mean))
+    build.finish("Mul", [mean, share])
 
 
 @rule("CumSum CumProd")

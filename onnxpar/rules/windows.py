@@ -13,107 +13,17 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.rule import Local, Lowering
+from onnxpar.rules.window import Interval, Spread, Window
 
 KERNEL = "the weights of one window"
+_SUMMED = ("Conv", "ConvInteger", "QLinearConv", "MaxPool", "AveragePool")
+"""Ops whose rules reduce a dimension that a single window covers."""
 WINDOW = "windows need neighbouring elements"
 IN_PADDING = "some windows read only padding"
 NEGATIVE = "its padding is negative"
 SINGLE = "a single window covers it"
-Interval = tuple[int, int]
 _PADS_ARE_INPUT = 11
 """The first opset in which nodes may compute the pads of a Pad."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The windows of an op along one dimension of `size` elements, with `pads` elements of padding
-    before and after.
-
-    A window has `width` elements, `dilation` apart; the next window begins `stride` later.
-    `has_fixed_pads` is True if the pads are the same for any size, and `exceeds` if the last window
-    may reach beyond the padding. Results and elements are given as intervals: first, and last plus
-    one.
-    """
-
-    size: int
-    width: int
-    stride: int
-    dilation: int
-    pads: tuple[int, int]
-    has_fixed_pads: bool = True
-    exceeds: bool = False
-
-    @property
-    def span(self) -> int:
-        """The extent of a window: from its first element to its last, inclusive."""
-        return (self.width - 1) * self.dilation + 1
-
-    def reach(self, out: Interval) -> Interval:
-        """The interval that the windows of the results `out` read, including padding: it may begin
-        below 0 or end beyond the size."""
-        return self._read(out)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if no window reads padding."""
-        return not any(self.pads) and not self.exceeds
-
-    def follows_size(self, can_pad: bool) -> bool:
-        """True if an open size alone determines which elements windows read, and each window reads
-        at least one element. `can_pad` if a node can add the padding."""
-        fits = self.pads[0] < self.span and self.pads[1] < self.span
-        return type(self) is Window and self.has_fixed_pads and fits and (can_pad or self.is_plain)
-
-    def covers(self, out: int) -> bool:
-        """True if a single window covers exactly the whole dimension; `out` is the number of
-        results."""
-        return out == 1 < self.size == self.width and self.dilation == 1 and not any(self.pads)
-
-    def held(self, out: Interval) -> Interval:
-        """The interval of elements that the windows of the results `out` read, without padding, but
-        extended to where the next window would begin."""
-        first, end = self._read(out)
-        return max(first, 0), min(max(end, first + (out[1] - out[0]) * self.stride), self.size)
-
-    def padding(self, out: Interval) -> Interval:
-        """The number of padding elements that the windows of the results `out` read before and
-        after the elements."""
-        first, end = self._read(out)
-        return max(-first, 0), min(max(end - self.size, 0), self.pads[1])
-
-    def _read(self, out: Interval) -> Interval:
-        first = out[0] * self.stride - self.pads[0]
-        return first, first + (out[1] - 1 - out[0]) * self.stride + self.span
-
-
-@dataclass(frozen=True)
-class Spread(Window):
-    """The windows of ConvTranspose along one dimension: the op adds each of `size` elements, times
-    the weights of a window, to `width` results."""
-
-    def held(self, out: Interval) -> Interval:
-        """The interval of elements that the op adds to the results `out`; one other element if it
-        adds none to them."""
-        start, stop = out[0] + self.pads[0], out[1] + self.pads[0]
-        first = min(-(-(start - self.span + 1) // self.stride), start // self.stride)
-        first = min(max(first, 0), self.size - 1)
-        return first, min(max((stop - 1) // self.stride, first), self.size - 1) + 1
-
-    def padding(self, out: Interval) -> Interval:
-        """The numbers of results that must be cropped before and after `out`, if the op runs on the
-        `held` elements."""
-        begin, end, made = self._made(out)
-        return begin, max(made - end, 0)
-
-    def growth(self, out: Interval) -> int:
-        """The number of results at the end of `out` to which no `held` element adds."""
-        _, end, made = self._made(out)
-        return max(end - made, 0)
-
-    def _made(self, out: Interval) -> tuple[int, int, int]:
-        first, end = self.held(out)
-        origin = first * self.stride - self.pads[0]
-        return out[0] - origin, out[1] - origin, (end - first - 1) * self.stride + self.span
 
 
 @dataclass(frozen=True)
@@ -155,6 +65,13 @@ class Windows:
         """Makes all co-sharded dimensions stay whole, for this reason."""
         self.whole.update((f, reason) for i in self.tied for f in (f"h{i}", f"y{i}"))
         self.tied.clear()
+
+    def keep_covered(self) -> None:
+        """Makes the dimensions that a single window covers stay whole."""
+        for i in self.covered:
+            self.after[i] = f"y{i}"
+            self.whole.update(dict.fromkeys((f"h{i}", f"y{i}"), SINGLE))
+        self.covered.clear()
 
     def split(self, local: Local) -> list[int]:
         """The spatial dimensions, counted from 0, that are co-sharded and split."""
@@ -229,13 +146,21 @@ class Windows:
         """The attributes of a rank's node that reads the result of `fetch` or `read`: with explicit
         pads, which are 0 along dimensions that are `padded` already."""
         gone = {"auto_pad", "output_shape", "output_padding", "pads"}
-        if self.covered:
-            gone.add("kernel_shape")
         attrs: dict[str, Any] = {k: v for k, v in node.attrs.items() if k not in gone}
+        if self.covered:
+            attrs.pop("kernel_shape", None)
+            if node.op.endswith("Pool"):  # others infer it from the rank's shard of the weight
+                attrs["kernel_shape"] = partial(self.kernel, list(node.attrs["kernel_shape"]))
         attrs["pads"] = partial(self._pads, padded)
         if node.op == "ConvTranspose":
             attrs["output_padding"] = self._growths
         return attrs
+
+    def kernel(self, kernel: Sequence[int], local: Local) -> list[int]:
+        """The sizes of a rank's window, of which `kernel` are those of the whole op. It covers at
+        least a stand-in."""
+        covered = {i: max(local.size(f"h{i}"), 1) for i in self.covered}
+        return [covered.get(i, width) for i, width in enumerate(kernel)]
 
     def _pads(self, padded: Collection[int], local: Local) -> list[int]:
         pads = list(self.pads)
@@ -266,7 +191,8 @@ def lower_windows(
         node = builder.local.node
         inputs = [builder.input(i) for i in range(len(node.inputs))]
         inputs[image], padded = windows.read(builder, inputs[image], blank, first)
-        builder.finish(node.op, inputs, **{**windows.attributes(node, padded), **attrs})
+        own = {**windows.attributes(node, padded), **attrs}
+        builder.finish(node.op, inputs, domain=node.domain, **own)
 
     return lower
 
@@ -294,6 +220,14 @@ def windows(node: gs.Node, kernel: Sequence[Size], first: int = 2, image: int = 
         found.give_up(WINDOW)  # padding cannot be made explicit
     if any(p < 0 for pads in found.pads for p in pads):
         found.give_up(NEGATIVE)
+    return found
+
+
+def one_window(size: Size, out: Size, width: int, stride: int) -> Windows:
+    """The windows of an op over one dimension of `size` elements, without padding, which give `out`
+    results."""
+    found = Windows([], [], {}, {})
+    _place(found, 0, Window(size or 0, width, stride, 1, (0, 0)), out)
     return found
 
 
@@ -334,30 +268,40 @@ class _Geometry:
 def _add_dimension(
     found: Windows, op: str, i: int, width: Size, size: Size, out: Size, geometry: _Geometry
 ) -> None:
-    before, after = f"h{i}", f"y{i}"
+    """Adds spatial dimension `i`, with its padding."""
     stride, pads, growth = geometry.stride, geometry.pads, geometry.grown
-    if size is None or out is None or width is None or 0 in (size, out):
-        found.whole.update(dict.fromkeys((before, after), WINDOW))
-    else:
+    window = None
+    if size and out and width is not None:
         pads = geometry.padding(op, width, size, out)
         kind = Spread if op == "ConvTranspose" else Window
         flags = geometry.has_fixed_pads, geometry.exceeds
         window = kind(size, width, stride, geometry.dilation, pads, *flags)
         if isinstance(window, Spread):  # an output_shape may lie beyond what the windows reach
             growth = max(growth, out + sum(pads) - (size - 1) * stride - window.span)
-        if width == stride == 1 and not any(pads) and size == out:
-            after = before
-        elif op in ("Conv", "ConvInteger", "QLinearConv") and window.covers(out):
-            found.covered.append(i)
-            after = "1"
-        elif reason := _refusal(window, out):
-            found.whole.update(dict.fromkeys((before, after), reason))
-        else:
-            found.tied[i] = window
-    found.before.append(before)
-    found.after.append(after)
+    _place(found, i, window, out, op in _SUMMED)
     found.pads.append(pads)
     found.growth.append(growth)
+
+
+def _place(
+    found: Windows, i: int, window: Window | None, out: Size, is_summed: bool = False
+) -> None:
+    """Adds spatial dimension `i` with these windows (None if its size is not known) and `out`
+    results; `is_summed` if the rule of the op reduces a dimension that a single window covers."""
+    before, after = f"h{i}", f"y{i}"
+    if window is None or not window.size or not out:
+        found.whole.update(dict.fromkeys((before, after), WINDOW))
+    elif window.width == window.stride == 1 and not any(window.pads) and window.size == out:
+        after = before
+    elif is_summed and window.covers(out):
+        found.covered.append(i)
+        after = "1"
+    elif reason := _refusal(window, out):
+        found.whole.update(dict.fromkeys((before, after), reason))
+    else:
+        found.tied[i] = window
+    found.before.append(before)
+    found.after.append(after)
 
 
 def _refusal(window: Window, out: int) -> str | None:

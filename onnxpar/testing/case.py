@@ -177,7 +177,7 @@ def _open_shape(tensor: gs.Tensor) -> list[int | str] | None:
     if any(map(has_fixed_sizes, tensor.outputs)):
         return list(tensor.shape)
     if isinstance(tensor, gs.Constant) and any(
-        n.op == "EmbedLayerNormalization" for n in tensor.outputs
+        n.op.endswith("EmbedLayerNormalization") for n in tensor.outputs
     ):
         return list(tensor.shape)
     if any(n.op == "Resize" and n.inputs[0] is not tensor for n in tensor.outputs):

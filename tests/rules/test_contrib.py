@@ -337,6 +337,13 @@ POOL = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]}
 IDS, KINDS = array([[1, 4, 2], [7, 0, 3]], np.int32), array([[0, 1, 1], [0, 0, 1]], np.int32)
 TABLES = [RNG.standard_normal((rows, 8)).astype(np.float32) for rows in (9, 5, 2)]
 ROW = [RNG.standard_normal(8).astype(np.float32)] * 2
+
+
+def quantized(values):
+    """Values near those of a table, with the scale and the zero point of `SCALE` and `ZERO`."""
+    return np.clip(values / 0.02 + 3, 0, 255).astype(np.uint8)
+
+
 ROIS = array([[0.1, 0.2, 0.9, 0.8], [0, 0, 1, 1], [0.3, 0.3, 0.6, 1]], np.float32)
 
 PADDED_BY_NODES = "i0_0 i0_1, i1_0 -> o0_0 o0_1 {whole: i0_0 i0_1 i1_0 o0_0 o0_1}"
@@ -398,11 +405,19 @@ ELEMENTS = [
         "d0 d1, _ -> y0 y1 {communicating: d0 d1, co-sharded: d0 y0, co-sharded: d1 y1}",
     ),
     (case("Pad", [(4, 5), array([1, 0, 2, 1])], fed=[1]), PADDED_BY_NODES),
-    (case("CDist", [(4, 6), (5, 6)], {"metric": "euclidean"}), "m k, n k -> m n {whole: k}"),
+    (
+        case("CDist", [(4, 6), (5, 6)], {"metric": "euclidean"}),
+        "m k, n k -> m n {communicating: k}",
+    ),
+    (case("CDist", [(4, 6), (5, 6)]), "m k, n k -> m n {sum: k}"),
     (case("ExpandDims", [(4, 6), array(1, np.int32)]), "d0 d1, _ -> d0 1 d1"),
     (
         case("UnfoldTensor", [(4, 7, 3)], {"dim": 1, "size": 3, "step": 2}),
-        "d0 d1 d2 -> d0 w d2 z {whole: d1 w z}",
+        "d0 h0 d2 -> d0 y0 d2 z {communicating: h0, co-sharded: h0 y0, whole: z}",
+    ),
+    (
+        case("UnfoldTensor", [(4, 7)], {"size": 3}),
+        "d0 h0 -> d0 y0 z {communicating: h0, co-sharded: h0 y0, whole: z}",
     ),
     (
         case(
@@ -415,11 +430,11 @@ ELEMENTS = [
     ),
     (
         Case("SimplifiedLayerNormalization", [(3, 4, 6), (6,)], {"axis": -1}, outputs=2),
-        "d0 d1 d2, d2 -> d0 d1 d2; d0 d1 1 {whole: d2}",
+        "d0 d1 d2, d2 -> d0 d1 d2; d0 d1 1 {communicating: d2}",
     ),
     (
         case("EmbedLayerNormalization", [IDS, KINDS, *TABLES, *ROW], fed=[0, 1], outputs=3),
-        "b s, b s, v h, p h, t h, h, h -> b s h; b; b s h {whole: v p t h s}",
+        "b s, b s, v h, p h, t h, h, h -> b s h; b; b s h {communicating: h p s t v}",
     ),
     (
         case(
@@ -428,7 +443,7 @@ ELEMENTS = [
             fed=[0, 8],
             outputs=2,
         ),
-        "b s, _, v h, p h, _, h, h, _, 1 s -> b s h; b {whole: v p h}",
+        "b s, _, v h, p h, _, h, h, _, 1 s -> b s h; b {communicating: h p s v}",
     ),
     (
         case(
@@ -438,7 +453,7 @@ ELEMENTS = [
             fed=[0, 1, 7],
             outputs=2,
         ),
-        "b s, b s, v h, p h, t h, h, h, b s -> b s h; b {whole: v p t h s}",
+        "b s, b s, v h, p h, t h, h, h, b s -> b s h; b {communicating: h p s t v}",
     ),
     (
         case(
@@ -448,7 +463,17 @@ ELEMENTS = [
             fed=[0, 1, 7, 8],
             outputs=2,
         ),
-        "b s, b s, v h, p h, t h, h, h, b s, b s -> b s h; b {whole: v p t h s}",
+        "b s, b s, v h, p h, t h, h, h, b s, b s -> b s h; b {communicating: h p s t v}",
+    ),
+    (
+        case(
+            "QEmbedLayerNormalization",
+            [IDS, KINDS, *map(quantized, (*TABLES, *ROW)), KINDS, *[SCALE] * 5, *[ZERO] * 5],
+            fed=[0, 1, 7],
+            outputs=2,
+        ),
+        "b s, b s, v h, p h, t h, h, h, b s, _, _, _, _, _, _, _, _, _, _ -> b s h; b"
+        " {communicating: h p s t v}",
     ),
     (
         case(
@@ -491,26 +516,27 @@ ELEMENTS = [
         "v d1 (k z w), i0, v d1 (k z) -> i0 d1 (k z e) {sum: v, whole: w e z}",
     ),
 ]
+WINDOWED = "{communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}"
 IMAGES = [
     (
         case("NhwcMaxPool", [PIXELS], POOL, fed=[0]),
-        "n h0 h1 c -> n y0 y1 c {whole: h0 h1 y0 y1}",
+        f"n h0 h1 c -> n y0 y1 c {WINDOWED}",
     ),
     (
         case("QLinearAveragePool", [IMAGE, *SCALED], POOL, fed=[0]),
-        "n c h0 h1, _, _, _, _ -> n c y0 y1 {whole: h0 h1 y0 y1}",
+        f"n c h0 h1, _, _, _, _ -> n c y0 y1 {WINDOWED}",
     ),
     (
         case("QLinearAveragePool", [PIXELS, *SCALED], {**POOL, "channels_last": 1}, fed=[0]),
-        "n h0 h1 c, _, _, _, _ -> n y0 y1 c {whole: h0 h1 y0 y1}",
+        f"n h0 h1 c, _, _, _, _ -> n y0 y1 c {WINDOWED}",
     ),
     (
         case("QLinearGlobalAveragePool", [IMAGE, SCALE, ZERO, f32(0.011), ZERO], fed=[0]),
-        "n c h0 h1, _, _, _, _ -> n c 1 1 {whole: h0 h1}",
+        "n c h0 h1, _, _, _, _ -> n c 1 1 {communicating: h0 h1}",
     ),
     (
         case("QLinearGlobalAveragePool", [PIXELS, *SCALED], {"channels_last": 1}, fed=[0]),
-        "n h0 h1 c, _, _, _, _ -> n 1 1 c {whole: h0 h1}",
+        "n h0 h1 c, _, _, _, _ -> n 1 1 c {communicating: h0 h1}",
     ),
     (
         case(
@@ -520,11 +546,35 @@ IMAGES = [
             fed=[0, 3],
         ),
         "n h0 h1 (g c), _, _, (g o) c w0 w1, (g o), (), _, _, (g o) -> n y0 y1 (g o)"
-        " {whole: c h0 h1 y0 y1 w0 w1}",
+        " {communicating: c h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
+    ),
+    (
+        case(
+            "QLinearConv",
+            [PIXELS, SCALE, ZERO, u8(4, 4, 2, 3), SCALE, array(5, np.uint8), HALF, ZERO],
+            {"channels_last": 1, "strides": [2, 1], "pads": [0, 1, 0, 1]},
+            fed=[0, 3],
+        ),
+        "n h0 h1 c, _, _, o c w0 w1, (), (), _, _ -> n y0 y1 o"
+        " {communicating: c h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
+    ),
+    (
+        case(
+            "QLinearConv",
+            [IMAGE, SCALE, ZERO, u8(6, 4, 3, 3), SIX, array(5, np.uint8), HALF, ZERO, ADDED[0]],
+            {"pads": [1, 1, 1, 1]},
+            fed=[0, 3],
+        ),
+        "n c h0 h1, _, _, o c w0 w1, o, (), _, _, o -> n o y0 y1"
+        " {communicating: c h0 h1, co-sharded: h0 y0, co-sharded: h1 y1, whole: w0 w1}",
     ),
     (
         case("ConvTransposeWithDynamicPads", [(2, 4, 5), (4, 6, 3), array([1, 1]), (6,)]),
         "n c h0, c o w0, _, o -> n o y0 {sum: c, whole: h0 y0 w0}",
+    ),
+    (
+        case("ConvTransposeWithDynamicPads", [(2, 4, 5), (4, 3, 3), array([1, 1])], {"group": 2}),
+        "n (g c) h0, (g c) o w0, _ -> n (g o) y0 {sum: c, whole: h0 y0 w0}",
     ),
     (
         case(
@@ -543,11 +593,30 @@ IMAGES = [
     (
         case(
             "MaxpoolWithMask",
-            [(2, 3, 6, 6), np.ones((2, 1, 6, 6), np.int32)],
+            [(2, 3, 6, 6), RNG.integers(0, 2, (1, 1, 6, 6)).astype(np.int32)],
             {"kernel_shape": [2, 2], "strides": [2, 2]},
             fed=[1],
         ),
-        "n c h0 h1, n 1 h0 h1 -> n c y0 y1 {whole: h0 h1 y0 y1}",
+        "n c h0 h1, 1 1 h0 h1 -> n c y0 y1 {whole: h0 y0 h1 y1}",
+    ),
+    (
+        case(
+            "MaxpoolWithMask",
+            [(2, 3, 7), RNG.integers(0, 2, (1, 1, 7)).astype(np.int32)],
+            {"kernel_shape": [3], "strides": [2], "pads": [1, 1]},
+            fed=[1],
+        ),
+        "n c h0, 1 1 h0 -> n c y0 {communicating: h0, co-sharded: h0 y0}",
+    ),
+    (  # image q reads the mask from element `7 q % 6` on
+        case(
+            "MaxpoolWithMask",
+            [(2, 3, 7), RNG.integers(0, 2, (2, 3, 7)).astype(np.int32)],
+            {"kernel_shape": [3]},
+            fed=[1],
+        ),
+        "i0_0 i0_1 i0_2, i1_0 i1_1 i1_2 -> o0_0 o0_1 o0_2"
+        " {whole: i0_0 i0_1 i0_2 i1_0 i1_1 i1_2 o0_0 o0_1 o0_2}",
     ),
 ]
 
@@ -585,12 +654,31 @@ ROWS = [
     (case("ScaledSiLU", [X, array(0.7, np.float32)]), "d0 d1 d2, () -> d0 d1 d2"),
     (case("GatedAdd", [X, X, (3, 4, 1)]), "d0 d1 d2, d0 d1 d2, d0 d1 1 -> d0 d1 d2"),
     (case("TransposeMatMul", [(4, 6), (5, 6)], {"transB": 1}), "m k, n k -> m n {sum: k}"),
-    (case("BranchwiseRMSNorm", [X, (24,)]), "d0 d1 d2, _ -> d0 d1 d2 {whole: d1 d2}"),
     (
-        case("BranchwiseRMSNorm", [X, (6,)], {"num_branches": 2}),
-        "d0 d1 d2, _ -> d0 d1 d2 {whole: d2}",
+        case("BranchwiseRMSNorm", [X, (24,)]),
+        "d0 c h, (c h) -> d0 c h {communicating: h}",
     ),
-    (case("GatedRMSNorm", [X, (6,), X]), "d0 d1 d2, _, d0 d1 d2 -> d0 d1 d2 {whole: d2}"),
+    (
+        case("BranchwiseRMSNorm", [(2, 3, 4, 6), (4, 6)], {"epsilon": 0.1}),
+        "d0 d1 c h, c h -> d0 d1 c h {communicating: h}",
+    ),
+    (case("BranchwiseRMSNorm", [X]), "d0 c h -> d0 c h {communicating: h}"),
+    (
+        case("BranchwiseRMSNorm", [(3, 4, 12), (6,)], {"num_branches": 2}),
+        "d0 d1 (c h), h -> d0 d1 (c h) {communicating: h}",
+    ),
+    (
+        case("BranchwiseRMSNorm", [(3, 4, 12), (12,)], {"num_branches": 2}),
+        "d0 d1 (c h), (c h) -> d0 d1 (c h) {communicating: h}",
+    ),
+    (
+        case("GatedRMSNorm", [X, (6,), X]),
+        "d0 d1 c, c, d0 d1 c -> d0 d1 c {communicating: c}",
+    ),
+    (
+        case("GatedRMSNorm", [X, (3,), X], {"activation": "sigmoid", "epsilon": 0.1}),
+        "d0 d1 (n c), c, d0 d1 (n c) -> d0 d1 (n c) {communicating: c}",
+    ),
     (
         case("LinearAttentionGate", [X, (6,), (6,), X], outputs=2),
         "d0 d1 d2, d2, d2, d0 d1 d2 -> d0 d1 d2; d0 d1 d2",

@@ -67,11 +67,11 @@ CASES = [
     ),
     (
         case("EngramGate", [STREAMS, STREAMS, BLOCK, (3, 6), (3, 6)]),
-        "b s c h, b s c h, b s h, c h, c h -> b s c h {whole: h}",
+        "b s c h, b s c h, b s h, c h, c h -> b s c h {communicating: h}",
     ),
     (
         case("EngramGate", [STREAMS, STREAMS, BLOCK, (3, 6), (3, 6), (3, 6)], outputs=2),
-        "b s c h, b s c h, b s h, c h, c h, c h -> b s c h; b s c h {whole: h}",
+        "b s c h, b s c h, b s h, c h, c h, c h -> b s c h; b s c h {communicating: h}",
     ),
     (
         case("MRotaryEmbedding", [(2, 3, 4, 8), PLACES, *TURNS], ROTARY, [1]),

@@ -80,7 +80,7 @@ CASES = [
             {"epsilon": 1e-5},
             domain="com.microsoft",
         ),
-        "d0 d1 d2, d0 d1 d2, d2, d2, d2 -> d0 d1 d2 {whole: d2}",
+        "d0 d1 d2, d0 d1 d2, d2, d2, d2 -> d0 d1 d2 {communicating: d2}",
     ),
     (
         Case(
@@ -88,7 +88,25 @@ CASES = [
             [(2, 3, 8), (2, 3, 8), (8,)],
             domain="com.microsoft",
         ),
-        "d0 d1 d2, d0 d1 d2, d2 -> d0 d1 d2 {whole: d2}",
+        "d0 d1 d2, d0 d1 d2, d2 -> d0 d1 d2 {communicating: d2}",
+    ),
+    (
+        Case(
+            "SkipLayerNormalization",
+            [(2, 3, 8), (3, 8), (8,)],
+            {"epsilon": 0.1},
+            domain="com.microsoft",
+        ),
+        "d0 d1 d2, d1 d2, d2 -> d0 d1 d2 {communicating: d2}",
+    ),
+    (
+        Case(
+            "SkipSimplifiedLayerNormalization",
+            [(2, 3, 8), (1, 3, 8), (8,), (8,)],
+            {"epsilon": 0.1},
+            domain="com.microsoft",
+        ),
+        "d0 d1 d2, 1 d1 d2, d2, d2 -> d0 d1 d2 {communicating: d2}",
     ),
 ]
 

@@ -50,6 +50,21 @@ CASES = {
         [IMAGE],
         {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1},
     ),
+    "largest, channels last": Case(
+        "NhwcMaxPool",
+        [X8.transpose(0, 2, 3, 1).copy()],
+        {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]},
+        domain="com.microsoft",
+    ),
+    "quantized, channels last": Case(
+        "QLinearConv",
+        [X8.transpose(0, 2, 3, 1).copy(), ONE, POINT, W8, ONE, POINT, array(4, np.float32), POINT],
+        {"pads": [1, 1, 1, 1], "channels_last": 1},
+        domain="com.microsoft",
+    ),
+    "unfolded": Case(
+        "UnfoldTensor", [(2, 9, 3)], {"dim": 1, "size": 3, "step": 2}, domain="com.microsoft"
+    ),
     "norm": Case("LpPool", [IMAGE], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "p": 2}),
 }
 

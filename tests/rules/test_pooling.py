@@ -8,6 +8,20 @@ X = (2, 4, 6, 6)
 PADDED = {"pads": [1, 1, 1, 1]}
 
 CASES = [
+    (Case("MaxPool", [X], {"kernel_shape": [6, 6]}), "n c h0 h1 -> n c 1 1 {max: h0, max: h1}"),
+    (
+        Case("MaxPool", [X], {"kernel_shape": [6, 2], "strides": [1, 2]}),
+        "n c h0 h1 -> n c 1 y1 {max: h0, communicating: h1, co-sharded: h1 y1}",
+    ),
+    (Case("AveragePool", [X], {"kernel_shape": [6, 6]}), "n c h0 h1 -> n c 1 1 {sum: h0, sum: h1}"),
+    (
+        Case("AveragePool", [X], {"kernel_shape": [3, 6], "strides": [2, 6], "pads": [1, 0, 1, 0]}),
+        "n c h0 h1 -> n c y0 1 {sum: h1, communicating: h0, co-sharded: h0 y0}",
+    ),
+    (
+        Case("MaxPool", [X], {"kernel_shape": [6, 2], "strides": [1, 2]}, outputs=2),
+        "n c h0 h1 -> n c y0 y1; n c y0 y1 {communicating: h1, co-sharded: h1 y1, whole: h0 y0}",
+    ),
     (
         Case("MaxPool", [X], {"kernel_shape": [3, 3], "strides": [2, 2], **PADDED}),
         "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",

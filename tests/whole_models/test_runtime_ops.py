@@ -46,6 +46,15 @@ ENCODER = """encoder (int32[4,6] ids, int32[4,6] kinds, int32[4] lengths, float[
   g = com.microsoft.BiasGelu(m, wb)
   f = MatMul(g, wc)
   y = com.microsoft.SkipLayerNormalization(f, s, w5, w4, wd) }"""
+FEATURES = """features (int32[4,6] ids, int32[4,6] kinds, float[9,12] w1, float[6,12] w2,
+  float[2,12] w3, float[12] w4, float[12] w5, float[12,12] w6) => (float[4,6,12] y)
+{ e, i = com.microsoft.EmbedLayerNormalization(ids, kinds, w1, w2, w3, w4, w5)
+  m = MatMul(e, w6)
+  y = com.microsoft.SkipLayerNormalization(m, e, w5, w4) }"""
+GROWN = """grown (float[2,4,6,5] x, float[4,6,3,3] w1, float[6] w2) => (float[2,6,13,11] y)
+<int64[4] pads = {0, 1, 0, 1}>
+{ h = com.microsoft.ConvTransposeWithDynamicPads<strides = [2, 2]>(x, w1, pads, w2)
+  y = Relu(h) }"""
 DECODER = """decoder (float[4,1,32] x, float[4,2,5,16] k, float[4,2,5,16] v, int32[4] lengths,
   float[32] w1, uint8[128,2,8] w2, float[128,2] w3, float[9,8] w4, float[9,8] w5, float[64,32] w6)
   => (float[4,1,32] y, float[4,2,6,16] K, float[4,2,6,16] V)
@@ -78,6 +87,27 @@ CASES = {
     "encoder": (ENCODER, "tensor-parallel 3", {}),
     "encoder over 4": (ENCODER, "tensor-parallel 4", {}),
     "encoder of a batch": (ENCODER, "hybrid dp=2,tp=2", {}),
+    "features": (
+        FEATURES,
+        "tp=3",
+        {
+            "EmbedLayerNormalization_e": [[None, None]] * 2 + [[None, "tp"]],
+            "SkipLayerNormalization_*": [[None, None, "tp"]],
+        },
+    ),
+    "words": (
+        FEATURES,
+        "tp=2",
+        {
+            "EmbedLayerNormalization_e": [[None, None]] * 2 + [["tp", None]],
+            "MatMul_m": [[None, None, None], [None, "tp"]],
+        },
+    ),
+    "rows of a grown image": (
+        GROWN,
+        "tp=3",
+        {"ConvTransposeWithDynamicPads_h": [[None, None, "tp", None]]},
+    ),
     "decoder": (DECODER, "tensor-parallel 2", {}),
     "decoder of a batch": (DECODER, "data-parallel 3", {}),
 }
