@@ -160,13 +160,16 @@ class LoweringBuilder:
         self._append("Scan", name, [*states, *sequences], results, attrs)
         return results[: len(ends)], results[len(ends) :]
 
-    def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
-        """`x`, or one element of `value` along `axis` where the rank's shard is empty; dimension
-        `axis` of `x` is the factor."""
+    def filled(
+        self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
+    ) -> gs.Tensor:
+        """`x`, or `count` elements of `value` along `axis` where the rank's shard is empty;
+        dimension `axis` of `x` has `count` elements for each of the factor's."""
         if not self.view.may_be_empty(factor):
             return x
-        y = fill(self, x, axis, np.array([1], np.int64), value)
-        self._shapes[y.name] = [max(s, int(i == axis)) for i, s in enumerate(self.shape(x))]
+        y = fill(self, x, axis, np.array([count], np.int64), value)
+        least = [count * (i == axis) for i in range(len(x.shape))]
+        self._shapes[y.name] = [max(s, n) for s, n in zip(self.shape(x), least, strict=True)]
         return y
 
     def fetch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from onnxpar.presets.recurrences import MOVES, recurrences
+from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
 from onnxpar.sharding.factors import OpFactors
 
 _CONTRACT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "FusedMatMul", "TransposeMatMul"}
@@ -14,7 +15,7 @@ _WEIGHT = {
 }
 """The index of the weight among the operands of ops with several operands, such as scales and zero
 points."""
-CONTRACTIONS = _CONTRACT | _WEIGHT.keys()
+CONTRACTIONS = _CONTRACT | _WEIGHT.keys() | EXPERT_WEIGHTS.keys()
 """Ops that multiply two operands and add up."""
 _NORMALIZE = {"LpNormalization", "Div"}
 """Ops by which weights are normalized; exporters write the latter with the norm as the divisor."""
@@ -23,8 +24,7 @@ _LOOK_UP = {"Gather", "GatherND", "GatherElements"}
 
 def is_contraction(op: OpFactors) -> bool:
     """True if the node multiplies two operands and reduces."""
-    multiplies = op.node.op in _CONTRACT or op.node.op in _WEIGHT
-    return multiplies and bool(op.rule.reduce or op.rule.communicating)
+    return op.node.op in CONTRACTIONS and bool(op.rule.reduce or op.rule.communicating)
 
 
 def convolves(op: OpFactors) -> bool:
@@ -41,7 +41,7 @@ def is_contracted(weight: gs.Tensor) -> bool:
         position = next(i for i, t in enumerate(node.inputs) if t is weight)
         if node.op in _CONTRACT or (node.op in _LOOK_UP and position == 0):
             return True
-        if _WEIGHT.get(node.op) == position:
+        if _WEIGHT.get(node.op) == position or position in EXPERT_WEIGHTS.get(node.op, ()):
             return True
         is_matrix = len(weight.shape or ()) > 1
         moves = node.op in MOVES or (node.op == "DequantizeLinear" and position == 0)

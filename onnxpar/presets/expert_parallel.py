@@ -18,6 +18,7 @@ from onnxpar.ir.subgraphs import constants
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.contraction import convolves, is_contraction
+from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 
@@ -57,7 +58,11 @@ def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpF
 
 def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
     """Atoms of a product that number the matrices of a weight, and that the other operand and the
-    result have, too. Not the groups of a convolution, which are channels."""
+    result have, too; and the experts of onnxruntime's mixtures. Not the groups of a convolution,
+    which are channels."""
+    if op.node.op in EXPERT_WEIGHTS:
+        yield from (leaf.atom for leaf in op.leaves if leaf.factor == "e")
+        return
     if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
         return
     for this, other in ((0, 1), (1, 0)):

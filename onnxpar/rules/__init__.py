@@ -9,6 +9,7 @@ from onnxpar.rules import contrib_attention as contrib_attention
 from onnxpar.rules import contrib_branches as contrib_branches
 from onnxpar.rules import contrib_elementwise as contrib_elementwise
 from onnxpar.rules import contrib_embedding as contrib_embedding
+from onnxpar.rules import contrib_experts as contrib_experts
 from onnxpar.rules import contrib_images as contrib_images
 from onnxpar.rules import contrib_lookup as contrib_lookup
 from onnxpar.rules import contrib_normalization as contrib_normalization

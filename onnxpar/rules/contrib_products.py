@@ -1,4 +1,4 @@
-"""onnxruntime's own matrix products: fused, packed by blocks, and mixtures of experts."""
+"""onnxruntime's own matrix products: fused, and packed by blocks."""
 
 from __future__ import annotations
 
@@ -110,43 +110,3 @@ def quantized_gemm(node: gs.Node) -> Rule:
     operands = [a, "_", "_", b, *columns, added if given(node, 6) is not None else "_", "_", "_"]
     operands = operands[: len(node.inputs)]
     return einsum(node, f"{', '.join(operands)} -> m n", **integer_product("k"))
-
-
-@rule("MoE", domain=DOMAIN)
-def experts(node: gs.Node) -> Rule:
-    """`t h, t e, e f h, e f, e h f, e h, e f h, e f -> t h`: tokens t may be split; if f is split,
-    the result is a partial sum."""
-    fused = node.attrs.get("swiglu_fusion", 0)
-    whole = {
-        "h": "it is contracted before an activation",
-        "e": "experts are chosen by their scores",
-    }
-    inner = {0: "f", 1: "(f z)", 2: "(z f)"}[fused]
-    if fused:
-        whole["z"] = "it holds a gate and its value"
-    shape, width = tensor_shape(node.inputs[0]) or (), (tensor_shape(node.inputs[4]) or ())[2]
-    sizes: dict[str, Size] = {"f": width, "z": 2}
-    tokens = "b s" if len(shape) == 3 else "t"
-    router = "(b s)" if len(shape) == 3 else "t"
-    operands = [f"{tokens} h", f"{router} e", f"e {inner} h", f"e {inner}", "e h f", "e h"]
-    operands += ["e f h", "e f"]
-    used = given_specs(operands, node.inputs)
-    bias = frozenset({5}) if given(node, 5) is not None else frozenset[int]()
-    fields: dict[str, Any] = {"additive": bias, "reduce": {"f": "sum"}}
-    text = f"{', '.join(used)} -> {tokens} h"
-    return einsum(node, text, sizes=sizes, whole=whole, **fields)
-
-
-@rule("QMoE", domain=DOMAIN)
-def quantized_experts(node: gs.Node) -> Rule:
-    """`t h, t e, _ -> t h`: only the tokens t may be split; the packed weights of experts stay
-    whole."""
-    shape = tensor_shape(node.inputs[0]) or ()
-    tokens, router = ("b s", "(b s)") if len(shape) == 3 else ("t", "t")
-    whole = {
-        "h": "it is contracted before an activation",
-        "e": "experts are chosen by their scores",
-    }
-    rest = [router + " e" if i == 14 and t.name else "_" for i, t in enumerate(node.inputs)]
-    operands = [f"{tokens} h", f"{router} e", *rest[2:]]
-    return einsum(node, f"{', '.join(operands)} -> {tokens} h", whole=whole)

@@ -141,9 +141,11 @@ class Lowering(Protocol):
         results. `step` adds the nodes of its body, which may be collectives."""
         ...
 
-    def filled(self, x: gs.Tensor, factor: str, axis: int, value: Any = 0) -> gs.Tensor:
-        """`x` itself; on ranks with an empty shard of the factor, which is dimension `axis` of `x`,
-        a tensor with one element `value` along that axis."""
+    def filled(
+        self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
+    ) -> gs.Tensor:
+        """`x` itself; on ranks with an empty shard of the factor, a tensor with `count` elements
+        `value` along dimension `axis`, which has so many for each element of the factor."""
         ...
 
     def fetch(

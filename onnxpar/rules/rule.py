@@ -46,6 +46,8 @@ class Rule:
                    as a stand-in (`Factor.filled`)
     constants      operands that must be stored weights, never results of collectives: the kernel
                    computes differently if they are results of nodes
+    products       the multiplications of a contraction, given the sizes of its factors; by default
+                   one for each element of both operands and of the result
     """
 
     inputs: tuple[Spec | None, ...]
@@ -66,6 +68,7 @@ class Rule:
     rings: tuple[tuple[str, str], ...] = ()
     nonempty: frozenset[str] = frozenset()
     constants: frozenset[int] = frozenset()
+    products: Callable[[Mapping[str, Size]], int] | None = None
 
     def text(self) -> str:
         """The rule on one line: `m k, k n -> m n {sum: k}`."""

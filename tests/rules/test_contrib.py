@@ -303,24 +303,13 @@ PRODUCTS = [
         "k m, _, _, n k, (), () -> m n {communicating: k}",
     ),
     (
-        case("MoE", [(6, 4), (6, 3), (3, 8, 4), (3, 8), (3, 4, 8), (3, 4)], {"k": 2}),
-        "t h, t e, e f h, e f, e h f, e h -> t h {sum: f, whole: h e}",
-    ),
-    (
-        case(
-            "MoE",
-            [(2, 3, 4), (6, 3), (3, 8, 4), None, (3, 4, 4)],
-            {"k": 1, "activation_type": "swiglu", "swiglu_fusion": 1},
-        ),
-        "b s h, (b s) e, e (f z) h, _, e h f -> b s h {sum: f, whole: h e z}",
-    ),
-    (
         case(
             "QMoE",
             [(6, 32), (6, 3), u8(3, 32, 16), SCALES, None, u8(3, 32, 16), SCALES],
             {"k": 2, "activation_type": "relu"},
         ),
-        "t h, t e, _, _, _, _, _ -> t h {whole: h e}",
+        "t h, t r, e (f i) p2, e (f i), _, e h (f p5), e h -> t h "
+        "{sum: e, sum: f, whole: h r i p2 p5}",
     ),
 ]
 

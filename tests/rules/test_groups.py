@@ -110,20 +110,39 @@ def channels() -> Iterator[Groups]:
 
 
 def tables() -> Iterator[Groups]:
-    """Rows that are looked up, and experts: what has groups is whole."""
+    """Rows that are looked up: groups along a row are whole."""
     rows = {"block_size": 16, "bits": 4, "gather_axis": 0, "quantize_axis": 1}
     table = [codes(7, 32), array([[1, 4, 6], [0, 2, 5]]), scales(7, 4)]
     found = {"x0": along((7, 32), 1, 8), "x2": along((7, 4), 1, 1)}
     case = Case("GatherBlockQuantized", table, rows, fed=[1], domain=MICROSOFT)
     yield Groups(case, found | {"y0": along((2, 3, 64), 2, 16)}, "i0 i1 k v")
-    for block in (0, 32):
-        of = (3, 64, 2) if block else (3, 64)
-        experts = [(6, 64), (6, 3), codes(3, 64, 32), scales(*of), None, codes(3, 64, 32)]
-        attrs = {"k": 2, "activation_type": "relu"} | ({"block_size": block} if block else {})
-        found = {f"x{i}": along((3, 64, 32), 2, 16 if block else 32) for i in (2, 5)}
-        found |= {f"x{i}": along(of, 2, 1) if block else np.zeros(of, int) for i in (3, 6)}
-        case = Case("QMoE", [*experts, scales(*of)], attrs, domain=MICROSOFT)
-        yield Groups(case, found, "t")
+
+
+def experts(block: int, points: bool, bits: int = 4, fused: int = 0) -> Groups:
+    """Three experts with 64 columns; those of a block, and those that share a byte of weights or of
+    zero points, are one group."""
+    per_byte, z = 8 // bits, 1 + fused
+    unit = per_byte
+    of = (3, 64 * z), (3, 32)
+    if block:
+        unit = block * (max(2, per_byte) if points else 1)
+        of = (3, 64 * z, 32 // block), (3, 32, 64 // block)
+    first, second = codes(3, 64 * z, 32 // per_byte), codes(3, 32, 64 // per_byte)
+    operands: list[Any] = [(6, 32), (6, 3), first, scales(*of[0]), None, second, scales(*of[1])]
+    found = {"x2": along(first.shape, 1, unit * z), "x5": along(second.shape, 2, unit // per_byte)}
+    found["x3"] = along(of[0], 1, unit * z)
+    if block:
+        found["x6"] = along(of[1], 2, unit // block)
+    if points:
+        packed = [(*shape[:-1], shape[-1] // per_byte or 1) for shape in of]
+        operands += [None] * 4 + [codes(*shape) for shape in packed]
+        found["x11"] = along(packed[0], 1, unit * z if block else unit * z // per_byte)
+        if block:
+            found["x12"] = along(packed[1], 2, unit // block // per_byte)
+    attrs = {"k": 2, "activation_type": "swiglu" if fused else "relu", "swiglu_fusion": fused}
+    attrs |= {"expert_weight_bits": bits} | ({"block_size": block} if block else {})
+    splits = "e f t" if unit < 64 else "e t"
+    return Groups(Case("QMoE", operands, attrs, domain=MICROSOFT), found, splits)
 
 
 CASES = [
@@ -143,6 +162,9 @@ CASES = [
     *(linear(op, (4, 7), 1, 0, "d0 d1") for op in ("QuantizeLinear", "DequantizeLinear")),
     *channels(),
     *tables(),
+    *(experts(block, points) for block in (0, 16, 32) for points in (False, True)),
+    *(experts(block, points, 8) for block in (0, 16) for points in (False, True)),
+    *(experts(block, points, fused=1) for block in (0, 16) for points in (False, True)),
 ]
 IDS = [
     f"{c.case.op}-{'-'.join(str(v) for k, v in c.case.attrs.items() if k != 'N')}" for c in CASES
