@@ -128,6 +128,7 @@ _ROWS = (
         is_fused=True,
         is_measured=True,
     ),
+    Kind("AllToAllV", traffic=1.0, by_hand=False),  # lowering computes its sizes
     Kind(
         "CollectivePermute",
         (SPLIT, SPLIT),

@@ -32,7 +32,7 @@ Collective::Collective(const char* kind, const KernelInfo& info, std::shared_ptr
 void Collective::Compute(KernelContext& context) {
   try {
     Execute(context);
-    context.Output(context.OutputCount() - 1, Shape{0});
+    context.Output(context.OutputCount() - 1, TokenShape());
   } catch (const WorldFailure&) {
     throw;
   } catch (const std::exception& error) {

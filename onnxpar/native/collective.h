@@ -39,13 +39,25 @@ class Collective : public Kernel {
   /// Computes all outputs except the last one, the token.
   virtual void Execute(KernelContext& context) = 0;
 
+  /// The shape of the token, which has no elements. Profiles of onnxruntime contain shapes, but no
+  /// values, so a kernel can tell there what data decided.
+  virtual Shape TokenShape() const { return {0}; }
+
   /// Calls body(transport, call). Messages are exchanged only between members that agree on the
   /// attributes, on the type of `x`, and on `common`, the part of its shape that must be the same.
   template <typename Body>
   void Run(const Tensor& x, const Shape& common, const Body& body) {
+    Run(x, common, body, sends_, receives_);
+  }
+
+  /// The same, with the numbers of elements that this rank sends to and receives from each member
+  /// in this run.
+  template <typename Body>
+  void Run(const Tensor& x, const Shape& common, const Body& body,
+           const std::vector<int64_t>* sends, const std::vector<int64_t>* receives) {
     ElementSize(x.type);  // throws for types that cannot be sent
     const uint64_t signature = Mix(Mix(signature_, static_cast<uint64_t>(x.type)), common);
-    world_->Run({name_, details_, group_, signature, x.type, x.shape, sends_, receives_}, body);
+    world_->Run({name_, details_, group_, signature, x.type, x.shape, sends, receives}, body);
   }
 
   /// Returns the numbers of all members, in the order of the group; each member passes equally

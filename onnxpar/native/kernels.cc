@@ -197,6 +197,60 @@ class Redistribute : public Collective {
   const Sizes takes_;
 };
 
+/// Sends each member the next `sends[i]` elements along one axis, and joins what they send along
+/// the same axis. Both lists are data: `receives[i]` must be what member i sends to this rank. The
+/// token has the shape [0, bytes sent to other members].
+class AllToAllV : public Collective {
+ public:
+  AllToAllV(const KernelInfo& info, std::shared_ptr<World> world)
+      : Collective("AllToAllV", info, std::move(world)), axis_(AgreeInt(info, "axis")) {}
+
+ private:
+  void Execute(KernelContext& context) override {
+    const Tensor x = context.Input(0);
+    const size_t axis = NormalizeAxis(axis_, x.shape);
+    const Sizes sends = Counts("sends", context.Input(1));
+    const Sizes receives = Counts("receives", context.Input(2));
+    CheckExtent("the sum of sends=" + ToText(sends), SumOf(sends), x.shape, axis);
+    if (sends[group_.me] != receives[group_.me]) {
+      throw std::runtime_error("sends=" + ToText(sends) + " and receives=" + ToText(receives) +
+                               " give different sizes for the elements that this rank keeps");
+    }
+    const size_t element = ElementSize(x.type);
+    const Shape sent = WithExtent(x.shape, axis, x.shape[axis] - sends[group_.me]);
+    sent_bytes_ = static_cast<int64_t>(Tensor{x.type, sent, nullptr}.Bytes());
+    if (Alone(context, x)) return;
+    const Shape y_shape = WithExtent(x.shape, axis, SumOf(receives));
+    void* const y = context.Output(0, y_shape);
+    Run(
+        x, WithoutAxis(x.shape, axis),
+        [&](Transport& transport, const Call& call) {
+          transport.Exchange(call, x.data, SlicesOf(x.shape, axis, element, sends), y,
+                             SlicesOf(y_shape, axis, element, receives));
+        },
+        &sends, &receives);
+  }
+
+  Shape TokenShape() const override { return {0, sent_bytes_}; }
+
+  /// Reads an operand with a size for each member.
+  Sizes Counts(const char* operand, const Tensor& counts) const {
+    const size_t members = group_.ranks.size();
+    const auto* const first = static_cast<const int64_t*>(counts.data);
+    if (counts.shape != Shape{static_cast<int64_t>(members)}) {
+      throw std::runtime_error(std::string(operand) + " has shape " + ToText(counts.shape) +
+                               ", not [" + std::to_string(members) + "], a size for each rank of " +
+                               "group " + ToText(group_.ranks));
+    }
+    const Sizes sizes(first, first + members);
+    if (std::all_of(sizes.begin(), sizes.end(), [](int64_t s) { return s >= 0; })) return sizes;
+    throw std::runtime_error(std::string(operand) + "=" + ToText(sizes) + " has a negative size");
+  }
+
+  const int64_t axis_;
+  int64_t sent_bytes_ = 0;
+};
+
 class Broadcast : public Collective {
  public:
   Broadcast(const KernelInfo& info, std::shared_ptr<World> world)
@@ -256,6 +310,7 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
     return std::make_unique<Redistribute>(info, world);
   }
   if (kind == "AllToAll") return std::make_unique<AllToAll>(info, world);
+  if (kind == "AllToAllV") return std::make_unique<AllToAllV>(info, world);
   if (kind == "Broadcast") return std::make_unique<Broadcast>(info, world);
   if (auto kernel = MakeMessageKernel(kind, info, world)) return kernel;
   if (kind == "Gate") return std::make_unique<Gate>();

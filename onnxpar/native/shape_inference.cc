@@ -109,13 +109,18 @@ void InferNeighborExchange(ShapeContext& node, const World* world) {
   node.SetOutput(0, node.InputType(0), y);
 }
 
-void InferHaloExchange(ShapeContext& node, const World*) {
+void InferOpenAxis(ShapeContext& node, const World*) {
   SetToken(node, 1);
   Dimensions y = node.Input(0);
   const size_t axis = AxisOf(node, "axis", y);
   if (axis == y.size()) return;
   y[axis] = Dimension{};
   node.SetOutput(0, node.InputType(0), y);
+}
+
+void InferAllToAllV(ShapeContext& node, const World* world) {
+  InferOpenAxis(node, world);
+  node.SetOutput(1, DataType::kBool, {{0, ""}, Dimension{}});
 }
 
 void InferTokenOnly(ShapeContext& node, const World*) { SetToken(node, 0); }

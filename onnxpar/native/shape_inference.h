@@ -16,7 +16,8 @@ void InferReduceScatter(ShapeContext& node, const World* world);
 void InferAllToAll(ShapeContext& node, const World* world);
 void InferCollectivePermute(ShapeContext& node, const World* world);
 void InferNeighborExchange(ShapeContext& node, const World* world);
-void InferHaloExchange(ShapeContext& node, const World* world);
+void InferOpenAxis(ShapeContext& node, const World* world);
+void InferAllToAllV(ShapeContext& node, const World* world);
 void InferTokenOnly(ShapeContext& node, const World* world);
 void InferScalar(ShapeContext& node, const World* world);
 

@@ -123,6 +123,12 @@ def _communicate(
     if node.op == "HaloExchange":
         wanted = node.inputs[1].name
         attrs = [{**own, "bounds": mine[wanted]} for own, mine in zip(attrs, values, strict=True)]
+    if node.op == "AllToAllV":
+        sizes = [[mine[t.name] for t in node.inputs[1:3]] for mine in values]
+        attrs = [
+            {**own, "sends": sends, "receives": receives}
+            for own, (sends, receives) in zip(attrs, sizes, strict=True)
+        ]
     for rank, own in enumerate(attrs):
         group = own["group"]
         values[rank][result] = _COLLECTIVES[node.op](
@@ -168,6 +174,16 @@ def _all_to_all(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: 
     return np.concatenate(pieces, axis)
 
 
+def _all_to_all_v(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
+    axis = attrs[me]["axis"]
+    pieces = [
+        np.split(part, np.cumsum(own["sends"])[:-1], axis)[me]
+        for part, own in zip(parts, attrs, strict=True)
+    ]
+    assert [p.shape[axis] for p in pieces] == list(attrs[me]["receives"])
+    return np.concatenate(pieces, axis)
+
+
 def _permute(parts: Sequence[Array], attrs: Sequence[Mapping[str, Any]], me: int) -> Array:
     source = attrs[me]["sources"][me]
     return np.zeros_like(parts[me]) if source < 0 else parts[source]
@@ -179,5 +195,6 @@ _COLLECTIVES = {
     "NeighborExchange": _exchange,
     "HaloExchange": _halo_exchange,
     "AllToAll": _all_to_all,
+    "AllToAllV": _all_to_all_v,
     "CollectivePermute": _permute,
 }

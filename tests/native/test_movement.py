@@ -115,6 +115,95 @@ def test_all_to_all_along_one_axis_changes_the_parts(worlds_of: Worlds) -> None:
         np.testing.assert_array_equal(y, part)
 
 
+def all_to_all_v(axis: int, rank: int) -> bytes:
+    """A model of one AllToAllV: X, sends, receives, t -> Y, s."""
+    return model(
+        [node("AllToAllV", ["X", "sends", "receives", "t"], ["Y", "s"], axis=axis, tag=1)],
+        [
+            ("X", TensorProto.FLOAT, [None] * rank),
+            *((name, TensorProto.INT64, [None]) for name in ("sends", "receives")),
+        ],
+        [("Y", TensorProto.FLOAT, None), ("s", TensorProto.BOOL, [0, None])],
+    )
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize(
+    "amounts",
+    [
+        [[4]],
+        [[3, 2], [0, 1]],
+        [[0, 0, 5], [0, 0, 1], [0, 0, 0]],
+        [[1, 2, 0, 1], [0, 0, 0, 0], [2, 0, 3, 0], [0, 1, 1, 1]],
+        [[0, 0], [0, 0]],
+    ],
+)
+def test_all_to_all_with_sizes_that_data_decide(
+    worlds_of: Worlds, amounts: list[list[int]], axis: int
+) -> None:
+    """Member i sends amounts[i][j] elements to member j. One session runs two of these matrices."""
+    count = len(amounts)
+    proto = all_to_all_v(axis, 3)
+    turned = [list(reversed(row)) for row in reversed(amounts)]
+
+    def each(world: World) -> list[list[np.ndarray]]:
+        here = session(world, proto)
+        ran = []
+        for matrix in (amounts, turned):
+            xs = [
+                numbered(with_extent([2, 3, 2], axis, sum(row)), 100 * i)
+                for i, row in enumerate(matrix)
+            ]
+            feeds = {
+                "X": xs[world.rank],
+                "sends": np.array(matrix[world.rank]),
+                "receives": np.array([row[world.rank] for row in matrix]),
+                "t": TOKEN,
+            }
+            pieces = [
+                np.split(x, np.cumsum(row)[:-1], axis)[world.rank]
+                for x, row in zip(xs, matrix, strict=True)
+            ]
+            ran.append([*here.run(["Y", "s"], feeds), np.concatenate(pieces, axis)])
+        return ran
+
+    for rank, ran in enumerate(on_ranks(worlds_of(count), each)):
+        for (y, token, expected), matrix in zip(ran, (amounts, turned), strict=True):
+            np.testing.assert_array_equal(y, expected)
+            others = sum(matrix[rank]) - matrix[rank][rank]
+            assert token.shape == (0, others * 12 // [2, 3, 2][axis] * 4)
+
+
+@pytest.mark.parametrize(
+    "sends, receives, reason",
+    [
+        ([[1, 1], [2, 0]], [[1, 1], [1, 0]], "sends 2 to rank 0"),
+        ([[1, 1], [0, 2]], [[1, 0], [0, 2]], "sends 1 to rank 1"),
+        ([[2, 1], [0, 2]], [[2, 0], [1, 2]], "the sum of sends=[2, 1] requires 3"),
+        ([[3, -1], [0, 2]], [[3, 0], [0, 2]], "sends=[3, -1] has a negative size"),
+        ([[1, 1], [0, 2]], [[2, 0], [1, 2]], "give different sizes for the elements that this"),
+        ([[2], [0, 2]], [[2], [0, 2]], "sends has shape [1], not [2], a size for each rank of"),
+    ],
+)
+def test_ranks_disagree_on_sizes_that_data_decide(
+    fresh_worlds: Worlds, sends: list[list[int]], receives: list[list[int]], reason: str
+) -> None:
+    """All ranks hear of it within moments."""
+    proto = all_to_all_v(0, 1)
+
+    def each(world: World) -> np.ndarray:
+        feeds = {
+            "X": numbered([2]),
+            "sends": np.array(sends[world.rank]),
+            "receives": np.array(receives[world.rank]),
+            "t": TOKEN,
+        }
+        return session(world, proto).run(["Y"], feeds)[0]
+
+    for message in errors_on_ranks(fresh_worlds(2), each):
+        assert "AllToAllV (tag 1)" in message and reason in message, message
+
+
 @pytest.mark.parametrize("sources", [[1, 2, 0], [0, 2, 1], [-1, 0, 1], [2, -1, -1], [0, 1, 2]])
 @pytest.mark.parametrize("told", [True, False])
 def test_collective_permute(worlds_of: Worlds, sources: list[int], told: bool) -> None:
