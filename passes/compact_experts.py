@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
+from onnxpar.cost.cost import bytes_sent
 from onnxpar.ir.subgraphs import scopes
-from onnxpar.lowering.chosen_rows import Compaction, find_chosen_rows
+from onnxpar.layout.layout import Layout
+from onnxpar.lowering.compaction import Compaction
+from onnxpar.lowering.token_exchange import TokenExchange
+from onnxpar.sharding.chosen_rows import (
+    EXCHANGE,
+    ChosenRows,
+    Crossing,
+    Shapes,
+    crossing,
+    find_chosen_rows,
+)
+
+_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -17,9 +30,10 @@ class CompactExperts(Pass):
     """Replace the rows of zeros of a mixture of experts by a Scan over the rank's experts.
 
     The loader writes a mixture so that every expert has a row for each token: zeros for the tokens
-    of other experts. The body of the Scan computes the rows that are not zeros. Requires local
-    nodes. A mixture stays as it is if the ranks communicate between its nodes, or if a rank has no
-    expert.
+    of other experts. The body of the Scan computes the rows that are not zeros. Where ranks
+    exchange the rows of all experts, they then send those that are not zeros alone: first their
+    numbers, then the rows, and the results back. Requires local nodes. A mixture stays as it is if
+    the ranks communicate in any other way between its nodes, or if a rank has no expert.
 
     Example: shard(mesh="ep=2", preset="expert-parallel")
 
@@ -103,9 +117,57 @@ class CompactExperts(Pass):
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         changed = False
-        mesh = ctx.sharding.mesh
+        shapes = {name: layout.shape for name, layout in ctx.layouts.items()}
         for scope in list(scopes(graph)):
-            for found in list(find_chosen_rows(scope, ctx.layouts, mesh)):
-                Compaction(scope, found, ctx.layouts, mesh, ctx.lowered.per_rank).replace()
-                changed = True
+            for found in list(find_chosen_rows(scope, shapes)):
+                changed |= _compact(scope, found, shapes, ctx)
         return changed
+
+
+def _compact(scope: gs.Graph, found: ChosenRows, shapes: Shapes, ctx: PassContext) -> bool:
+    """Makes a mixture compute and send its chosen rows alone; False if it stays as it is."""
+    mesh, per_rank = ctx.sharding.mesh, ctx.lowered.per_rank
+    is_exchanged = any(node.op == EXCHANGE for node in found.inside)
+    moves = crossing(found) if is_exchanged else None
+    experts = ctx.layouts[(moves.there[0].outputs[0] if moves else found.chosen).name]
+    has_experts = all(experts.local_shape(mesh, rank)[0] for rank in range(mesh.size))
+    if not has_experts or (is_exchanged and moves is None):
+        return False
+    columns = ctx.layouts[found.leave.outputs[0].name]
+
+    def width(rank: int) -> int:
+        return columns.local_shape(mesh, rank)[2]
+
+    if moves is None:
+        Compaction(scope, found, shapes, width, per_rank).replace()
+        return True
+    inner = ctx.layouts[moves.back.inputs[0].name]
+    tag = len(ctx.lowered.collectives) + 1
+    exchange = TokenExchange(scope, found, moves, shapes, width, per_rank, tag)
+    _list(exchange, moves, inner, ctx)
+    mixture = exchange.replace()
+    # The rows that arrive are of all ranks: no operand inside has a value for each of them.
+    known = {**shapes, mixture.chosen.name: (inner.shape[0], -1, 1)}
+    known |= {node.inputs[1].name: (-1, inner.shape[2]) for node in mixture.enter}
+    Compaction(
+        scope, mixture, known, lambda rank: inner.local_shape(mesh, rank)[2], per_rank
+    ).replace()
+    return True
+
+
+def _list(exchange: TokenExchange, moves: Crossing, inner: Layout, ctx: PassContext) -> None:
+    """Changes the collectives of the plan: those that exchange rows have sizes that data decide,
+    and one exchanges numbers of rows before."""
+    names = {node.name for node in (*moves.there, moves.back)}
+    listed = ctx.lowered.collectives
+    for i, entry in enumerate(listed):
+        if entry.name in names:
+            listed[i] = replace(entry, kind="AllToAllV")
+    first = next(i for i, e in enumerate(listed) if e.name == moves.there[0].name)
+    size = _COUNT_BYTES * inner.shape[0]
+    sent = int(bytes_sent("AllToAll", len(listed[first].group), size))
+    about = replace(
+        listed[first], kind="AllToAll", name=exchange.counts, bytes=sent, operand=size,
+        tensor=f"rows per expert of {listed[first].tensor}", before="-", after="-",
+    )  # fmt: skip
+    listed.insert(first, about)

@@ -15,8 +15,10 @@ from onnxpar.ir.reshards import Reshard, reshard_node
 from onnxpar.ir.subgraphs import captured, constants, is_random
 from onnxpar.ir.tensors import element_bytes
 from onnxpar.lowering.schedule import schedule
-from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, plan_tree
+from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree
 from onnxpar.reshard.steps import ReshardStep
+from onnxpar.sharding.chosen_rows import EXCHANGE
+from onnxpar.sharding.expert_part import chosen_shares
 from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
 from onnxpar.sharding.shard_bytes import mean_bytes
@@ -90,6 +92,11 @@ class _Insertion:
         self.reads: dict[str, list[_Read]] = defaultdict(list)
         self.scopes: dict[str, gs.Graph] = {}
         self.changed = False
+        sizes = {
+            name: tuple(dim.size for dim in tensor.dims)
+            for name, tensor in self.sharding.factors.tensors.items()
+        }
+        self.shares = chosen_shares(graph, sizes)
 
     def run(self) -> bool:
         self.sharding.settle()
@@ -344,7 +351,8 @@ class _Insertion:
             parts = partial(self.sharding.part_sizes, tensor.name)
             costs, size = self.sharding.costs, element_bytes(tensor)
             about = ReshardedTensor(factors, costs, size, parts)
-            known[key] = plan_tree(made, goals, self._bytes(tensor), about)
+            direct = exchanges(made, goals, about) if tensor.name in self.shares else None
+            known[key] = direct or plan_tree(made, goals, self._bytes(tensor), about)
         return known[key]
 
     def _bytes(self, tensor: gs.Tensor) -> Bytes:
@@ -370,7 +378,8 @@ class _Insertion:
                 self.sharding.factors.tensors[name] = self.sharding.factors.tensors[tensor.name]
             before = self.sharding.layout(tensor, step.before)
             after = self.sharding.layout(tensor, step.after)
-            reshard = Reshard(step.kind, step.axes, ((before, after),))
+            share = self.shares.get(tensor.name, 1.0) if step.kind == EXCHANGE else 1.0
+            reshard = Reshard(step.kind, step.axes, ((before, after),), share)
             name = f"{step.kind}_{result.name}"
             node = reshard_node(name, reshard, [have[step.before]], [result])
             self.scopes.get(tensor.name, self.graph).nodes.append(node)

@@ -77,7 +77,7 @@ def _thread(graph: gs.Graph, token: gs.Tensor) -> gs.Tensor:
     for node in graph.nodes:
         if node.domain == DOMAIN and node.op not in RANK_CONSTANTS:
             node.inputs.append(token)
-            token = _passed(node.name)
+            token = _passed(node.name, node.op)
             node.outputs.append(token)
         elif any(n.domain == DOMAIN for body in bodies(node) for n in all_nodes(body)):
             token = _thread_branches(node, token) if node.op == "If" else _carry(node, token)
@@ -113,5 +113,6 @@ def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
     return node.outputs[carried]
 
 
-def _passed(name: str) -> gs.Variable:
-    return gs.Variable(f"{name}::token", np.bool_, [0])
+def _passed(name: str, op: str = "") -> gs.Variable:
+    """A token; that of an AllToAllV has a second dimension, the bytes that were sent."""
+    return gs.Variable(f"{name}::token", np.bool_, None if op == "AllToAllV" else [0])

@@ -51,3 +51,9 @@ def stored_proto(tensor: gs.Constant) -> TensorProto | None:
     """The TensorProto of a weight that has not been read; None for a value in memory."""
     values: Any = tensor._values
     return values.tensor if isinstance(values, gs.ir.tensor.LazyValues) else None
+
+
+def peeked(tensor: gs.Constant) -> np.ndarray[Any, Any]:
+    """The value of a constant, which stays unloaded if it was."""
+    values: Any = tensor._values
+    return np.asarray(values.load() if isinstance(values, gs.ir.tensor.LazyValues) else values)

@@ -22,11 +22,13 @@ _KEY = "reshard"
 @dataclass(frozen=True)
 class Reshard:
     """Describes a reshard: its `kind` (a row of `KINDS`), its mesh axes, and in `members` the
-    layouts before and after of each operand. A fused reshard has several operands."""
+    layouts before and after of each operand. A fused reshard has several operands. `share` is the
+    part of the elements that ranks really send: of the rows of all experts, the chosen ones."""
 
     kind: str
     axes: Axes
     members: tuple[tuple[Layout, Layout], ...]
+    share: float = 1.0
 
     @property
     def before(self) -> Layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
@@ -18,7 +18,9 @@ from onnxpar.ir.subgraphs import constants
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.contraction import convolves, is_contraction
+from onnxpar.presets.token_dispatch import exchanged_parts
 from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
+from onnxpar.sharding.expert_part import is_stored
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 
@@ -26,14 +28,24 @@ EXPERT = "expert-parallel"
 
 
 def expert_annotations(
-    graph: gs.Graph, sharding: ShardingState, axes: Axes, beside: Mapping[int, Axes] | None = None
-) -> list[SplitExperts]:
+    graph: gs.Graph, sharding: ShardingState, axes: Axes, beside: Mapping[int, Axes],
+    batch: Mapping[int, Axes],
+) -> list[SplitExperts]:  # fmt: skip
     """Annotations that split nodes with experts' weights by expert; inside of these nodes, the
-    atoms of `beside` are split, too, over its axes. If every layer has fewer experts than there are
-    shards, some ranks have none. Errors: StrategyError if the model has no experts."""
+    atoms of `beside` are split, too, over its axes. Where it is cheaper that ranks exchange the
+    rows of experts, the atoms of `batch` are split outside over its axes. If every layer has fewer
+    experts than there are shards, some ranks have none. Errors: StrategyError if the model has no
+    experts."""
     atoms = expert_atoms(graph, sharding)
-    others = tuple((beside or {}).items())
-    annotations = [SplitExperts(atom, tuple(ops), axes, others) for atom, ops in atoms.items()]
+    inside = tuple(beside.items())
+    annotations = [SplitExperts(atom, tuple(ops), axes, inside) for atom, ops in atoms.items()]
+    others = next(iter(beside.values()), ())
+    for part in exchanged_parts(graph, sharding, axes, others) if batch else ():
+        members = {node.name for node in part.nodes}
+        for i, each in enumerate(annotations):
+            if members.issuperset(op.node.name for op in each.ops):
+                names = tuple(node.name for node in part.nodes)
+                annotations[i] = replace(each, part=names, tokens=tuple(batch.items()))
     fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
         s for s in annotations if s.size > 1
     ]
@@ -74,12 +86,20 @@ def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
 @dataclass(frozen=True)
 class SplitExperts:
     """Splits nodes along an atom of experts: the given nodes, and all nodes connected to them whose
-    operands and results all have that atom."""
+    operands and results all have that atom.
+
+    beside  atoms that are split, too, inside of these nodes
+    part    if ranks exchange rows, the names of the nodes that experts run; only these, and those
+            that prepare their weights, are split by expert
+    tokens  then, the axes of the batch's atoms before and after the exchange
+    """
 
     atom: int
     ops: tuple[OpFactors, ...]
     axes: Axes
     beside: tuple[tuple[int, Axes], ...] = ()
+    part: tuple[str, ...] = ()
+    tokens: tuple[tuple[int, Axes], ...] = ()
 
     @property
     def size(self) -> int:
@@ -107,6 +127,8 @@ class SplitExperts:
                         sharding.assign_tensor(name, i, self.axes)
                     elif sharding.tensors[name][i] is None:
                         sharding.tensors[name][i] = ()
+                elif len(sides) > 1 and leaf.atom in dict(self.tokens):
+                    sharding.assign_tensor(name, i, dict(self.tokens)[leaf.atom])
         return bool(inside)
 
     def _inside(self, sharding: ShardingState) -> dict[str, OpFactors]:
@@ -130,6 +152,8 @@ class SplitExperts:
         needs whole, are smaller than a shard of those with it: a Where writes tokens into the rows
         of each expert. A product without the atom stays outside: it dispatches tokens to places,
         which ranks exchange."""
+        if self.part and op.node.name not in self.part:
+            return all(is_stored(t, {}) for t in op.node.inputs if t.name)
         sizes = {True: 0, False: 0}
         for tensor, links in op.operands():
             factors = sharding.factors.tensors.get(tensor.name)

@@ -151,8 +151,10 @@ def _expert_rounds(
         over, inner = (mesh.axis("ep"),), tuple(a for a in _all_axes(mesh) if a.name == "tp")
         outer = tuple(a for a in _all_axes(mesh) if a.name != "tp")
     others = tuple(a for a in outer if a not in over)  # the experts of each shard of the batch
-    beside = dict.fromkeys(batch_atoms(graph, sharding, step), others) if others else {}
-    experts: list[Annotation] = list(expert_annotations(graph, sharding, over, beside))
+    samples = batch_atoms(graph, sharding, step)
+    beside = dict.fromkeys(samples, others) if others else {}
+    whole_batch = dict.fromkeys(samples, outer) if len(samples) == 1 else {}
+    experts: list[Annotation] = list(expert_annotations(graph, sharding, over, beside, whole_batch))
     batch = list(batch_annotations(graph, sharding, outer, step))
     return [experts, batch, *(tensor_parallel_rounds(graph, sharding, inner) if inner else [])]
 

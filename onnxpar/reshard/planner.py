@@ -152,6 +152,27 @@ def plan_tree(
     return min(trees, key=lambda steps: cost(steps, size, tensor.costs), default=[])
 
 
+def exchanges(
+    start: FactorSharding, wanted: Sequence[FactorSharding], tensor: ReshardedTensor
+) -> list[ReshardStep] | None:
+    """One all-to-all from `start` to each wanted sharding; None if one of them needs other
+    steps."""
+    steps = []
+    for goal in dict.fromkeys(w for w in wanted if w != start):
+        pairs = [(plain(a), plain(b)) for a, b in zip(start.leaves, goal.leaves, strict=True)]
+        given = [tuple(x for x in a if x not in b) for a, b in pairs if a[: len(b)] == b != a]
+        taken = [tuple(x for x in b if x not in a) for a, b in pairs if b[: len(a)] == a != b]
+        same = sum(a == b for a, b in pairs)
+        is_one = len(given) == len(taken) == 1 and given == taken and same == len(pairs) - 2
+        if not is_one or (start.partial, start.reduce) != (goal.partial, goal.reduce):
+            return None
+        step = ReshardStep("AllToAll", in_mesh_order(given[0]), start, goal)
+        if not _composes(step, tensor.factors, tensor.parts):
+            return None
+        steps.append(step)
+    return steps
+
+
 def _grow(
     start: FactorSharding, goals: Iterable[FactorSharding], size: Bytes, tensor: ReshardedTensor
 ) -> list[ReshardStep]:

@@ -100,6 +100,7 @@ def predict_nodes(nodes: Iterable[gs.Node], sharding: ShardingState) -> dict[str
 def reshard_seconds(node: gs.Node, sharding: ShardingState) -> float:
     """Seconds of a node that reshards: a collective, or a slice on each rank."""
     costs = sharding.costs
-    each = [] if KINDS[node.op].by_message else operands_of(node)
+    sends_chosen = reshard_of(node).share < 1.0
+    each = [] if KINDS[node.op].by_message or sends_chosen else operands_of(node)
     rows = sum(rows_moved(before.dims, after.dims) for _, before, after in each)
     return costs.step(node.op, reshard_of(node).axes, reshard_bytes(node)) + costs.rows(rows)

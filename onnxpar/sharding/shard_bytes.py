@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.reshards import operands_of
+from onnxpar.ir.reshards import operands_of, reshard_of
 from onnxpar.ir.tensors import shape_bytes
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
@@ -23,11 +23,12 @@ def largest_shard_bytes(tensor: gs.Tensor, layout: Layout) -> int:
 
 def reshard_bytes(node: gs.Node) -> int:
     """Bytes of the largest shards of a reshard node's operands, each before or after it, as is
-    larger."""
-    return sum(
+    larger; of rows for experts, only the share that is sent."""
+    whole = sum(
         max(largest_shard_bytes(tensor, layout) for layout in layouts)
         for tensor, *layouts in operands_of(node)
     )
+    return round(whole * reshard_of(node).share)
 
 
 def mean_bytes(

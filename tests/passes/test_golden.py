@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import onnx.parser
 import pytest
+from lowering.mixtures import SLOW
 from pass_texts import GOLDEN, Example, compare_golden, joined, texts_after
 
 from onnxpar.layout.mesh import Mesh
@@ -164,6 +165,18 @@ PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
             {"mesh": "ep=2", "preset": "expert-parallel"},
         ),
         ["localize-ops", "compact-experts"],
+    ),
+    # the ranks of four rows send those that were chosen to the ranks of three experts
+    "exchanged-rows": (
+        Example(
+            """mixture (float[4,2] x, int64[1,4,1] i, float[4,1] r) => (float[4,2] y)
+            <float z = {0}, int64[1] d = {0}, int64[3,1,1] n = {0, 1, 2},
+             float[3,2,2] w1 = {1,2,3,4,5,6,7,8,9,1,2,3}>
+            { c = Equal(i, n)  a = Where(c, x, z)  b = MatMul(a, w1)  k = Mul(b, r)
+              e = Where(c, k, z)  y = ReduceSum<keepdims = 0>(e, d) }""",
+            {"mesh": "ep=2", "preset": "expert-parallel", "topology": SLOW},
+        ),
+        ["insert-collectives", "compact-experts"],
     ),
     # two blocks: the second waits for the gradient that the first hands it
     "gates": (

@@ -1,0 +1,56 @@
+"""Adds nodes to a list, with names of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.origin import note_origin
+
+
+class AddedNodes:
+    """Nodes in `nodes`, made for the global node `origin`; their names begin with `name`."""
+
+    def __init__(self, name: str, origin: str, nodes: list[gs.Node]) -> None:
+        self.name, self.origin, self.nodes = name, origin, nodes
+        self.count = 0
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[Any],
+        dtype: Any,
+        output: gs.Tensor | None = None,
+        **attrs: Any,
+    ) -> gs.Variable:
+        """Adds a node; operands may be numbers or lists of integers. An attribute `axes` becomes an
+        operand. Returns the result: `output`, or a new tensor."""
+        name = f"{self.name}/{op}.{self.count}"
+        self.count += 1
+        operands = [
+            t if isinstance(t, gs.Tensor) else gs.Constant(f"{name}/{i}", np.array(t, np.int64))
+            for i, t in enumerate(inputs)
+        ]
+        if "axes" in attrs:
+            operands.append(gs.Constant(f"{name}/axes", np.array(attrs.pop("axes"), np.int64)))
+        result = gs.Variable(name, dtype) if output is None else output
+        self.note(gs.Node(op, name, attrs, operands, [result]))
+        return result
+
+    def note(self, node: gs.Node) -> None:
+        """Adds a node that was made elsewhere."""
+        note_origin([node], self.origin)
+        self.nodes.append(node)
+
+    def copy(
+        self, node: gs.Node, inputs: Sequence[gs.Tensor], outputs: Sequence[gs.Tensor]
+    ) -> None:
+        """Adds a copy of a node, under its name, with other operands and results."""
+        made = gs.Node(
+            node.op, node.name, dict(node.attrs), list(inputs), list(outputs), node.domain
+        )
+        made.onnx_source = vars(node).get("onnx_source")
+        self.nodes.append(made)

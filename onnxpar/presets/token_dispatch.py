@@ -1,0 +1,93 @@
+"""Decides how the tokens of a mixture reach the ranks of their experts: each rank gathers all
+tokens, or ranks exchange rows, and each token goes only to the experts that were chosen for it.
+
+Megatron-LM names the two dispatchers `allgather` and `alltoall`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.ir.tensors import tensor_shape
+from onnxpar.layout.layout import default_parts
+from onnxpar.layout.mesh import Axes, parts_over
+from onnxpar.sharding.chosen_rows import ChosenRows, Shapes, find_chosen_rows
+from onnxpar.sharding.expert_part import ExpertPart, chosen_share, expert_part
+from onnxpar.sharding.shard_bytes import mean_bytes
+from onnxpar.sharding.state import FactorSharding, ShardingState
+
+_COUNT_BYTES = 8
+_LAUNCHES = 30
+"""How many nodes more a rank runs to sort the rows that it sends and gets."""
+
+
+def exchanged_parts(
+    graph: gs.Graph, sharding: ShardingState, over: Axes, others: Axes
+) -> Iterator[ExpertPart]:
+    """What experts compute, of the mixtures for which the exchange of rows is cheaper.
+
+    over    the axes that split experts
+    others  the axes beside them that split tokens
+    """
+    shapes = _shapes(graph)
+    for found in find_chosen_rows(graph, shapes):
+        part, share = expert_part(found, shapes), chosen_share(found, shapes)
+        if (
+            part is None
+            or share is None
+            or not min(default_parts(shapes[found.chosen.name][0], over))
+        ):
+            continue
+        if _exchange(found, part, share, sharding, over, others) < _gather(
+            found, share, sharding, over, others
+        ):
+            yield part
+
+
+def _shapes(graph: gs.Graph) -> Shapes:
+    shapes = {}
+    for node in all_nodes(graph):
+        for tensor in (*node.inputs, *node.outputs):
+            shape = tensor_shape(tensor) if tensor.name else None
+            known = tuple(size for size in shape or () if isinstance(size, int))
+            if shape is not None and len(known) == len(shape):
+                shapes[tensor.name] = known
+    return shapes
+
+
+def _exchange(
+    found: ChosenRows, part: ExpertPart, share: float, sharding: ShardingState, over: Axes,
+    others: Axes,
+) -> float:  # fmt: skip
+    """Seconds of the exchange: the chosen rows there and back, and their numbers before."""
+    ranks, costs = parts_over(over) * parts_over(others), sharding.costs
+    moved = [node.outputs[0] for node in found.enter] + [part.result]
+    sizes = [_bytes(t, sharding) * share / ranks for t in moved]
+    sizes.append(_COUNT_BYTES * sharding.factors.tensors[found.chosen.name].dims[0].size)
+    launches = _LAUNCHES * max(device.launch for device in costs.devices)
+    return sum(costs.collective("AllToAll", over, size) for size in sizes) + launches
+
+
+def _gather(
+    found: ChosenRows, share: float, sharding: ShardingState, over: Axes, others: Axes
+) -> float:
+    """Seconds in which each rank gets all tokens, and the results are added up. Beside a split
+    batch, every rank along `over` has these tokens already."""
+    parts, costs = parts_over(others), sharding.costs
+    result = _bytes(found.total.outputs[0], sharding) / parts
+    if others:
+        return costs.collective("AllReduce", over, result)
+    marks = _bytes(found.chosen, sharding)  # one byte for each expert and row
+    decisions = share * marks * _COUNT_BYTES
+    tokens = [_bytes(node.inputs[1], sharding) for node in found.enter]
+    gathered = sum(costs.collective("AllGather", over, size) for size in (*tokens, decisions))
+    return gathered + costs.collective("ReduceScatter", over, result)
+
+
+def _bytes(tensor: gs.Tensor, sharding: ShardingState) -> float:
+    """Bytes of a whole tensor, on average over the sizes for which costs are computed."""
+    leaves = sharding.factors.tensors[tensor.name].leaves
+    return mean_bytes(tensor, FactorSharding(tuple(() for _ in leaves)), sharding)

@@ -1,0 +1,82 @@
+"""A small mixture of experts whose router's decisions are inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+from agreement import options
+from onnx import TensorProto, numpy_helper
+
+from onnxpar.cost.topology import Topology
+from onnxpar.pipeline.options import Options
+
+SLOW = Topology.of(
+    {"levels": [{"name": "host", "latency": 0.0, "bandwidth": 1e6}], "device": {"launch": 0.0}}
+)
+"""Links on which only bytes count, so that ranks exchange rows."""
+TEXT = """<ir_version: 8, opset_import: ["" : 17]>
+mixture (TYPE[ROWS,4] x, int64[ROWS,SLOTS] ids, TYPE[ROWS,SLOTS] weights) => (TYPE[ROWS,3] y) <
+  int64[1] zero = {0}, int64[1] two = {2}, int64[1] first = {0}
+> {
+  each = Unsqueeze (ids, zero)
+  hot = Equal (each, experts)
+  marks = Cast <to = KIND> (hot)
+  count = ReduceSum <keepdims = 1> (marks, two)
+  chosen = Cast <to = 9> (count)
+  scaled = Mul (marks, weights)
+  weight = ReduceSum <keepdims = 1> (scaled, two)
+  a = Where (chosen, x, nothing)
+  h = MatMul (a, w1)
+  s = Sigmoid (h)
+  g = Mul (h, s)
+  b = MatMul (g, w2)
+  c = Add (b, bias)
+  m = Mul (c, weight)
+  n = Tanh (m)
+  d = Where (chosen, n, nothing)
+  y = ReduceSum <keepdims = 0> (d, zero)
+}"""
+
+
+def mixture(
+    experts: int, slots: int, rows: int | str, dtype: str = "float", width: int = 4
+) -> onnx.ModelProto:
+    """A model with the inputs x [rows, width], ids and weights [rows, slots], and the output y
+    [rows, 3]."""
+    kind = TensorProto.FLOAT if dtype == "float" else TensorProto.FLOAT16
+    text = TEXT.replace("TYPE", dtype).replace("KIND", str(kind)).replace("SLOTS", str(slots))
+    text = text.replace("ROWS", str(rows)).replace(",4] x", f",{width}] x")
+    model = onnx.parser.parse_model(text)
+    random = np.random.default_rng(0)
+    of = np.float32 if dtype == "float" else np.float16
+    stored: dict[str, Any] = {
+        "experts": np.arange(experts).reshape(-1, 1, 1),
+        "nothing": np.zeros((), of),
+        "w1": random.standard_normal((experts, width, 5)).astype(of),
+        "w2": random.standard_normal((experts, 5, 3)).astype(of),
+        "bias": random.standard_normal((experts, 1, 3)).astype(of),
+    }
+    for name, value in stored.items():
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    return model
+
+
+def feeds_of(ids: Any, dtype: str = "float") -> dict[str, np.ndarray]:
+    """Random tokens for these decisions [row, slot]."""
+    chosen = np.array(ids, np.int64)
+    random = np.random.default_rng(1)
+    of = np.float32 if dtype == "float" else np.float16
+    return {
+        "x": random.standard_normal((len(chosen), 4)).astype(of),
+        "ids": chosen,
+        "weights": random.random(chosen.shape).astype(of),
+    }
+
+
+def exchanging(layout: str) -> Options:
+    """Options for a layout, on slow links."""
+    return replace(options(layout), topology=SLOW)
