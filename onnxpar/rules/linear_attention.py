@@ -1,10 +1,13 @@
-"""Linear attention and causal convolutions with a carried state: by batch, head and channel.
+"""Linear attention and causal convolutions with a carried state: by batch, head, channel and step.
 
 ONNX has both since opset 27; onnxruntime has them in com.microsoft, with more attributes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,16 +15,17 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.rules.communicate import has_output
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import int64
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, given_specs, rule, whole_rule
 
-STEPS = "every step needs all earlier steps"
-
 
 def linear_attention(node: gs.Node) -> Rule:
     """`b s (k g d), b s (k d), b s (k e), b k d e, b s (k d), b s k -> b s (k g e); b k d e`. The
-    columns e of a state do not meet, so they may be split, too."""
+    columns e of a state do not meet, so they may be split, too, and without a delta rule the rows
+    d, over which the ranks add. If steps s are split, each rank finds the map that its steps apply
+    to a state; the ranks exchange these maps, and each starts from the state of those before it."""
     heads, groups = int(node.attrs["kv_num_heads"]), int(node.attrs["q_num_heads"])
     if node.attrs.get("state_window"):
         return whole_rule(node, "it keeps the states of several steps")
@@ -44,14 +48,155 @@ def linear_attention(node: gs.Node) -> Rule:
     def query_heads(local: Local) -> int:
         return local.size("k") * local.size("g")
 
+    reads_state = str(node.attrs.get("update_rule", "gated_delta")).strip("b'").endswith("delta")
+    over = frozenset("s") if reads_state else frozenset("sd")
+    lowering = _LinearAttention(dict(node.attrs), sizes["d"] or 1)
     return einsum(
         node,
         f"{', '.join(operands)} -> {'; '.join(results)}",
         sizes=sizes,
-        whole={"s": STEPS, "d": "each output is a sum over all of it"},
+        whole={"d": "each update reads all of it"} if reads_state else {},
         linear=(frozenset({2, 3} if given(node, 3) is not None else {2}),),
         local={"q_num_heads": query_heads, "kv_num_heads": lambda local: local.size("k")},
+        reduce={},
+        communicating=over,
+        lowered=over,
+        contiguous=frozenset("s"),
+        nonempty=over - {"s"},
+        lower=lowering.lower,
     )
+
+
+@dataclass(frozen=True)
+class _LinearAttention:
+    """Lowers a LinearAttention with these attributes; `width` is the global size of d.
+
+    Steps map a state S to M S + N. The kernel finds both at once, as M is what it makes of the
+    identity if all values are zero: from a state [0 | I], with values [v | 0], it goes to [N | M].
+    """
+
+    attrs: dict[str, Any]
+    width: int
+
+    def lower(self, build: Lowering) -> None:
+        """Replaces the node on a rank that holds shards of the steps, of d or of both."""
+        node, is_split = build.local.node, build.local.is_split("s")
+        operands = [build.input(i) if t.name else t for i, t in enumerate(node.inputs)]
+        operands += [gs.Variable.empty()] * (4 - len(operands))
+        past = given(node, 3) is not None
+        made: gs.Tensor | None = None
+        if is_split:  # a step of zeros leaves the state as it is
+            for i, x in enumerate(operands):
+                operands[i] = build.filled(x, "s", 1) if x.name and i != 3 else x
+            start = build.input(3) if past else self._state(build, operands[0], _zeros, _columns)
+            operands[3], made = self._states(build, operands, start)
+        out, state = self._run(build, operands, _columns)
+        if is_split:
+            end = build.per_rank(lambda local: int64([local.size("s")]))
+            out = build.add("Slice", [out, int64([0]), end, int64([1])])
+        build.finish("Identity", [build.all_reduce(out, ["d"])])
+        if has_output(build, 1):
+            build.finish("Identity", [state if made is None else made], 1)
+
+    def _states(
+        self, build: Lowering, operands: Sequence[gs.Tensor], start: gs.Tensor
+    ) -> tuple[gs.Tensor, gs.Tensor]:
+        """The state before the rank's steps, and the state after the steps of all ranks."""
+        wide = list(operands)
+        wide[2] = self._widened(build, operands[2])
+        wide[3] = self._state(build, operands[0], _identity, _wide_columns)
+        _, own = self._run(build, wide, _wide_columns)
+        own = build.add("Unsqueeze", [own], axes=[0])
+        count = len(build.of_members("s", lambda local: 0))
+        maps = build.all_gather(own, "s", 0, lambda local: 1)
+        ends = build.per_rank(lambda local: int64([_columns(local)]))
+        limit, last = int64([np.iinfo(np.int64).max]), int64([4])
+        added = build.add("Slice", [maps, int64([0]), ends, last])
+        factors = build.add("Slice", [maps, ends, limit, last])
+        state, before = start, []
+        for member in range(count):
+            before.append(build.add("Unsqueeze", [state], axes=[0]))
+            one = np.array(member, np.int64)
+            kept = build.add("MatMul", [build.add("Gather", [factors, one], axis=0), state])
+            state = build.add("Add", [kept, build.add("Gather", [added, one], axis=0)])
+        place = build.per_rank(lambda local: np.array(local.member("s"), np.int64))
+        return build.add("Gather", [build.add("Concat", before, axis=0), place], axis=0), state
+
+    def _run(
+        self, build: Lowering, operands: Sequence[gs.Tensor], columns: Columns
+    ) -> tuple[gs.Tensor, gs.Tensor]:
+        """The results of the op for states with this number of columns."""
+        node, local = build.local.node, build.local
+        batch, steps = build.shape(operands[0])[:2]
+        heads, width = local.size("k"), columns(local)
+        types = [
+            (dtype_of(node.inputs[0]), [batch, steps, heads * local.size("g") * width]),
+            (self._dtype(node), [batch, heads, local.size("d"), width]),
+        ]
+        attrs = {
+            **self.attrs,
+            "q_num_heads": lambda local: local.size("k") * local.size("g"),
+            "kv_num_heads": lambda local: local.size("k"),
+            "scale": self.attrs.get("scale") or 1 / math.sqrt(self.width),
+        }
+        out, state = build.make_each(node.op, operands, types, domain=node.domain, **attrs)
+        return out, state
+
+    def _state(
+        self,
+        build: Lowering,
+        query: gs.Tensor,
+        value: Callable[[Local], Any],
+        columns: Columns,
+    ) -> gs.Tensor:
+        """A state with the same rows and columns for each sample and head."""
+        local, dtype = build.local, self._dtype(build.local.node)
+        one = build.per_rank(lambda local: np.asarray(value(local), dtype))
+        rest = build.per_rank(
+            lambda local: int64([local.size("k"), local.size("d"), columns(local)])
+        )
+        batch = build.add("Slice", [build.add("Shape", [query]), int64([0]), int64([1])])
+        shape = build.add("Concat", [batch, rest], axis=0)
+        sizes = [build.shape(query)[0], local.size("k"), local.size("d"), columns(local)]
+        return build.make("Expand", [one, shape], (dtype, sizes))
+
+    def _widened(self, build: Lowering, value: gs.Tensor) -> gs.Tensor:
+        """The values of each head, and d zeros after them."""
+
+        def apart(local: Local) -> Any:
+            return int64([0, 0, local.size("k"), local.size("e")])
+
+        def joined(local: Local) -> Any:
+            return int64([0, 0, local.size("k") * _wide_columns(local)])
+
+        pads = build.per_rank(lambda local: int64([*[0] * 7, local.size("d")]))
+        x = build.add("Reshape", [value, build.per_rank(apart)])
+        return build.add("Reshape", [build.add("Pad", [x, pads]), build.per_rank(joined)])
+
+    @staticmethod
+    def _dtype(node: gs.Node) -> Any:
+        """The type of states."""
+        kept = [t for t in (*node.inputs[3:4], *node.outputs[1:2], node.inputs[0]) if t.name]
+        return dtype_of(kept[0])
+
+
+Columns = Callable[[Local], int]
+
+
+def _columns(local: Local) -> int:
+    return local.size("e")
+
+
+def _wide_columns(local: Local) -> int:
+    return local.size("e") + local.size("d")
+
+
+def _zeros(local: Local) -> Any:
+    return np.zeros((1, 1))
+
+
+def _identity(local: Local) -> Any:
+    return np.eye(local.size("d"), _wide_columns(local), local.size("e"))
 
 
 def _width(node: gs.Node, index: int) -> Size:

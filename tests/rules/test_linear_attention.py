@@ -35,20 +35,21 @@ def attention(kind, queries=4, keys=2, d=3, e=4, decay="", beta="", past=False, 
     return case("LinearAttention", operands, attrs)
 
 
-RULE = "b s (k g d), b s (k d), b s (k e){} -> b s (k g e); b k d e {{whole: s d}}"
+RULE = "b s (k g d), b s (k d), b s (k e){} -> b s (k g e); b k d e "
+SUMMED, READ = "{{communicating: d s}}", "{{communicating: s, whole: d}}"
 ATTENTION = [
-    (attention("linear"), RULE.format("")),
-    (attention("linear", past=True, scale=0.5), RULE.format(", b k d e")),
-    (attention("gated", decay="each"), RULE.format(", _, b s (k d)")),
-    (attention("gated", decay="head", past=True), RULE.format(", b k d e, b s k")),
-    (attention("delta", beta="head"), RULE.format(", _, _, b s k")),
+    (attention("linear"), (RULE + SUMMED).format("")),
+    (attention("linear", past=True, scale=0.5), (RULE + SUMMED).format(", b k d e")),
+    (attention("gated", decay="each"), (RULE + SUMMED).format(", _, b s (k d)")),
+    (attention("gated", decay="head", past=True), (RULE + SUMMED).format(", b k d e, b s k")),
+    (attention("delta", beta="head"), (RULE + READ).format(", _, _, b s k")),
     (
         attention("gated_delta", 6, 3, decay="each", beta="one"),
-        RULE.format(", _, b s (k d), b s 1"),
+        (RULE + READ).format(", _, b s (k d), b s 1"),
     ),
     (
         attention("gated_delta", 2, 2, decay="head", beta="head", past=True),
-        RULE.format(", b k d e, b s k, b s k"),
+        (RULE + READ).format(", b k d e, b s k, b s k"),
     ),
 ]
 
