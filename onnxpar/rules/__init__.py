@@ -14,6 +14,7 @@ from onnxpar.rules import contrib_images as contrib_images
 from onnxpar.rules import contrib_lookup as contrib_lookup
 from onnxpar.rules import contrib_normalization as contrib_normalization
 from onnxpar.rules import contrib_products as contrib_products
+from onnxpar.rules import contrib_rows as contrib_rows
 from onnxpar.rules import contrib_whole_ops as contrib_whole_ops
 from onnxpar.rules import control_flow as control_flow
 from onnxpar.rules import convolution as convolution

@@ -7,7 +7,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
-from onnxpar.rules.communicate import held_positions
+from onnxpar.rules.communicate import finish_chain, held_positions
 from onnxpar.rules.indexing import SELECTED
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text
@@ -87,16 +87,20 @@ def one_hot(node: gs.Node) -> Rule:
 
 
 @rule("Range")
+@rule("Range", domain="com.microsoft")
 def range_(node: gs.Node) -> Rule:
-    """`_, _, _ -> n`: every rank computes the values at its own positions."""
-    if str(dtype_of(node.outputs[0])) not in _COUNTED:
-        return einsum(node, "_, _, _ -> n", whole={"n": "no op multiplies values of this type"})
+    """`_, _, _ -> n`: every rank computes the values at its own positions. The step is 1 if it is
+    left out, as it may be in onnxruntime's own op."""
 
     def lower(build: Lowering) -> None:
         dtype = dtype_of(build.local.node.outputs[0])
-        to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        at = build.add("Cast", [held_positions(build, "n")], to=to)
-        steps = build.add("Mul", [at, build.input(2)])
-        build.finish("Add", [steps, build.input(0)])
+        wide = dtype if str(dtype) in _COUNTED else np.dtype(np.int64)
+        to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(wide))
+        x = build.add("Cast", [held_positions(build, "n")], to=to)
+        steps = [(op, build.input(i)) for op, i in (("Mul", 2), ("Add", 0)) if given(node, i)]
+        if wide != dtype:
+            steps = [(op, build.add("Cast", [operand], to=to)) for op, operand in steps]
+        finish_chain(build, x, steps)
 
-    return einsum(node, "_, _, _ -> n", lowered=frozenset("n"), lower=lower)
+    text = ", ".join(["_"] * len(node.inputs))
+    return einsum(node, f"{text} -> n", lowered=frozenset("n"), lower=lower)

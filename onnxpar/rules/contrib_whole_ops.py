@@ -27,18 +27,15 @@ REASONS = {
     ),
     "it runs a model inside the op": "BeamSearch GreedySearch Sampling WhisperBeamSearch",
     "it runs on another kind of device": "EPContext Snpe",
-    "its rows are packed in special formats": "GatherPacked",
-    "it may project, score and select in one op": "MoEGroupRouter",
-    "its blocks continue from one row to the next": "MatMulFpQ4",
     "its quantization range covers all elements of a step": "DynamicQuantizeLSTM",
-    "every step needs all earlier steps": (
-        "AttnLSTM BifurcationDetector DynamicTimeWarping GatedDeltaNet"
-        " VarlenCausalConvWithState VarlenNGramHashMapping"
+    "a best path or the first difference depends on all elements before": (
+        "BifurcationDetector DynamicTimeWarping"
     ),
-    "the elements of its result are data-dependent": "Tokenizer Unique SparseToDenseMatMul",
-    "its values are global positions": "Range",
-    "its masks and caches refer to the whole batch and all heads": "SparseAttention",
-    "the characters of a word form one row": "WordConvEmbedding",
+    "requests of any length follow each other in one row": "VarlenNGramHashMapping",
+    "its kernel writes into its caches, whose memory a session must share": "SparseAttention",
+    "the elements of its result are data-dependent": "Unique",
+    "collectives cannot send strings": "Tokenizer",
+    "a sparse tensor is passed on whole": "SparseToDenseMatMul",
 }
 """Names of ops, by the reason that plans print for them."""
 

@@ -34,7 +34,12 @@ CASES = [
     (Case("Range", [array(1.5), array(7.0), array(0.7)], fed=[0]), "_, _, _ -> n"),
     (
         Case("Range", [array(0, np.int16), array(7, np.int16), array(2, np.int16)]),
-        "_, _, _ -> n {whole: n}",
+        "_, _, _ -> n",
+    ),
+    (Case("Range", [array([2]), array([9])], domain="com.microsoft"), "_, _ -> n"),
+    (
+        Case("Range", [array(9.0), array(1.0), array(-1.5)], domain="com.microsoft"),
+        "_, _, _ -> n",
     ),
     (Case("Shape", [(4, 5)]), "i0_0 i0_1 -> o0_0 {whole: i0_0 i0_1 o0_0}"),
 ]
