@@ -9,10 +9,12 @@ from typing import Any
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.rules.contrib_attention_lowering import split_keys
 from onnxpar.rules.notation import dims_text, parse_spec
 from onnxpar.rules.rule import FIRST, Rule, einsum, rule, whole_rule
 
 DOMAIN = "com.microsoft"
+_SUMMED = "each score is a sum over all of it"
 _ATTENDED = "every query attends to all of it"
 _PROJECTED = "the projection is summed inside the op"
 _OPEN = "a data-dependent number of heads"
@@ -108,8 +110,9 @@ def attention(node: gs.Node) -> Rule:
 
 @rule("MultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(node: gs.Node) -> Rule:
-    """`b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`: d, e and t must stay
-    whole."""
+    """`b s (n d), b t (n d), b t (n e), (n d) + (n d) + (n e) -> b s (n e)`: d must stay whole, and
+    with a cache e and t, too. If keys t are split, the ranks exchange the largest score and the sum
+    of exponentials of each row."""
     query, key, value = (_shape(node, i) for i in range(3))
     out, heads = tensor_shape(node.outputs[0]) or (), node.attrs["num_heads"]
     if None in (*query, *key, *value, *out) or any(given(node, i) for i in (8, 9)):
@@ -121,22 +124,27 @@ def multi_head_attention(node: gs.Node) -> Rule:
     keys = ("b t (n d)", "b t (n e)") if len(key) == 3 else ("b n t d", "b n t e")
     operands = {0: "b s (n d)", 1: keys[0], 2: keys[1]}
     operands |= {3: "(n d) + (n d) + (n e)", 6: "b n p d", 7: "b n p e"}
-    whole = dict.fromkeys("deptu", _ATTENDED)
+    whole = dict.fromkeys("deptu", _ATTENDED) | {"d": _SUMMED}
+    keyed = split_keys(node, sizes["d"] or 1)
     if given(node, 4) is not None:
         mask = _key_mask(_shape(node, 4), query[0])
         if mask is None:
+            keyed = {}
             whole["b"] = "its mask has positions in the whole batch"
         else:
             past = _shape(node, 6)
             operands[4] = mask.replace("t", "u") if past else mask
     if given(node, 5) is not None:
         operands[5] = _bias(node, 5, "n").replace("t", "u" if _shape(node, 6) else "t")
-    if node.attrs.get("unidirectional"):
+    if keyed:
+        split = "te" if len(key) == 3 else "t"  # the kernel wants keys and values of one shape
+        whole = {f: why for f, why in whole.items() if f not in split}
+    elif node.attrs.get("unidirectional"):
         whole["s"] = _ATTENDED
     total = "u" if _shape(node, 6) else "t"
     results = {0: "b s (n e)", 1: f"b n {total} d", 2: f"b n {total} e", 3: f"b n s {total}"}
     local: dict[str | int, Any] = {"num_heads": lambda at: at.size("n")}
-    return _stated(node, operands, results, whole, sizes=sizes, local=local)
+    return _stated(node, operands, results, whole, sizes=sizes, local=local, **keyed)
 
 
 @rule("DecoderMaskedMultiHeadAttention", domain=DOMAIN)

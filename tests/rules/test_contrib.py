@@ -31,6 +31,7 @@ ENDS = array([4, 2, 3, 1, 0, 0], np.int32)
 TOTALS = array([[1] * 11, [0] + [1] * 10, [1] * 8 + [0] * 3], np.int32)
 LENGTHS = array([4, 2, 3], np.int32)
 MASK = array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], np.int32)
+SHOWN = RNG.integers(0, 2, (3, 4, 5)).astype(np.int32) * array([[[1], [1], [0], [1]]], np.int32)
 GQA = {"num_heads": 4, "kv_num_heads": 2}
 CACHE = [(2, 2, 6, 8), (2, 2, 6, 8)]
 WIDE = [np.cos(np.linspace(0, 3, 72, dtype=np.float32)).reshape(9, 8)] * 2
@@ -74,7 +75,7 @@ ATTENTION = [
     ),
     (
         case("MultiHeadAttention", [Q3, K3, V3], {"num_heads": 4}),
-        "b s (n d), b t (n d), b t (n e) -> b s (n e) {whole: d e t}",
+        "b s (n d), b t (n d), b t (n e) -> b s (n e) {communicating: t, whole: d}",
     ),
     (
         case(
@@ -83,7 +84,39 @@ ATTENTION = [
             {"num_heads": 2},
             fed=[4],
         ),
-        f"b s (n d), b t (n d), b t (n e), {COLUMNS}, b t -> b s (n e) {{whole: d e t}}",
+        f"b s (n d), b t (n d), b t (n e), {COLUMNS}, b t -> b s (n e)"
+        " {communicating: t, whole: d}",
+    ),
+    (  # one query sees no key
+        case(
+            "MultiHeadAttention",
+            [Q3, K3, V3, None, SHOWN, (3, 1, 4, 5)],
+            {"num_heads": 2, "scale": 0.7},
+            fed=[4],
+            outputs=3,
+        ),
+        "b s (n d), b t (n d), b t (n e), _, b s t, b 1 s t"
+        " -> b s (n e); b n t d; b n t e {communicating: t, whole: d}",
+    ),
+    (
+        case(
+            "MultiHeadAttention",
+            [Q3, Q3, Q3, (24,), LENGTHS],
+            {"num_heads": 2, "unidirectional": 1},
+            fed=[4],
+        ),
+        f"b s (n d), b t (n d), b t (n e), {COLUMNS}, b -> b s (n e)"
+        " {communicating: t, whole: d}",
+    ),
+    (
+        case(
+            "MultiHeadAttention",
+            [Q3, Q3, Q3, None, MASK, (1, 2, 4, 4)],
+            {"num_heads": 2, "unidirectional": 1, "mask_filter_value": -50.0},
+            fed=[4],
+        ),
+        "b s (n d), b t (n d), b t (n e), _, b t, 1 n s t -> b s (n e)"
+        " {communicating: t, whole: d}",
     ),
     (
         case(
@@ -108,7 +141,7 @@ ATTENTION = [
     ),
     (
         case("MultiHeadAttention", [Q3, (3, 2, 5, 4), (3, 2, 5, 4)], {"num_heads": 2}),
-        "b s (n d), b n t d, b n t e -> b s (n e) {whole: d e t}",
+        "b s (n d), b n t d, b n t e -> b s (n e) {communicating: t, whole: d e}",
     ),
     (
         case(

@@ -1,0 +1,123 @@
+"""MultiHeadAttention of onnxruntime in primitive ops, for shards of its keys, and of its queries
+where these see only earlier keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.tensors import given, tensor_shape
+from onnxpar.rules.attention_lowering import least_of
+from onnxpar.rules.communicate import finish, has_output, held_positions, like, widen
+from onnxpar.rules.movement import int64
+from onnxpar.rules.rule import Lowering
+
+_BIAS, _MASK, _ADDED = 3, 4, 5
+"""Indices of operands."""
+
+
+@dataclass(frozen=True)
+class HeadsLowering:
+    """Lowers a MultiHeadAttention without a cache. `scale` multiplies its scores, `filter` is
+    added to those of masked keys, and a query sees only earlier keys if `is_causal`."""
+
+    scale: float
+    filter: float
+    is_causal: bool
+
+    def lower(self, build: Lowering) -> None:
+        """Attends to the rank's keys, and combines the results of all ranks."""
+        query, key, value = self._heads(build)
+        scores = self._scores(build, query, key)
+        largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)
+        shifted = build.add("Sub", [scores, build.all_reduce(largest, ["t"], "max")])
+        powers = build.add("Exp", [shifted])
+        part = build.add("ReduceSum", [powers], axes=[3], keepdims=1)
+        both = build.add("Concat", [build.add("MatMul", [powers, value]), part], axis=3)
+        both = build.all_reduce(both, ["t"])
+        last, limit, axis = int64([-1]), int64([np.iinfo(np.int64).max]), int64([3])
+        total = build.add("Slice", [both, last, limit, axis])
+        result = build.add("Div", [build.add("Slice", [both, int64([0]), last, axis]), total])
+        result = build.add("Transpose", [result], perm=[0, 2, 1, 3])
+        shape = build.per_rank(lambda local: int64([0, 0, local.size("n") * local.size("e")]))
+        finish(build, "Reshape", [result, shape])
+        for i, x in ((1, key), (2, value)):
+            if has_output(build, i):
+                finish(build, "Identity", [x], i)
+
+    def _heads(self, build: Lowering) -> list[gs.Tensor]:
+        """The query, the keys and the values, with their biases, as (batch, heads, sequence,
+        width)."""
+        node = build.local.node
+        found = [widen(build, build.input(i)) for i in range(3)]
+        if given(node, _BIAS) is not None:
+            biases = build.add_each(
+                "Split",
+                [widen(build, build.input(_BIAS))],
+                3,
+                axis=0,
+                split=lambda local: [local.size("n") * local.size(f) for f in "dde"],
+            )
+            found = [build.add("Add", pair) for pair in zip(found, biases, strict=True)]
+        return [
+            self._apart(build, x, f) if len(tensor_shape(node.inputs[i]) or ()) == 3 else x
+            for i, (x, f) in enumerate(zip(found, "dde", strict=True))
+        ]
+
+    def _apart(self, build: Lowering, x: gs.Tensor, width: str) -> gs.Tensor:
+        """(batch, sequence, heads x width) as (batch, heads, sequence, width)."""
+        shape = build.per_rank(lambda local: int64([0, 0, local.size("n"), local.size(width)]))
+        return build.add("Transpose", [build.add("Reshape", [x, shape])], perm=[0, 2, 1, 3])
+
+    def _scores(self, build: Lowering, query: gs.Tensor, key: gs.Tensor) -> gs.Tensor:
+        """Scores of the rank's keys, (batch, heads, queries, keys), masked."""
+        node = build.local.node
+        query = build.add("Mul", [query, like(query, self.scale)])
+        key = build.add("Transpose", [key], perm=[0, 1, 3, 2])
+        scores = build.add("MatMul", [query, key])
+        if given(node, _ADDED) is not None:
+            scores = build.add("Add", [scores, widen(build, build.input(_ADDED))])
+        if given(node, _MASK) is not None:
+            shown = self._shown(build)
+            hidden = build.add("Where", [shown, like(scores, 0), like(scores, self.filter)])
+            scores = build.add("Add", [scores, hidden])
+        if self.is_causal:
+            rows, columns = held_positions(build, "s", 0, 2), held_positions(build, "t")
+            sees = build.add("Not", [build.add("Less", [rows, columns])])
+            least = like(scores, least_of(node.inputs[0]))
+            scores = build.add("Where", [sees, scores, least])
+        return scores
+
+    def _shown(self, build: Lowering) -> gs.Tensor:
+        """A mask of the keys that the mask operand shows, which broadcasts to the scores."""
+        mask = build.input(_MASK)
+        rank = len(tensor_shape(build.local.node.inputs[_MASK]) or ())
+        zero = like(mask, 0)
+        if rank == 1:
+            lengths = build.add("Cast", [build.add("Unsqueeze", [mask], axes=[1, 2, 3])], to=7)
+            return build.add("Less", [held_positions(build, "t"), lengths])
+        mask = build.add("Unsqueeze", [mask], axes=[1, 2] if rank == 2 else [1])
+        return build.add("Not", [build.add("Equal", [mask, zero])])
+
+
+def split_keys(node: gs.Node, width: int) -> dict[str, Any]:
+    """The fields of a rule of MultiHeadAttention that allow to split the keys t; empty if the op
+    has a cache, or returns or masks scores in a form that primitive ops do not have. `width` is
+    that of a query's head."""
+    mask = tensor_shape(node.inputs[_MASK]) if given(node, _MASK) is not None else ()
+    packed = len(tensor_shape(node.inputs[1]) or ()) != 3 and given(node, _BIAS) is not None
+    if any(given(node, i) is not None for i in (6, 7)) or len(mask or ()) == 4 or packed:
+        return {}
+    if len(node.outputs) > 3 and node.outputs[3].name:
+        return {}
+    is_causal = bool(node.attrs.get("unidirectional"))
+    scale = node.attrs.get("scale") or 1 / np.sqrt(width)
+    lowering = HeadsLowering(scale, node.attrs.get("mask_filter_value", -10000.0), is_causal)
+    return {
+        "communicating": frozenset("t"),
+        "lowered": frozenset("st") if is_causal else frozenset("t"),
+        "lower": lowering.lower,
+    }
