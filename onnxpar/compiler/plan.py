@@ -77,7 +77,8 @@ class Port:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: its layout, its bytes, and the bytes of the largest shard."""
+    """A weight: its layout, its bytes, and the bytes of the largest shard; `stacks` are the names
+    in the model file of the weights that the loader stacked to it."""
 
     name: str
     shape: tuple[int, ...]
@@ -85,6 +86,7 @@ class Weight:
     layout: str
     bytes: int
     bytes_per_rank: int
+    stacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

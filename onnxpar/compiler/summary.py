@@ -12,6 +12,7 @@ from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, Port, RankLoad, Weight, Whole, open_shape
 from onnxpar.compiler.ranges import integer_ranges, lookups
 from onnxpar.ir.collectives import KINDS
+from onnxpar.ir.lazy_values import stacked_parts
 from onnxpar.ir.reshards import is_reshard, operands_of
 from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
 from onnxpar.ir.tensors import numpy_dtype
@@ -123,7 +124,8 @@ def _weights(graph: gs.Graph, ctx: PassContext) -> list[Weight]:
         held = max(_weight_bytes(tensor, ctx, r) for r in _sample(mesh.size))
         name = ctx.copies.get(tensor.name, tensor.name)
         shape = tuple(int(s) for s in tensor.shape)
-        out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held))
+        stacks = tuple(part.name for part in stacked_parts(tensor))
+        out.append(Weight(name, shape, dtype.name, layout.text(mesh), size, held, stacks))
     return [*out, *_inner_weights(graph, mesh)]
 
 

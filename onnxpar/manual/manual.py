@@ -29,7 +29,8 @@ from onnxpar.manual.rank_groups import GroupOf, group_of
 from onnxpar.manual.rank_shapes import RankWalk, common_type
 from onnxpar.model.shapes import Walk, keep_nodes
 from onnxpar.sharding.state import overlaps
-from onnxpar.strategy.entries import matching, read_ask
+from onnxpar.strategy.entries import read_ask
+from onnxpar.strategy.named_ops import matching
 from onnxpar.strategy.strategy import Groups, Strategy
 
 MANUAL = "manual"

@@ -27,7 +27,8 @@ from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.dimension_text import LeafSplit
-from onnxpar.strategy.entries import annotations_of, readers_of_sources
+from onnxpar.strategy.entries import annotations_of
+from onnxpar.strategy.named_ops import readers_of_sources
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
 from onnxpar.strategy.write_strategy import factor_entry, node_entry, strategy_text, tensor_entry
 

@@ -20,6 +20,7 @@ from onnxpar.report.text_table import WIDTH as WIDTH
 from onnxpar.report.text_table import grouped as grouped
 from onnxpar.report.text_table import size_text as size_text
 from onnxpar.report.text_table import table as table
+from onnxpar.strategy.stacked_names import common_pattern
 
 _KINDS = ("input", "state", "output")
 _PORT_HEADS = ("dtype", "shape", "layout")
@@ -255,7 +256,18 @@ def _weight_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
         if rows:
             heads = (f"{stored} over 4 kB", "shape", "layout", "bytes", "per rank")
             yield from table(grouped(rows), [*heads[:3], *_each(rows, heads[3:])])
+        stacks = [(w["name"], each) for w in large if (each := w.get("stacks"))]
+        if stacks:
+            yield ""
+            origins = [(name, len(each), _origins(each)) for name, each in stacks]
+            yield from table(grouped(origins), ("stack", "weights", "names in the model"))
     yield ""
+
+
+def _origins(names: Sequence[str]) -> str:
+    """The names of stacked weights, as a pattern if they differ in their middle."""
+    pattern = common_pattern(names)
+    return f"{names[0]}, ..., {names[-1]}" if pattern.endswith("*") else pattern
 
 
 def _whole_lines(whole: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from onnxpar.search.node_costs import NodeCosts, StrategyCost
 from onnxpar.search.problem import MOST_STRATEGIES
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
-from onnxpar.strategy.entries import NamedOps
+from onnxpar.strategy.named_ops import NamedOps
 
 _PARTS = ("inside", "result", "gradients")
 _ZERO = "0.000"
@@ -155,7 +155,9 @@ class _Collector:
         layouts."""
         if ANNOTATIONS in step.ensures:
             costs = NodeCosts(model.graph, ctx.sharding, model.step, MOST_STRATEGIES)
-            self._ops = NamedOps.of(ctx.sharding.factors).matching(self.pattern, "--costs")
+            self._ops = NamedOps.of(ctx.sharding.factors, "--costs").matching(
+                self.pattern, "--costs"
+            )
             self.nodes = [_listed(op, costs) for op in self._ops]
         elif LAYOUTS in step.ensures:
             pairs = zip(self._ops, self.nodes, strict=True)

@@ -3,21 +3,20 @@ leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
 
-from onnxpar.base.near_names import there_are
 from onnxpar.errors import SizeError, StrategyError
 from onnxpar.layout.layout import Dim, Factor
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.rules.notation import expr_vars
-from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.factors import OpFactors, TensorFactors
 from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.dimension_text import is_cut, named_axis, read_split, read_splits
 from onnxpar.strategy.mindspore_keys import has_keys, plain_entry
+from onnxpar.strategy.named_ops import NamedOps, matching
 from onnxpar.strategy.spread import leaf_count, spread_dim
 from onnxpar.strategy.strategy import NodeAnnotation, Strategy, TensorAnnotation, with_co_sharded
 
@@ -33,15 +32,23 @@ def annotations_of(
     """
     of_nodes: dict[str, NodeAnnotation] = {}
     of_tensors: dict[str, TensorAnnotation] = {}
-    known = NamedOps.of(sharding.factors)
+    known = NamedOps.of(sharding.factors, strategy.source)
     for pattern, entry in strategy.shard.items():
         for op in known.matching(str(pattern), strategy.source):
             annotation = _node_annotation(op, entry, sharding)
             earlier = of_nodes.get(op.node.name)
             of_nodes[op.node.name] = annotation if earlier is None else _joined(earlier, annotation)
+    stacks, tensors = known.stacks, sharding.factors.tensors
     for pattern, entry in strategy.tensors.items():
-        for name in matching(str(pattern), sharding.factors.tensors, "tensor", strategy.source):
-            of_tensors[name] = _tensor_annotation(name, entry, sharding)
+        names = [*tensors, *stacks.names(str(pattern), tensors)]
+        for name in matching(str(pattern), names, "tensor", strategy.source):
+            own, given = name, entry
+            if name not in tensors:
+                own = stacks.of[name]
+                given = stacks.add(name, entry, len(tensors[own].dims))
+            if given is not None:
+                of_tensors[own] = _tensor_annotation(own, given, sharding)
+    stacks.check()
     return [*of_nodes.values(), *of_tensors.values()]
 
 
@@ -53,54 +60,6 @@ def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
     op = later.op
     _check_once(f"{op.node.op} '{op.node.name}'", op, with_co_sharded(op, axes))
     return NodeAnnotation(op, axes, parts | dict(later.parts))
-
-
-@dataclass(frozen=True)
-class NamedOps:
-    """The nodes of a graph by name, and the readers of each weight and each input by its name."""
-
-    ops: Mapping[str, OpFactors]
-    readers: Mapping[str, list[OpFactors]]
-
-    @staticmethod
-    def of(factors: GraphFactors) -> NamedOps:
-        """The nodes of a graph."""
-        return NamedOps({op.node.name: op for op in factors.ops}, readers_of_sources(factors))
-
-    def matching(self, pattern: str, source: str) -> list[OpFactors]:
-        """The nodes that a pattern of names matches; if none, those that read a weight or input
-        that it matches. Errors: StrategyError if there is none, as in the function `matching`."""
-        names = (*self.ops, *([] if _matches(pattern, self.ops) else self.readers))
-        found: dict[str, OpFactors] = {}
-        for name in matching(pattern, names, "node", source):
-            some = [self.ops[name]] if name in self.ops else self.readers[name]
-            found.update((op.node.name, op) for op in some)
-        return list(found.values())
-
-
-def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:
-    """The nodes that read each weight and each input of the graph, by its name."""
-    readers: dict[str, list[OpFactors]] = {}
-    for op in factors.ops:
-        for tensor in op.node.inputs:
-            if tensor.name in factors.tensors and not tensor.inputs:
-                readers.setdefault(tensor.name, []).append(op)
-    return readers
-
-
-def _matches(pattern: str, names: Iterable[str]) -> bool:
-    return any(name == pattern or fnmatchcase(name, pattern) for name in names)
-
-
-def matching(pattern: str, names: Iterable[str], what: str, source: str) -> list[str]:
-    """The names that a pattern matches. If a name equals the pattern, only that one. Errors:
-    StrategyError if there is none, with `source` (where the pattern is) and `what` (the kind of
-    names)."""
-    names = list(names)
-    found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
-    if not found:
-        raise StrategyError(f"{source}: {pattern!r} matches no {what}{there_are(pattern, names)}")
-    return found
 
 
 def _node_annotation(op: OpFactors, entry: Any, sharding: ShardingState) -> NodeAnnotation:

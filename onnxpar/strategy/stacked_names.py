@@ -1,0 +1,95 @@
+"""Finds the weights that the loader stacked, by the names that they have in the model file, and
+gives their stack what a strategy says of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.errors import StrategyError
+from onnxpar.ir.lazy_values import stacked_parts
+from onnxpar.sharding.factors import GraphFactors
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The names of stacked weights.
+
+    parts    those of each stack, in the order of the experts
+    of       the stack of each of these names
+    entries  the entries of a strategy for them so far, by stack and name
+    """
+
+    parts: Mapping[str, Sequence[str]]
+    of: Mapping[str, str]
+    source: str
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def found(factors: GraphFactors, source: str) -> Stacks:
+        """The stacks that the nodes of a graph read; `source` is the place of the strategy."""
+        tensors = (t for op in factors.ops for t in op.node.inputs if isinstance(t, gs.Constant))
+        parts = {t.name: [p.name for p in held] for t in tensors if (held := stacked_parts(t))}
+        of = {name: stack for stack, names in parts.items() for name in names}
+        return Stacks(parts, {n: s for n, s in of.items() if n not in factors.tensors}, source)
+
+    def names(self, pattern: str, known: Collection[str]) -> list[str]:
+        """The names of stacked weights that an entry may mean: not those whose stack, one of the
+        names `known`, the pattern matches by itself."""
+        own = {s for s in self.parts if s in known and (s == pattern or fnmatchcase(s, pattern))}
+        return [name for name, stack in self.of.items() if stack not in own]
+
+    def add(self, name: str, entry: Any, rank: int) -> Any:
+        """Notes the entry of a stacked weight. Returns the entry of its stack, which has `rank`
+        dimensions, once all of its weights have one; else None. Errors: StrategyError if entries
+        differ."""
+        stack = self.of[name]
+        if not isinstance(entry, Sequence) or isinstance(entry, str):
+            return [entry]
+        items = list(entry)
+        while len(items) >= rank and items[0] in (None, 1, "-"):
+            del items[0]  # a vector that the file stores as a matrix with one row
+        given = self.entries.setdefault(stack, {})
+        given[name] = items
+        if len(given) < len(self.parts[stack]):
+            return None
+        other = next((n for n, e in given.items() if e != items), None)
+        if other is None:
+            return [None, *items]
+        self.entries[stack] = {n: e for n, e in given.items() if e == items}
+        return None
+
+    def check(self) -> None:
+        """Raises StrategyError if entries name some weights of a stack alone, or differ."""
+        for stack, given in self.entries.items():
+            self.check_all(stack, given)
+
+    def check_all(self, stack: str, names: Collection[str]) -> None:
+        """Raises StrategyError if these are not all weights of a stack."""
+        parts = self.parts[stack]
+        missing = [name for name in parts if name not in names]
+        if missing:
+            raise StrategyError(
+                f"{self.source}: {sorted(names)[0]!r} is one of {len(parts)} weights that are "
+                f"stacked as {stack!r}, and all are split alike, but {missing[0]!r} is not; "
+                f"write {common_pattern(parts)!r}, or the name of the stack, which has the experts "
+                "as its first dimension"
+            )
+
+
+def common_pattern(names: Sequence[str]) -> str:
+    """A pattern that matches all these names.
+
+    >>> common_pattern(["experts.0.w1", "experts.10.w1"])
+    'experts.*.w1'
+    """
+    shortest = min(map(len, names))
+    start = next((i for i in range(shortest) if len({n[i] for n in names}) > 1), shortest)
+    room = shortest - start
+    end = next((i for i in range(room) if len({n[-1 - i] for n in names}) > 1), room)
+    first = names[0]
+    return f"{first[:start]}*{first[len(first) - end :]}"
