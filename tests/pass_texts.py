@@ -31,7 +31,7 @@ HEAD = '<ir_version: 8, opset_import: ["" : 18, "onnxpar" : 1]>\n'
 @dataclass(frozen=True)
 class Example:
     """A model, how its training step is written if it becomes one, and how it is sharded. Inputs
-    of which the name starts with `w` become weights."""
+    of which the name starts with `w` become weights. The text may begin with versions, in <>."""
 
     model: str
     shard: Mapping[str, Any]
@@ -40,7 +40,8 @@ class Example:
     def texts(self, folder: Path) -> dict[str, dict[str, str]]:
         """The graphs after each pass, those of ranks last, and before the first, by their names;
         `folder` is empty."""
-        path = write_text(HEAD + self.model, folder / "model.onnx")
+        text = self.model if self.model.lstrip().startswith("<") else HEAD + self.model
+        path = write_text(text, folder / "model.onnx")
         if self.grad is not None:
             grad(path, folder / "step.onnx", **self.grad)
             path = folder / "step.onnx"

@@ -38,10 +38,11 @@ def localize_node(
     """Rewrites a node of the graph so that each rank runs it on its shards.
 
     `layouts` has the layouts of the node's operands and results, by tensor name; atoms in
-    `open_atoms` have other sizes in each run. A node without a split factor stays as it is.
+    `open_atoms` have other sizes in each run. A node without a split factor stays as it is, if a
+    kernel has its op.
     """
     view = NodeView.of(op, layouts, mesh, open_atoms)
-    if not any(map(view.is_split, view.factors)):
+    if op.rule.has_kernel and not any(map(view.is_split, view.factors)):
         conceal([op.node])
         return
     breach = view.breach(op.rule)
@@ -50,7 +51,7 @@ def localize_node(
     names |= expanded_zeros(op, view)
     if names:
         view = _surround(graph, op, view, names, per_rank)
-    if op.rule.lower and any(map(view.is_split, op.rule.lowered)):
+    if op.rule.lower and (not op.rule.has_kernel or any(map(view.is_split, op.rule.lowered))):
         builder = LoweringBuilder(graph, view, per_rank)
         op.rule.lower(builder)
         builder.replace()

@@ -12,6 +12,7 @@ from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.compact_experts import CompactExperts
 from onnxpar.passes.compress_collectives import CompressCollectives
 from onnxpar.passes.fuse_all_reduces import FUSIONS, INDEX, FuseAllReduces, indices_of
+from onnxpar.passes.fuse_attention import FuseAttention
 from onnxpar.passes.gate_recomputation import GateRecomputation
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
@@ -21,6 +22,7 @@ from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.placed_passes import Placed, insert
+from onnxpar.presets.context_parallel import RING
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
@@ -60,7 +62,8 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
     added = {type(p.step if isinstance(p, Placed) else p) for p in options.passes}
     own_fusion = fusion.by == "none" and FuseAllReduces in added  # --add-pass has it, with options
     kept = [p for p in DEFAULT_PASSES if not (own_fusion and p is FuseAllReduces)]
-    return [given.get(p) or p() for p in kept]
+    rings = [FuseAttention()] if options.preset == RING else []
+    return [*rings, *(given.get(p) or p() for p in kept)]
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:

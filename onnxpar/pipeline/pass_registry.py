@@ -11,11 +11,12 @@ from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, Stage
 from onnxpar.errors import StrategyError
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.differentiate import Differentiate
+from onnxpar.passes.fuse_attention import FuseAttention
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES, MANUAL_PASSES
 from onnxpar.pipeline.placed_passes import Placed, check_order
 from onnxpar.pipeline.plugins import registered_passes
 
-_BEFORE: tuple[type[Pass], ...] = (Differentiate,)
+_BEFORE: tuple[type[Pass], ...] = (Differentiate, FuseAttention)
 OWN: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
 LIST = "list"
 """A word in place of passes, which lists them."""

@@ -22,6 +22,7 @@ import onnxpar.rules
 from onnxpar.grad.vjp import registered as gradients
 from onnxpar.grad.vjp import without as without_gradient
 from onnxpar.model.checker import newest_opset
+from onnxpar.rules.fused_attention import DOMAIN as FUSED
 from onnxpar.rules.rule import registered, whole_ops
 
 COUNTS = ("split", "gathered", "refused", "oracle")
@@ -69,9 +70,11 @@ class OpRow:
 
 def rows(pattern: str = "*") -> list[OpRow]:
     """Returns the ops whose name matches a glob: first ONNX's own, of the newest opset that
-    onnxruntime loads, then ops of other domains that have a rule or a reason for having none."""
+    onnxruntime loads, then ops of other domains that have a rule or a reason for having none, but
+    not those that only the compiler has."""
     known = {*registered(), *whole_ops()}
-    ops = sorted({("", op) for op in standard_ops()} | {key for key in known if key[0]})
+    others = {key for key in known if key[0] not in ("", FUSED)}
+    ops = sorted({("", op) for op in standard_ops()} | others)
     made = [_row(domain, op) for domain, op in ops]
     return [r for r in made if fnmatchcase(r.op, pattern) or fnmatchcase(r.op, f"*.{pattern}")]
 

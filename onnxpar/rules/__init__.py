@@ -19,6 +19,7 @@ from onnxpar.rules import contrib_whole_ops as contrib_whole_ops
 from onnxpar.rules import control_flow as control_flow
 from onnxpar.rules import convolution as convolution
 from onnxpar.rules import elementwise as elementwise
+from onnxpar.rules import fused_attention as fused_attention
 from onnxpar.rules import index_tuples as index_tuples
 from onnxpar.rules import indexing as indexing
 from onnxpar.rules import linear_attention as linear_attention

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
 
@@ -10,10 +13,56 @@ from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention_lowering import default_scale, sees_by_place
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.ring_attention import RingAttention
-from onnxpar.rules.rule import FIRST, Rule, einsum, given_specs, rule, whole_rule
+from onnxpar.rules.rule import FIRST, Local, Rule, einsum, given_specs, rule, whole_rule
 
 _ATTENDED = "each score is a sum over all of it"
 _CACHED = "queries attend to the whole cache"
+
+
+class AttentionDims(NamedTuple):
+    """The dimensions of an Attention as rule text, and the sizes of their factors; `flat` if heads
+    and width are one dimension."""
+
+    flat: bool
+    sizes: dict[str, Size]
+    query: str
+    key: str
+    value: str
+    result: str
+
+
+def attention_dims(node: gs.Node) -> AttentionDims | None:
+    """The dimensions of an Attention; None if its numbers of heads are unknown."""
+    query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
+    out = tensor_shape(node.outputs[0]) or ()
+    flat = len(query) == 3
+    heads = node.attrs.get("q_num_heads") if flat else query[1]
+    shared = node.attrs.get("kv_num_heads") if flat else key[1]
+    if not heads or not shared or None in (*query, *key, *value, *out) or heads % shared:
+        return None
+    width = {"d": query[-1], "e": value[-1]}
+    sizes: dict[str, Size] = {"b": query[0], "k": shared, "g": heads // shared}
+    sizes |= {"d": (width["d"] or 0) // heads, "e": (width["e"] or 0) // shared} if flat else width
+    sizes |= {"s": query[-2], "t": key[-2]}
+    if flat:
+        return AttentionDims(flat, sizes, "b s (k g d)", "b t (k d)", "b t (k e)", "b s (k g e)")
+    return AttentionDims(flat, sizes, "b (k g) s d", "b k t d", "b k t e", "b (k g) s e")
+
+
+def attention_products(
+    sizes: Mapping[str, Size], seen: str = "t", by_key: int = 1, by_value: int = 1
+) -> int:
+    """Multiplications of products of queries with keys, and of scores with values, if there are so
+    many of each; `seen` is the factor of the keys."""
+    width = by_key * (sizes["d"] or 1) + by_value * (sizes["e"] or 1)
+    return width * math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in ("bkgs" + seen))
+
+
+LOCAL_HEADS: dict[str | int, Callable[[Local], int]] = {
+    "q_num_heads": lambda at: at.size("k") * at.size("g"),
+    "kv_num_heads": lambda at: at.size("k"),
+}
+"""Attributes of a rank's shard of an Attention whose heads and width are one dimension."""
 
 
 @rule("Attention")
@@ -24,31 +73,18 @@ def attention(node: gs.Node) -> Rule:
     masks have the same factors. If the same axes split s and t, shards of keys travel in a ring,
     except under a mask, and if scores are a result.
     """
-    query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
-    out = tensor_shape(node.outputs[0]) or ()
-    flat = len(query) == 3
-    heads = node.attrs.get("q_num_heads") if flat else query[1]
-    shared = node.attrs.get("kv_num_heads") if flat else key[1]
-    if not heads or not shared or None in (*query, *key, *value, *out) or heads % shared:
+    found = attention_dims(node)
+    if found is None:
         return whole_rule(node, "a data-dependent number of heads")
-    width = {"d": query[-1], "e": value[-1]}
-    sizes: dict[str, Size] = {"b": query[0], "k": shared, "g": heads // shared}
-    sizes |= {"d": (width["d"] or 0) // heads, "e": (width["e"] or 0) // shared} if flat else width
-    sizes |= {"s": query[-2], "t": key[-2]}
-    shapes = {
-        "query": "b s (k g d)" if flat else "b (k g) s d",
-        "key": "b t (k d)" if flat else "b k t d",
-        "value": "b t (k e)" if flat else "b k t e",
-        "result": "b s (k g e)" if flat else "b (k g) s e",
-    }
-    operands = [shapes["query"], shapes["key"], shapes["value"]]
+    flat, sizes, query, key, value, result = found
+    operands = [query, key, value]
     past = given(node, 4)
     sizes["p"] = 0 if past is None else (tensor_shape(past) or ())[2]
     sizes["u"] = (sizes["p"] or 0) + (sizes["t"] or 0)
     seen = "t" if past is None else "u"
     operands += [_mask(node, sizes, seen), "b k p d", "b k p e", "b"][: len(node.inputs) - 3]
     operands = given_specs(operands, node.inputs)
-    results = [shapes["result"], f"b k {seen} d", f"b k {seen} e", f"b (k g) s {seen}"]
+    results = [result, f"b k {seen} d", f"b k {seen} e", f"b (k g) s {seen}"]
     results = given_specs(results, node.outputs)
     used = {c for text in operands + results for c in text}
     whole = dict.fromkeys("dm", _ATTENDED)
@@ -58,21 +94,18 @@ def attention(node: gs.Node) -> Rule:
     scale = node.attrs.get("scale") or default_scale(sizes["d"] or 1)
     lengths = sizes["s"] or 0, sizes["p"] or 0
     lowering = RingAttention(flat, *lengths, scale, dict(node.attrs))
-    local: dict[str | int, Any] = {}
-    if flat:
-        local["q_num_heads"] = lambda at: at.size("k") * at.size("g")
-        local["kv_num_heads"] = lambda at: at.size("k")
     return einsum(
         node,
         f"{', '.join(operands)} -> {'; '.join(results)}",
         sizes=sizes,
         whole={f: reason for f, reason in whole.items() if f in used},
         reduce={},
-        local=local,
+        local=LOCAL_HEADS if flat else {},
         communicating=across,
         rings=(("s", "t"),) if across and {*operands[3:4], *results[3:]} <= {"_"} else (),
         lowered=across | (frozenset("s") if sees_by_place(node.attrs) else frozenset()),
         lower=lowering.lower,
+        products=partial(attention_products, seen=seen),
     )
 
 

@@ -192,15 +192,21 @@ class AttentionLowering:
             finish(build, "Identity", [scores], 3)
 
     def cut_heads(self, build: Lowering, operand: int) -> gs.Tensor:
-        """An operand as (batch, heads, sequence, width)."""
+        """Queries, keys or values as (batch, heads, sequence, width)."""
+        return self._cut(build, operand, operand == 0, "e" if operand == 2 else "d")
+
+    def cut_results(self, build: Lowering, operand: int) -> gs.Tensor:
+        """An operand in the form of the node's results as (batch, heads, sequence, width)."""
+        return self._cut(build, operand, True, "e")
+
+    def _cut(self, build: Lowering, operand: int, is_query: bool, width: str) -> gs.Tensor:
         x = build.input(operand)
         if not self.flat:
             return x
 
         def shape(local: Local) -> Any:
-            shared = 1 if operand else local.size("g")
-            width = local.size("e" if operand == 2 else "d")
-            return np.array([0, 0, local.size("k") * shared, width], np.int64)
+            shared = local.size("g") if is_query else 1
+            return np.array([0, 0, local.size("k") * shared, local.size(width)], np.int64)
 
         return build.add(
             "Transpose", [build.add("Reshape", [x, build.per_rank(shape)])], perm=[0, 2, 1, 3]
@@ -231,11 +237,19 @@ class AttentionLowering:
 
     def _finish_result(self, build: Lowering, x: gs.Tensor) -> None:
         result = self._by_row(build, x, lambda local: local.size("e"))
+        finish(build, "Identity", [self.joined_heads(build, result, "kge")])
+
+    def joined_heads(self, build: Lowering, x: gs.Tensor, factors: str) -> gs.Tensor:
+        """A tensor (batch, heads, sequence, width) in the form of the node's operands; `factors`
+        are those of heads and width."""
         if not self.flat:
-            finish(build, "Identity", [result])
-            return
-        result = build.add("Transpose", [result], perm=[0, 2, 1, 3])
-        finish(build, "Reshape", [result, np.array([0, 0, -1], np.int64)])
+            return x
+
+        def shape(local: Local) -> Any:
+            return np.array([0, 0, math.prod(map(local.size, factors))], np.int64)
+
+        turned = build.add("Transpose", [x], perm=[0, 2, 1, 3])
+        return build.add("Reshape", [turned, build.per_rank(shape)])
 
 
 def sees_by_place(attrs: Mapping[str, Any]) -> bool:

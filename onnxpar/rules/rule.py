@@ -32,7 +32,9 @@ class Rule:
     additive       operands added after the reduction (a bias), which must be counted once
     local          attributes (by name) and constant operands (by index) that the rank's node gets
                    instead of the node's own; computed from the rank's view of the node
-    lower          replaces the node if one of the `lowered` factors is split
+    lower          replaces the node if one of the `lowered` factors is split, or if no kernel has
+                   the op
+    has_kernel     False for an op that only the compiler has
     steps          number of ops that then replace it and read and write as many bytes as the node
                    returns, by the cost model
     communicating  lowered factors over whose shards the ranks communicate inside the op, so that
@@ -69,6 +71,7 @@ class Rule:
     nonempty: frozenset[str] = frozenset()
     constants: frozenset[int] = frozenset()
     products: Callable[[Mapping[str, Size]], int] | None = None
+    has_kernel: bool = True
 
     def text(self) -> str:
         """The rule on one line: `m k, k n -> m n {sum: k}`."""

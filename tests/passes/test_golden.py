@@ -210,6 +210,17 @@ PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
         ),
         ["", "keep-collectives", "order-collectives"],
     ),
+    # keys travel forward; keys and their gradients backward
+    "ring": (
+        Example(
+            """<ir_version: 10, opset_import: ["" : 23]>
+            layer (float[1,4,2] x, float[2,2] w) => (float[1,4,2] y)
+            { h = MatMul(x, w)  y = Attention<q_num_heads = 1, kv_num_heads = 1>(h, h, h) }""",
+            {"mesh": "cp=2", "preset": "ring-attention"},
+            {"loss": "mse", "optimizer": "none"},
+        ),
+        ["fuse-attention", "localize-ops"],
+    ),
     # 7 rows over 3 ranks: their shards, and the rows at which they start, differ
     "ranks": (
         Example(

@@ -29,7 +29,6 @@ from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 from onnxpar.runtime.threads import ThreadSession
-from onnxpar.search.objective import Objective
 from onnxpar.training import grad
 
 NO_LATENCY = Topology.of({"levels": [{"name": "host", "latency": "1 ns", "bandwidth": "1 GB/s"}]})
@@ -194,93 +193,6 @@ def test_fused_ops(op: str, by_bytes: bool, tmp_path: Path) -> None:
         assert sent(plan) == {"AllGather": (2, 2 * 4 * 2 * 12 * k * 3 // 4)}
 
 
-def ring(layout: str, **how: object) -> Options:
-    return options(f"ring-attention {layout}", **how)  # type: ignore[arg-type]
-
-
-def attention_model(folder: Path, attrs: str, length: object = 12, sample: object = 2) -> Path:
-    """One layer of attention: 8 query heads of 4 elements, and 4 key heads."""
-    text = PROJECTED.format(
-        q=32, k=16, more="", attention=f"a = Attention<{SHARED}{attrs}>(q, k, v)"
-    )
-    text = text.replace("float[2,12,24]", f"float[{sample},{length},24]")
-    return write_text('<ir_version: 10, opset_import: ["" : 25]>' + text, folder / "m.onnx")
-
-
-KEYS = 2 * 12 * (16 + 16) * 4
-"""Bytes of keys and values in `attention_model`."""
-
-
-@pytest.mark.parametrize("layout", ["2", "3", "4", "dp=2,cp=2", "cp=2,tp=2"])
-def test_ring(layout: str, tmp_path: Path) -> None:
-    """Keys and values travel together: each rank sends n-1 times one shard of both."""
-    mesh = options(layout).mesh
-    ranks = int(layout) if mesh is None else 2
-    others = 1 if mesh is None else 2
-    plan = check_agrees(attention_model(tmp_path, ""), tmp_path, ring(layout))
-    moved = sent(plan)
-    assert moved["CollectivePermute"] == (ranks - 1, (ranks - 1) * KEYS // ranks // others)
-    assert not moved.keys() & {"AllGather", "AllToAll"}
-
-
-@pytest.mark.parametrize("layout", ["2", "3", "4", "5", "8", "dp=2,cp=2"])
-@pytest.mark.parametrize("attrs", [", is_causal = 1", ", is_causal = 1, left_window_size = 3"])
-def test_causal_ring(attrs: str, layout: str, tmp_path: Path) -> None:
-    """All-to-alls place queries, and keys with values, in zigzag, and the result back; with fewer
-    than two positions per rank, the sequence stays as it is."""
-    plan = check_agrees(attention_model(tmp_path, attrs), tmp_path, ring(layout))
-    moved = {kind: n for kind, (n, _) in sent(plan).items()}
-    mesh = options(layout).mesh
-    ranks = int(layout) if mesh is None else 2
-    wanted = {"AllToAll": 3} if 2 * ranks <= 12 else {}
-    assert moved == {"CollectivePermute": ranks - 1, **wanted}
-
-
-@pytest.mark.parametrize("attrs", ["", ", is_causal = 1"])
-def test_ring_at_open_lengths(attrs: str, tmp_path: Path) -> None:
-    """Positions travel with the keys; some ranks have none."""
-    model, par = attention_model(tmp_path, attrs, "seq"), tmp_path / "model.par"
-    pipeline.shard(model, par, ring("3"))
-    with ThreadSession(par, timeout=TIMEOUT) as session:
-        for length in (1, 2, 3, 7, 12):
-            x = np.random.default_rng(length).standard_normal((2, length, 24)).astype(np.float32)
-            check_outputs(session.run(None, {"x": x}), run_unsplit(model, {"x": x}), ["y"])
-
-
-def test_a_ring_needs_less_memory(tmp_path: Path) -> None:
-    """No rank holds all keys and values. A limit on memory makes the search take the ring, if there
-    is only one head."""
-    model = attention_model(tmp_path, ", is_causal = 1", 64, 1)
-    held = {}
-    for how in (ring("4"), context("4")):
-        plan, _ = pipeline.plan(model, how)
-        held[how.preset] = plan.memory["activations_per_rank"]
-    assert held["ring-attention"] <= held["context-parallel"] - 64 * 16 * 4
-    text = """m (float[1,1,64,8] x) => (float[1,1,64,8] y)
-    { q = Sin(x)  k = Cos(x)  v = Relu(x)  y = Attention<is_causal = 1>(q, k, v) }"""
-    one = write_text('<ir_version: 10, opset_import: ["" : 23]>' + text, tmp_path / "one.onnx")
-    limit = Objective(memory=5 * 64 * 8 * 4 / 4)
-    how = replace(options("cp=4"), search="auto", objective=limit)
-    assert "CollectivePermute" in sent(check_agrees(one, tmp_path, how))
-
-
-def test_what_has_no_ring_is_split_as_by_context_parallel(tmp_path: Path) -> None:
-    plan = check_agrees(MODELS / "llama.dynamo.static.onnx", tmp_path, ring("2"))
-    assert sent(plan).keys() == {"AllGather"}
-
-
-def test_queries_and_keys_over_axes_of_their_own(tmp_path: Path) -> None:
-    """By a strategy file: keys over both axes, queries over one of them, is no ring; it is refused
-    rather than computed as one."""
-    model = attention_model(tmp_path, "")
-    both = {"shard": {"Attention_a": {"s": "cp", "t": ["cp", "tp"]}}}
-    with pytest.raises(StrategyError, match="factor t cannot be split over"):
-        pipeline.plan(model, options("cp=2,tp=2", strategy=both))
-    apart = {"shard": {"Attention_a": {"s": "cp", "t": "tp"}}}
-    plan = check_agrees(model, tmp_path, options("cp=2,tp=2", strategy=apart))
-    assert sent(plan)["AllReduce"][0] == 2  # log-sum-exp over tp
-
-
 @pytest.mark.parametrize(
     ("model", "layout", "by_bytes", "large"),
     [
@@ -316,14 +228,6 @@ def test_training_by_micro_batches(tmp_path: Path) -> None:
     plan = check_training(step, "context-parallel dp=2,cp=2", 2)
     layouts = {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
     assert layouts["input_ids"] == "[2*dp, cp]"
-
-
-def test_training_with_a_ring(tmp_path: Path) -> None:
-    """The forward pass has the ring; the backward pass computes attention again, by queries."""
-    model = attention_model(tmp_path, ", is_causal = 1")
-    grad(model, tmp_path / "step.onnx", loss="mse", optimizer="sgd")
-    plan = check_training(tmp_path / "step.onnx", "ring-attention 3", 2)
-    assert sent(plan)["CollectivePermute"][0] == 2
 
 
 def test_auto_splits_a_long_sequence_of_one_sample() -> None:

@@ -1,0 +1,285 @@
+"""Rings: each rank keeps its queries, and the shards of keys and values travel from rank to rank.
+
+Without a ring, because queries and keys are not split over the same axes, there is one step, in
+which a rank computes with the keys that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.rules.attention_lowering import (
+    LENGTHS,
+    MASK,
+    AttentionLowering,
+    least_of,
+    sees_by_place,
+)
+from onnxpar.rules.communicate import held_positions, is_short_float, like, widen
+from onnxpar.rules.ring_ranges import Bounds, Range, seen_range, zigzag
+from onnxpar.rules.rule import Local, Lowering
+
+Array = np.ndarray[Any, Any]
+_KEYS_AXIS = {"columns": 0}
+"""The dimension of the keys of what travels, by name, if it is not 2."""
+
+
+class Ring:
+    """Builds the nodes of one node with queries and keys; `queries` and `keys` are the positions
+    that each rank of the ring has, None if the length is open or there is no ring; `held` those
+    that ranks had before the sequence was placed in zigzag."""
+
+    def __init__(self, op: AttentionLowering, build: Lowering) -> None:
+        self.op = op
+        self.build = build
+        node = build.local.node
+        self.least = least_of(node.inputs[0])
+        self.is_ring = build.shares_axes("s", "t")
+        self.count = len(build.of_members("t", lambda local: 0)) if self.is_ring else 1
+        self.queries: list[Array] | None = None
+        self.keys: list[Array] | None = None
+        self.held: tuple[list[Array], list[Array]] | None = None
+        if self.is_ring and not (build.is_open("s") or build.is_open("t")):
+            self.queries = build.of_members("s", lambda local: local.positions("s"))
+            self.keys = build.of_members("t", lambda local: local.positions("t"))
+        self.masks_of = [i for i in self.mask_operands() if given(node, i) is not None]
+        self.mask_shapes = {i: tensor_shape(node.inputs[i]) or () for i in self.masks_of}
+        self.has_lengths = self._reads_lengths and given(node, LENGTHS) is not None
+
+    _reads_lengths = True
+
+    def mask_operands(self) -> list[int]:
+        """The operands with a row for each query, or a column for each key, or both."""
+        return [MASK]
+
+    @property
+    def needs_places(self) -> bool:
+        """True if the keys that a query sees depend on positions."""
+        return sees_by_place(self.op.attrs) or self.has_lengths
+
+    def places(self) -> bool:
+        """Places the sequence in zigzag for causal attention: rank i has parts i and 2n-1-i of 2n.
+        Returns False if the sequence stays as it is."""
+        before, keys = self.queries, self.keys
+        if before is None or keys is None or not self.op.attrs.get("is_causal"):
+            return False
+        size = sum(map(len, before))
+        if self.has_lengths or size < 2 * self.count or sum(map(len, keys)) != size:
+            return False
+        every = np.arange(size)
+        if any(not np.array_equal(np.sort(np.concatenate(x)), every) for x in (before, keys)):
+            return False
+        if any(len(shape) > 1 and shape[-2] != 1 for shape in self.mask_shapes.values()):
+            return False  # the rows of a mask are many: they stay where they are
+        self.held = before, keys
+        self.queries = self.keys = zigzag(size, self.count)
+        return True
+
+    def placed(self, x: gs.Tensor, factor: str) -> gs.Tensor:
+        """A tensor of queries (factor `s`) or keys (`t`), its dimension 2, in zigzag if the
+        sequence is."""
+        if self.held is None or self.queries is None:
+            return x
+        return self.build.exchange(x, factor, 2, self.held["st".index(factor)], self.queries)
+
+    def restored(self, x: gs.Tensor, factor: str) -> gs.Tensor:
+        """The inverse of `placed`."""
+        if self.held is None or self.queries is None:
+            return x
+        return self.build.exchange(x, factor, 2, self.queries, self.held["st".index(factor)])
+
+    def blocks(self, travels: dict[str, gs.Tensor]) -> Iterator[Block]:
+        """The blocks of queries and keys that ranks compute, one for each step. Between steps, all
+        that `travels`, by name, goes to the next rank."""
+        if self.is_ring and self.keys is None and (self.needs_places or self.masks_of):
+            travels["columns"] = held_positions(self.build, "t")
+        for step in range(self.count):
+            yield Block(self, step, self._ranges(step), travels.get("columns"))
+            if step + 1 < self.count:
+                for name, x in travels.items():
+                    travels[name] = self.shift(x, step, _KEYS_AXIS.get(name, 2))
+
+    def shift(self, x: gs.Tensor, step: int, axis: int = 2) -> gs.Tensor:
+        """What a rank has of the keys at a step, sent to the next rank."""
+        if self.keys is None:
+            sizes = self.build.of_members("t", lambda local: local.size("t"))
+        else:
+            sizes = [len(positions) for positions in self.keys]
+        held = [sizes[(i - step) % self.count] for i in range(self.count)]
+        return self.build.shift(x, "t", axis, held)
+
+    def _ranges(self, step: int) -> list[Range] | None:
+        """What each rank computes at a step; None if that depends on the run."""
+        if self.queries is None or self.keys is None or self.has_lengths:
+            return None
+        return [
+            seen_range(
+                self.op.attrs, self.queries[i], self.keys[(i - step) % self.count], step == 0
+            )
+            for i in range(self.count)
+        ]
+
+    def of_rank(self, values: list[Array]) -> gs.Tensor:
+        """A constant with another value for each rank of the ring."""
+        return self.build.per_rank(lambda local: values[local.member("s")])
+
+    def split(self, x: gs.Tensor, widths: list[int]) -> list[gs.Variable]:
+        """Cuts the last of four dimensions into parts of these widths."""
+        return self.build.add_each("Split", [x], len(widths), axis=3, split=widths)
+
+
+@dataclass
+class Block:
+    """The queries of a rank and the keys that it has at a step. `ranges` are those of them that
+    take part, by rank, None if that depends on the run; `places` are the positions of the keys,
+    None if they are known."""
+
+    ring: Ring
+    step: int
+    ranges: list[Range] | None
+    places: gs.Tensor | None
+
+    @cached_property
+    def rows(self) -> list[Bounds] | None:
+        """The bounds of the queries that take part, for each rank; None if all do on all ranks."""
+        queries = self.ring.queries
+        if self.ranges is None or queries is None or not self.ring.needs_places:
+            return None
+        rows = [r.queries for r in self.ranges]
+        all_do = all(r == (0, len(q)) for r, q in zip(rows, queries, strict=True))
+        return None if all_do else rows
+
+    @cached_property
+    def columns(self) -> list[Bounds] | None:
+        """The bounds of the keys that take part, for each rank; None if all do on all ranks."""
+        keys = self.ring.keys
+        if self.ranges is None or keys is None or not self.ring.needs_places:
+            return None
+        columns, sizes = [r.keys for r in self.ranges], {len(k) for k in keys}
+        all_do = len(sizes) == 1 and all(c == (0, *sizes) for c in columns)
+        return None if all_do else columns
+
+    def cut_rows(self, x: gs.Tensor, axis: int = 2) -> gs.Tensor:
+        """The queries that take part."""
+        return self._cut(x, self.rows, axis)
+
+    def cut_columns(self, x: gs.Tensor) -> gs.Tensor:
+        """The keys that take part, in dimension 2."""
+        return self._cut(x, self.columns, 2)
+
+    def _cut(self, x: gs.Tensor, bounds: list[Bounds] | None, axis: int) -> gs.Tensor:
+        if bounds is None:
+            return x
+        of_rank = self.ring.of_rank
+        ends = [of_rank([np.array([b[i]], np.int64) for b in bounds]) for i in (0, 1)]
+        return self.ring.build.add("Slice", [x, *ends, np.array([axis], np.int64)])
+
+    def joined_rows(self, old: gs.Tensor, new: gs.Tensor) -> gs.Tensor:
+        """`new` for the queries that took part, and `old` for the others."""
+        queries = self.ring.queries
+        return self._joined(old, new, self.rows, [len(q) for q in queries or ()])
+
+    def joined_columns(self, old: gs.Tensor, new: gs.Tensor) -> gs.Tensor:
+        """`new` for the keys that took part, and `old` for the others."""
+        keys, count = self.ring.keys or [], self.ring.count
+        sizes = [len(keys[(i - self.step) % count]) for i in range(len(keys))]
+        return self._joined(old, new, self.columns, sizes)
+
+    def _joined(
+        self, old: gs.Tensor, new: gs.Tensor, bounds: list[Bounds] | None, sizes: list[int]
+    ) -> gs.Tensor:
+        if bounds is None:
+            return new
+        before = [(0, start) for start, _ in bounds]
+        after = [(end, size) for (_, end), size in zip(bounds, sizes, strict=True)]
+        pieces = [self._cut(old, before, 2), new, self._cut(old, after, 2)]
+        return self.ring.build.add("Concat", pieces, axis=2)
+
+    def grouped(self, x: gs.Tensor) -> gs.Tensor:
+        """`x`, (batch, heads, rows, width), with the rows of all query heads that share a key head
+        concatenated."""
+        size = self._row_count()
+
+        def shape(local: Local) -> Array:
+            return np.array([0, local.size("k"), local.size("g") * size(local), 0], np.int64)
+
+        return self.ring.build.add("Reshape", [x, self.ring.build.per_rank(shape)])
+
+    def by_head(self, x: gs.Tensor) -> gs.Tensor:
+        """The inverse of `grouped`."""
+        size = self._row_count()
+
+        def shape(local: Local) -> Array:
+            return np.array([0, local.size("k") * local.size("g"), size(local), 0], np.int64)
+
+        return self.ring.build.add("Reshape", [x, self.ring.build.per_rank(shape)])
+
+    def _row_count(self) -> Callable[[Local], int]:
+        """The number of queries of a rank that take part."""
+        rows, queries = self.rows, self.ring.queries
+        if rows is not None:
+            return lambda local: rows[local.member("s")][1] - rows[local.member("s")][0]
+        if queries is None:
+            return lambda local: local.size("s")
+        if len({len(q) for q in queries}) == 1:
+            return lambda local: len(queries[0])
+        return lambda local: len(queries[local.member("s")])
+
+    def masked(self, scores: gs.Tensor) -> gs.Tensor:
+        """The scores with the mask added, and the least number where a query does not see a
+        key."""
+        ring, build = self.ring, self.ring.build
+        mask = self.mask(MASK) if MASK in ring.masks_of else None
+        is_bool = mask is not None and dtype_of(mask) == np.bool_
+        if mask is not None and not is_bool:
+            scores = build.add("Add", [scores, widen(build, mask)])
+        sees_all = self.ranges is not None and all(r.is_full for r in self.ranges)
+        rows, columns = (None, None)
+        if ring.needs_places and not sees_all:
+            rows, columns = self._row_positions(), self._column_positions()
+        visible = ring.op.visible(build, rows, columns, mask if is_bool else None)
+        if visible is None:
+            return scores
+        return build.add("Where", [visible, scores, like(scores, ring.least)])
+
+    def mask(self, operand: int) -> gs.Tensor:
+        """What an operand says about the queries and keys that take part."""
+        ring, shape = self.ring, self.ring.mask_shapes[operand]
+        x = ring.build.input(operand)
+        if len(shape) > 1 and shape[-2] != 1:
+            x = self.cut_rows(x, len(shape) - 2)
+        if shape and shape[-1] != 1 and ring.build.local.is_split("t"):
+            x = ring.build.add("Gather", [x, self._column_positions()], axis=len(shape) - 1)
+        return x
+
+    def _row_positions(self) -> gs.Tensor:
+        """The positions of the queries that take part, as a column."""
+        queries = self.ring.queries
+        if queries is None:
+            return held_positions(self.ring.build, "s", 0, 2)
+        bounds = self.rows or [(0, len(q)) for q in queries]
+        found = [q[slice(*b)] for q, b in zip(queries, bounds, strict=True)]
+        return self.ring.of_rank([q[:, None].astype(np.int64) for q in found])
+
+    def _column_positions(self) -> gs.Tensor:
+        """The positions of the keys that take part."""
+        keys, count = self.ring.keys, self.ring.count
+        if keys is None:
+            return self.places if self.places is not None else held_positions(self.ring.build, "t")
+        found = [keys[(i - self.step) % count] for i in range(count)]
+        if self.columns is not None:
+            found = [k[slice(*b)] for k, b in zip(found, self.columns, strict=True)]
+        return self.ring.of_rank([k.astype(np.int64) for k in found])
+
+
+def like_head(build: Lowering, value: float) -> Array:
+    """A number of the type in which scores are computed."""
+    query = build.local.node.inputs[0]
+    return np.array(value, np.float32) if is_short_float(query) else like(query, value)

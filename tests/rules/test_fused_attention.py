@@ -1,0 +1,53 @@
+"""Rules of attention as an op of the compiler; whole models compare it with onnxruntime
+(tests/presets/test_rings.py)."""
+
+import numpy as np
+import onnx_graphsurgeon as gs
+import pytest
+
+from onnxpar.rules.fused_attention import DOMAIN
+from onnxpar.rules.rule import rule_of
+
+Q, K, V, Y = (2, 4, 3, 6), (2, 2, 5, 6), (2, 2, 5, 8), (2, 4, 3, 8)
+SUMMARY = (2, 4, 3, 1)
+HEADS = {"q_num_heads": 4, "kv_num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "results", "attrs", "text"),
+    [
+        (
+            "Attention",
+            [Q, K, V, (3, 5)],
+            [Y, SUMMARY],
+            {},
+            "b (k g) s d, b k t d, b k t e, s m -> b (k g) s e; b (k g) s 1"
+            " {communicating: t, whole: d m}",
+        ),
+        (
+            "Attention",
+            [(2, 3, 24), (2, 5, 12), (2, 5, 16), (2, 1, 1, 5), None, None, (2,)],
+            [(2, 3, 32)],
+            HEADS,
+            "b s (k g d), b t (k d), b t (k e), b 1 1 m, _, _, b -> b s (k g e)"
+            " {communicating: t, whole: d m}",
+        ),
+        (
+            "AttentionGradient",
+            [Q, K, V, None, None, None, None, Y, Y, SUMMARY],
+            [Q, None, V],
+            {},
+            "b (k g) s d, b k t d, b k t e, _, _, _, _, b (k g) s e, b (k g) s e, b (k g) s 1"
+            " -> b (k g) s d; _; b k t e {communicating: s t, whole: d e}",
+        ),
+    ],
+)
+def test_rule(op, operands, results, attrs, text):
+    def made(shapes, name):
+        every = enumerate(shapes)
+        return [gs.Variable(f"{name}{i}" if s else "", np.float32, s) for i, s in every]
+
+    node = gs.Node(op, "a", attrs, made(operands, "x"), made(results, "y"), DOMAIN)
+    rule = rule_of(node)
+    assert rule.text() == text
+    assert rule.rings == (("s", "t"),) and not rule.has_kernel
