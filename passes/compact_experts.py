@@ -138,8 +138,12 @@ def _compact(scope: gs.Graph, found: ChosenRows, shapes: Shapes, ctx: PassContex
     def width(rank: int) -> int:
         return columns.local_shape(mesh, rank)[2]
 
+    name = found.total.outputs[0].name.split("@")[0]
     if moves is None:
-        Compaction(scope, found, shapes, width, per_rank).replace()
+        rows = ctx.layouts[found.enter[0].outputs[0].name]
+        compaction = Compaction(scope, found, shapes, width, per_rank)
+        ctx.lowered.mixtures.append((name, compaction.finder, rows))
+        compaction.replace()
         return True
     inner = ctx.layouts[moves.back.inputs[0].name]
     tag = len(ctx.lowered.collectives) + 1
@@ -149,9 +153,11 @@ def _compact(scope: gs.Graph, found: ChosenRows, shapes: Shapes, ctx: PassContex
     # The rows that arrive are of all ranks: no operand inside has a value for each of them.
     known = {**shapes, mixture.chosen.name: (inner.shape[0], -1, 1)}
     known |= {node.inputs[1].name: (-1, inner.shape[2]) for node in mixture.enter}
-    Compaction(
+    compaction = Compaction(
         scope, mixture, known, lambda rank: inner.local_shape(mesh, rank)[2], per_rank
-    ).replace()
+    )
+    ctx.lowered.mixtures.append((name, compaction.finder, inner))
+    compaction.replace()
     return True
 
 

@@ -83,6 +83,7 @@ class LoweredState:
 
     per_rank     constants and attributes that depend on the rank
     collectives  the collectives of the plan, in execution order, from localize-ops on
+    mixtures     (result, node that finds rows, layout of rows) of each compacted mixture
     programs     graphs that are computed apart, by name, from split-programs on
     replays      the graph and context at the other bindings of open sizes
     localized    true if nodes are rank-local; `ordered`, if collectives are chained
@@ -90,6 +91,7 @@ class LoweredState:
 
     per_rank: PerRank = field(default_factory=PerRank)
     collectives: list[Collective] = field(default_factory=list)
+    mixtures: list[tuple[str, str, Layout]] = field(default_factory=list)
     programs: dict[str, gs.Graph] = field(default_factory=dict)
     replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
     localized: bool = False

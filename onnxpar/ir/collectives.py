@@ -48,6 +48,7 @@ class Kind:
                    root, the source of a rank's shard; None if the nodes of two ranks meet, and
                    only these two
     ends_together  True if all members end at the same moment: profiles set the ranks' clocks by it
+    by_data        True if data decide how much each rank sends
     is_late        True if it runs right before its first reader, and not as early as possible
     is_fused       True if several tensors may share one such collective
     is_measured    True if `onnxpar calibrate` measures it
@@ -65,6 +66,7 @@ class Kind:
     lists: tuple[str, ...] = ()
     awaits: Literal["group", "neighbors", "root", "source"] | None = "group"
     ends_together: bool = False
+    by_data: bool = False
     is_late: bool = False
     is_fused: bool = False
     is_measured: bool = False
@@ -128,7 +130,7 @@ _ROWS = (
         is_fused=True,
         is_measured=True,
     ),
-    Kind("AllToAllV", traffic=1.0, by_hand=False),  # lowering computes its sizes
+    Kind("AllToAllV", traffic=1.0, by_data=True, by_hand=False),  # nodes compute its sizes
     Kind(
         "CollectivePermute",
         (SPLIT, SPLIT),

@@ -40,6 +40,11 @@ class Compaction:
         self.mapped: dict[int, gs.Tensor] = {}
         self.body_nodes = AddedNodes(self.name, found.total.name, self.body.nodes)
 
+    @property
+    def finder(self) -> str:
+        """The name of the node in the body that finds the rows of an expert."""
+        return f"{self.name}/NonZero.0"
+
     def replace(self) -> None:
         """Replaces the nodes of the mixture by a Scan over experts."""
         found = self.found
@@ -100,6 +105,7 @@ class Compaction:
         """The numbers of the rows of the body's expert."""
         mask = self._element(self.found.chosen)
         places = self._add("NonZero", [mask], np.int64)
+        assert places.name == self.finder
         zero = gs.Constant(f"{self.name}/first", np.array(0, np.int64))
         return self._add("Gather", [places, zero], np.int64, axis=0)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from onnxpar.base.pass_times import SUMMARIZE, VERIFY, PassTimes
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
-from onnxpar.compiler.plan import Plan
+from onnxpar.compiler.plan import Mixture, Plan
 from onnxpar.compiler.summary import summarize
 from onnxpar.compiler.verify import verify
 from onnxpar.cost.topology import Topology
@@ -65,6 +65,7 @@ def run_passes(
                 reckon(1.0, model.graph, ctx)
     if plan is not None:
         plan.collectives = list(ctx.lowered.collectives)
+        plan.mixtures = [Mixture(*each) for each in ctx.lowered.mixtures]
         plan.fused = {k: (a, b) for k, (a, b) in (ctx.fused or {}).items() if a != b}
     return plan
 

@@ -17,7 +17,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.plan import Plan
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import LOCAL_STEPS
+from onnxpar.ir.collectives import KINDS, LOCAL_STEPS
 from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.report.comparison_result import Communicated, Comparison, Computed, sum_known
@@ -134,7 +134,8 @@ def _check_same(
         made, entry = event.collective, known[name]
         sent = entry.bytes // calls[name, event.rank, event.run]
         assert made is not None
-        if made.kind != entry.kind or made.bytes != sent:
+        is_other = made.bytes != sent and not KINDS[entry.kind].by_data
+        if made.kind != entry.kind or is_other:
             raise StrategyError(
                 f"{other} '{name}' is {made.kind} of {made.bytes} bytes in the trace, "
                 f"{entry.kind} of {sent} in the plan; {_REMEDY}"
@@ -249,7 +250,8 @@ def _collective(
     sent = [t.bytes for e, t in zip(events, recorded, strict=True) if e.rank == ranks[0]]
     known = [size for size in sent if size is not None]
     size = sum(known) // runs if len(known) == len(sent) else None
-    if events and all(e.name in sent_in for e in events):
+    by_data = any(KINDS[t.kind].by_data for t in recorded)
+    if events and not by_data and all(e.name in sent_in for e in events):
         size = sum(sent_in[each] for each in {e.name for e in events})
     wait, seconds = (
         sum(of) / (runs * max(len(ranks), 1))

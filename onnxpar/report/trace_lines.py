@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from onnxpar.report.report import table
-from onnxpar.runtime.trace import NodeTimes, Trace
+from onnxpar.runtime.trace import ExpertLoad, NodeTimes, Trace
 
 SLOWEST = 10
+_MIXTURES = 4
+"""Mixtures whose experts are listed."""
+_ENDS = 8
+"""Experts that are listed from either end, if a mixture has more than twice as many."""
 _PARTS = ("compute", "communication", "waiting", "idle", "total")
 
 
@@ -32,11 +36,35 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         rows = [(_name(n), n.op, n.calls, *_columns(_times(n, busy), head)) for n in slowest]
         yield from table(rows, ("node", "op", "calls", *_heads(head)))
         yield ""
+    for load in trace.experts[:_MIXTURES]:
+        yield from expert_lines(load)
+        yield ""
+    if len(trace.experts) > _MIXTURES:
+        yield f"the trace has the tokens of {len(trace.experts) - _MIXTURES} more mixtures"
     if trace.dropped:
         yield (
             f"onnxruntime records a million events per rank; it dropped {trace.dropped:,}, so the "
             "last runs are missing"
         )
+
+
+def expert_lines(load: ExpertLoad) -> Iterator[str]:
+    """Yields the lines of a mixture: the tokens of each expert; of many, those with the most and
+    those with the least."""
+    total = sum(load.tokens)
+    runs = f"{load.runs} run{'s' if load.runs > 1 else ''}"
+    yield f"tokens per expert of {load.mixture}, {total:,} in {runs}:"
+    order = sorted(range(len(load.tokens)), key=lambda i: -load.tokens[i])
+    shown = range(len(order)) if len(order) <= 2 * _ENDS else [*order[:_ENDS], *order[-_ENDS:]]
+    head = ("tokens", "share")
+    rows = [(i, *_columns(_of_expert(load.tokens[i], total), head)) for i in shown]
+    yield from table(rows, ("expert", *_heads(head)))
+    if len(shown) < len(order):
+        yield f"{len(order) - len(shown)} experts are between the two halves"
+
+
+def _of_expert(tokens: int, total: int) -> list[str]:
+    return [f"{tokens:,}", f"{tokens / max(total, 1):.1%}"]
 
 
 def _parts(trace: Trace, rank: int, program: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from onnxpar.ir.collectives import KINDS
 from onnxpar.runtime.bundle import Bundle, Sizes
+from onnxpar.runtime.expert_load import expert_loads
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.trace import Collective, Event, Span, Trace
 
@@ -53,7 +54,9 @@ def merge(
     left_out = max(min(left_out, len(runs) - 1), 0)
     numbers = {key: number for number, key in enumerate(runs) if number >= left_out}
     zero = _begin(records[0], min(numbers, key=numbers.__getitem__)) if numbers else 0
-    ranks = [_rank(number, record, numbers, zero) for number, record in enumerate(records)]
+    mixtures = plan.get("mixtures", ())
+    finders = {entry["node"] for entry in mixtures}
+    ranks = [_rank(number, record, numbers, zero, finders) for number, record in enumerate(records)]
     _set_clocks(ranks)
     start = min((span.start for rank in ranks for span in rank.spans), default=0.0)
     planned = {entry["name"]: entry for entry in plan.get("collectives", ())}
@@ -74,6 +77,7 @@ def merge(
         left_out,
         dropped,
         _shares(bundle, [sizes[number] for number in numbers.values() if number < len(sizes)]),
+        list(expert_loads(mixtures, bundle.mesh, [rank.events for rank in ranks])),
     )
 
 
@@ -103,9 +107,12 @@ def _begin(record: Record, run: _Run) -> int:
     return begin
 
 
-def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> _Rank:
+def _rank(
+    rank: int, record: Record, numbers: Mapping[_Run, int], zero: int, finders: Collection[str]
+) -> _Rank:
     """Returns a rank's spans and events of the runs in `numbers`, which maps them to their numbers
-    in the trace. Times are relative to `zero`, in microseconds of rank 0's clock."""
+    in the trace. Times are relative to `zero`, in microseconds of rank 0's clock. Nodes of the
+    names `finders` find the rows of an expert."""
     spans, events = [], []
     for program, recorded in record["programs"].items():
         runs = recorded["runs"]
@@ -114,12 +121,13 @@ def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> 
             if (number := numbers.get((program, k))) is not None:
                 spans.append(Span(rank, number, program, (begin - zero) / 1e6, length / 1e6))
         lanes: dict[int, int] = {}
-        for at, thread, begin, length, own in _with_own(recorded["events"]):
+        for at, thread, begin, length, told, own in _with_own(recorded["events"]):
             k = bisect_right(begins, begin) - 1
             run = numbers.get((program, k))
             if run is None or begin > sum(runs[k]):
                 continue
             node = record["nodes"][at]
+            is_collective = "group" in node
             events.append(
                 Event(
                     rank,
@@ -131,7 +139,8 @@ def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> 
                     length / 1e6,
                     own / 1e6,
                     lanes.setdefault(thread, len(lanes)),
-                    Collective(node["op"], tuple(node["group"])) if "group" in node else None,
+                    Collective(node["op"], tuple(node["group"]), told) if is_collective else None,
+                    told if node["name"] in finders else None,
                 )
             )
     roots = {node["name"]: node["root"] for node in record["nodes"] if "root" in node}
@@ -140,9 +149,9 @@ def _rank(rank: int, record: Record, numbers: Mapping[_Run, int], zero: int) -> 
 
 
 def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Extends each event [node, thread, begin, duration] by its own time: its duration minus the
-    durations of events nested in it. A nested event is cut at the end of the outer event, because
-    onnxruntime rounds both."""
+    """Extends each event [node, thread, begin, duration, told] by its own time: its duration minus
+    the durations of events nested in it. A nested event is cut at the end of the outer event,
+    because onnxruntime rounds both."""
     by_thread = defaultdict(list)
     for i, event in enumerate(events):
         by_thread[event[1]].append((event[2], -event[3], -i, event))
@@ -154,8 +163,8 @@ def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
                 yield around.pop()
             if around:
                 length = min(length, around[-1][2] + around[-1][3] - begin)
-                around[-1][4] -= length
-            around.append([*event[:3], length, length])
+                around[-1][5] -= length
+            around.append([*event[:3], length, event[4], length])
         yield from around
 
 
@@ -203,8 +212,8 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[_Call, Event]]:
 def _with_plan(
     events: Sequence[Event], planned: Mapping[str, Mapping[str, Any]], ranks: int
 ) -> Iterator[Event]:
-    """Yields the events; collectives get the plan's bytes, tensor and group. The plan has the bytes
-    of a run, which are divided among the calls."""
+    """Yields the events; collectives get the plan's tensor and group, and its bytes, unless data
+    decided these. The plan has the bytes of a run, which are divided among the calls."""
     calls = Counter((e.name, e.run) for e in events)
     for event in events:
         made = event.collective
@@ -212,13 +221,15 @@ def _with_plan(
             yield event
             continue
         entry = planned.get(event.name, {})
-        sent = entry.get("bytes")
+        of_run, sent = entry.get("bytes"), made.bytes
+        if sent is None and of_run is not None:
+            sent = of_run // calls[event.name, event.run]
         yield replace(
             event,
             collective=replace(
                 made,
                 group=made.group or tuple(range(ranks)),
-                bytes=None if sent is None else sent // calls[event.name, event.run],
+                bytes=sent,
                 tensor=entry.get("tensor"),
             ),
         )

@@ -28,6 +28,7 @@ WEIGHTS = "session.optimized_model_external_initializers_file_name"
 LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
 _ERRORS = 3
 _SUFFIX = "_kernel_time"
+_TELL = ("NonZero", "AllToAllV")
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class ProfiledSessions:
 
         nodes     of each node: `name`, `op`, names of the global `nodes` that it computes; for a
                   collective, `group`, `root` and `sources`
-        programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration], and
-                  the number of `dropped` events
+        programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration, told],
+                  and the number of `dropped` events; `told` is what the shapes of results tell
         """
         record: Record = {"host": _host(), "nodes": [], "programs": {}}
         numbers: dict[tuple[str, str], int] = {}
@@ -110,8 +111,17 @@ def _program(
             if key not in numbers:
                 numbers[key] = len(nodes)
                 nodes.append({"name": key[0], "op": key[1], "nodes": []})
-            events.append([numbers[key], event["tid"], *times])
+            events.append([numbers[key], event["tid"], *times, _told(event["args"])])
     return {"runs": runs, "events": events, "dropped": dropped}
+
+
+def _told(args: dict[str, Any]) -> int | None:
+    """Returns how many elements a NonZero found, or how many bytes an AllToAllV sent to others;
+    None for any other node. Profiles have no values, but shapes."""
+    if args["op_name"] not in _TELL or not args.get("output_type_shape"):
+        return None
+    (shape,) = args["output_type_shape"][-1].values()
+    return int(shape[-1])
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

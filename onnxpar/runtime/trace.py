@@ -10,7 +10,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Event:
     nodes  the nodes of the unsplit model that it computes, in whole or in part
     own    seconds without the nodes of its body
     lane   number of the onnxruntime thread that ran it, from 0
+    rows   if the node finds the rows of an expert, their number
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Event:
     own: float
     lane: int = 0
     collective: Collective | None = None
+    rows: int | None = None
 
     @property
     def wait(self) -> float:
@@ -77,6 +79,16 @@ class Span:
     program: str
     start: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The rows that each expert of a mixture computed in all recorded `runs`. `mixture` is the name
+    of its result in the unsplit model."""
+
+    mixture: str
+    tokens: tuple[int, ...]
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,8 @@ class NodeTimes:
 class Trace:
     """The recorded runs of all ranks. `left_out` is the number of earlier runs that are not part of
     the trace; `dropped` the number of later events that onnxruntime could not record. `sizes` has
-    each combination of open sizes, with the fraction of runs that used it."""
+    each combination of open sizes, with the fraction of runs that used it; `experts` the load of
+    the experts of each mixture."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -112,6 +125,7 @@ class Trace:
     left_out: int = 0
     dropped: int = 0
     sizes: Sequence[tuple[Mapping[str, int], float]] = ()
+    experts: Sequence[ExpertLoad] = ()
 
     def runs(self, program: str = "") -> list[int]:
         """Returns the numbers of a program's runs."""
@@ -157,6 +171,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
             "left_out": trace.left_out,
             "dropped": trace.dropped,
             "sizes": [[dict(sizes), share] for sizes, share in trace.sizes],
+            "experts": [asdict(load) for load in trace.experts],
         },
     }
     with whole_file(file) as sink:
@@ -198,6 +213,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             head["left_out"],
             head["dropped"],
             [(dict(sizes), share) for sizes, share in head.get("sizes", ())],
+            [
+                ExpertLoad(load["mixture"], tuple(load["tokens"]), load["runs"])
+                for load in head.get("experts", ())
+            ],
         )
     except OSError as error:
         raise InputError(cannot_read(file, error)) from None
@@ -234,8 +253,15 @@ def _thread(event: Event) -> int:
 
 
 def _args(event: Event) -> dict[str, Any]:
-    args = {"op": event.op, "nodes": event.nodes, "run": event.run, "own_us": _us(event.own)}
+    args: dict[str, Any] = {
+        "op": event.op,
+        "nodes": event.nodes,
+        "run": event.run,
+        "own_us": _us(event.own),
+    }
     made = event.collective
+    if event.rows is not None:
+        args["rows"] = event.rows
     if made is None:
         return args
     args |= {"kind": made.kind, "group": made.group, "bytes": made.bytes, "tensor": made.tensor}
@@ -287,4 +313,5 @@ def _event(e: dict[str, Any]) -> Event:
         args["own_us"] / 1e6,
         (e["tid"] - 1) // 2,
         made,
+        args.get("rows"),
     )

@@ -325,7 +325,7 @@ def record(host: str, runs: list[list[int]], events: list[list[int]]) -> Record:
             "sources": [1, 1],
         },
     ]
-    told = {"runs": runs, "events": events, "dropped": 0}
+    told = {"runs": runs, "events": [[*each, None] for each in events], "dropped": 0}
     return {"host": host, "nodes": nodes, "programs": {"": told}}
 
 
