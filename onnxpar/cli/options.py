@@ -206,6 +206,15 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
         f"for later steps (T should be near the largest elements; default {THRESHOLD}); or none",
     )
     to.add_argument(
+        "--place",
+        action="append",
+        default=[],
+        metavar="TABLE=host",
+        help="keep a table, by glob, and its optimizer state in files instead of memory; ranks "
+        "have in memory the rows that they use. Nodes must look up its rows, and a training step "
+        "must update them lazily (`onnxpar grad --lazy`)",
+    )
+    to.add_argument(
         "--add-pass",
         dest="passes",
         action="append",

@@ -106,7 +106,12 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
     rank = launched_rank()
     if rank is not None:
         redirect_output(logs, rank.rank, stdout=rank.rank != 0)
-    options = {"timeout": args.timeout, "profile": bool(args.profile)}
+    options: dict[str, Any] = {
+        "timeout": args.timeout,
+        "profile": bool(args.profile),
+        "table_dir": args.table_dir,
+        "table_cache": args.table_cache,
+    }
     with Trainer(args.par, held=held, log_dir=None if rank else logs, **options) as trainer:
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None

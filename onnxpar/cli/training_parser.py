@@ -248,10 +248,26 @@ def add_train(to: argparse.ArgumentParser) -> None:
         help="take samples in the order of the file",
     )
     _add_checkpoints(to)
+    _add_tables(to)
     add_profile(to, "steps")
     add_launcher_help(to)
     add_runtime(to)
     to.set_defaults(log_dir="log")
+
+
+def _add_tables(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--table-dir",
+        metavar="DIR",
+        help="folder for the files of tables on the host (`onnxpar shard --place`), which vanish "
+        "with the run; default: step.par",
+    )
+    to.add_argument(
+        "--table-cache",
+        metavar="SIZE",
+        help="most bytes of rows of such tables that a rank keeps in memory, such as 2GB; default: "
+        "256 MiB",
+    )
 
 
 def _add_checkpoints(to: argparse.ArgumentParser) -> None:

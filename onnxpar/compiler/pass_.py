@@ -85,6 +85,8 @@ class LoweredState:
     collectives  the collectives of the plan, in execution order, from localize-ops on
     mixtures     (result, node that finds rows, layout of rows) of each compacted mixture
     programs     graphs that are computed apart, by name, from split-programs on
+    row_outputs  outputs for the indices and the rows that change of each table on the host, by the
+                 table's input, from place-tables on
     replays      the graph and context at the other bindings of open sizes
     localized    true if nodes are rank-local; `ordered`, if collectives are chained
     """
@@ -93,6 +95,7 @@ class LoweredState:
     collectives: list[Collective] = field(default_factory=list)
     mixtures: list[tuple[str, str, Layout]] = field(default_factory=list)
     programs: dict[str, gs.Graph] = field(default_factory=dict)
+    row_outputs: dict[str, tuple[str, str]] = field(default_factory=dict)
     replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
     localized: bool = False
     ordered: bool = False

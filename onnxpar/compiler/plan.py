@@ -129,6 +129,14 @@ class RankLoad:
 
 
 @dataclass(frozen=True)
+class OnHost:
+    """The weights and states that stay in files; `bytes_per_rank` is the most of any rank."""
+
+    tensors: list[str]
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
 class Predicted:
     """Seconds of a run, predicted by the cost model.
 
@@ -183,6 +191,8 @@ class Plan(Shown):
     predicted     None for a manual program
     loads         what each rank holds and computes, if the devices of ranks differ
     initial       the first value of each state, by input name: STORED with the model, or ZERO
+    on_host       the weights and states that stay in files; None if there are none
+    row_outputs   as in LoweredState
     step          the roles of the ports, if the model is a training step
     fused         number of collectives before and after fuse-all-reduces, by kind
     notes         sentences that the user should read
@@ -207,6 +217,8 @@ class Plan(Shown):
     fixed: Sequence[str] = ()
     example: Mapping[str, int] = field(default_factory=dict)
     initial: Mapping[str, str] = field(default_factory=dict)
+    on_host: OnHost | None = None
+    row_outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     step: Step | None = None
     lookups: Sequence[Lookup] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -236,9 +248,8 @@ class Plan(Shown):
             "preset": self.preset,
             "inputs": [p.to_json(self.mesh) for p in self.inputs],
             "outputs": [p.to_json(self.mesh) for p in self.outputs],
-            "states": [
-                {"input": i, "output": o, "initial": self.initial.get(i)} for i, o in self.states
-            ],
+            "states": [self._state(*pair) for pair in self.states],
+            "on_host": None if self.on_host is None else asdict(self.on_host),
             "unpaired": list(self.unpaired),
             "step": None if self.step is None else asdict(self.step),
             "fixed": list(self.fixed),
@@ -259,6 +270,11 @@ class Plan(Shown):
             "typical_given": self.is_told,
             "notes": list(self.notes),
         }
+
+    def _state(self, source: str, result: str) -> dict[str, Any]:
+        rows = self.row_outputs.get(source)
+        found = {"input": source, "output": result, "initial": self.initial.get(source)}
+        return found if rows is None else {**found, "rows": list(rows)}
 
     def text(self) -> str:
         """The JSON as text, with one line for each collective, weight and port."""

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.packing import stored_bits
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.compiler.plan import Plan, Port, RankLoad, Weight, Whole, open_shape
+from onnxpar.compiler.plan import OnHost, Plan, Port, RankLoad, Weight, Whole, open_shape
 from onnxpar.compiler.ranges import integer_ranges, lookups
 from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.lazy_values import stacked_parts
@@ -49,6 +49,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         integer_ranges(graph),
         ctx.model.fixed,
         initial=initial,
+        on_host=_on_host(graph, ctx),
         step=ctx.model.step,
         lookups=lookups(graph, ctx.model.sizes is not None),
         unpaired=missing_states(graph, ctx.model.states),
@@ -82,7 +83,7 @@ def _loads(graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
     inner = sum(w.bytes for w in _inner_weights(graph, mesh))
     return [
         RankLoad(
-            sum(_weight_bytes(t, ctx, rank) for t in constants(graph)) + inner,
+            sum(_held_weight(t, ctx, rank) for t in constants(graph)) + inner,
             _states(graph, ctx, rank),
             _peak_activations(graph, ctx, rank),
             counts[rank],
@@ -134,7 +135,24 @@ def _most_weights(graph: gs.Graph, ctx: PassContext) -> int:
     mesh = ctx.sharding.mesh
     inner = sum(weight.bytes for weight in _inner_weights(graph, mesh))
     ranks = _sample(mesh.size)
-    return inner + max(sum(_weight_bytes(t, ctx, r) for t in constants(graph)) for r in ranks)
+    return inner + max(sum(_held_weight(t, ctx, r) for t in constants(graph)) for r in ranks)
+
+
+def _held_weight(tensor: gs.Constant, ctx: PassContext, rank: int) -> int:
+    """Bytes of a weight in the memory of a rank."""
+    return 0 if tensor.name in ctx.model.on_host else _weight_bytes(tensor, ctx, rank)
+
+
+def _on_host(graph: gs.Graph, ctx: PassContext) -> OnHost | None:
+    """The weights and states that stay in files."""
+    mesh = ctx.sharding.mesh
+    found = [t for t in (*graph.inputs, *constants(graph)) if t.name in ctx.model.on_host]
+    layouts = {t.name: ctx.layouts.get(t.name) or Layout.whole(t.shape) for t in found}
+    held = [
+        sum(shard_bytes(t, layouts[t.name], mesh, rank) for t in found)
+        for rank in _sample(mesh.size)
+    ]
+    return OnHost([t.name for t in found], max(held)) if found else None
 
 
 def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
@@ -150,7 +168,7 @@ def _inner_weights(graph: gs.Graph, mesh: Mesh) -> Iterator[Weight]:
 
 def _states(graph: gs.Graph, ctx: PassContext, rank: int) -> int:
     """Bytes of the states that a rank keeps between runs."""
-    names = {source for source, _ in ctx.model.states}
+    names = {source for source, _ in ctx.model.states} - {*ctx.model.on_host}
     tensors = [t for t in graph.inputs if t.name in names and t.name in ctx.layouts]
     mesh = ctx.sharding.mesh
     return sum(shard_bytes(t, ctx.layouts[t.name], mesh, rank) for t in tensors)
@@ -297,7 +315,7 @@ def activations(
 def _held(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
     """Bytes of an activation on a rank, or of its largest shard; 0 if it has no layout."""
     layout = ctx.layouts.get(tensor.name)
-    if layout is None:
+    if layout is None or tensor.name in ctx.model.on_host:
         return 0
     if rank is None:
         return largest_shard_bytes(tensor, layout)

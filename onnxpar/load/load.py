@@ -76,6 +76,8 @@ class Model:
     step      the ports of a training step; None for other models
     whole     nodes, and factors of them, that must not be split since sizes are open
     exported  kinds that torch.export gave to tensors, by name
+    on_host   weights and states that stay in files, as tables of which each run reads some rows,
+              and the results that replace these states
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     """
 
@@ -91,6 +93,7 @@ class Model:
     whole: Whole = field(default_factory=dict)
     exported: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
+    on_host: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:

@@ -19,6 +19,7 @@ from onnxpar.pipeline.balance import balanced
 from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.dataset import with_dataset
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
+from onnxpar.pipeline.placed_tables import tables_on_host
 from onnxpar.pipeline.plugins import load_entry_points
 from onnxpar.pipeline.run_passes import Watch, open_sharding, run_passes
 from onnxpar.pipeline.unused_options import (
@@ -65,6 +66,7 @@ def load_model(
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []
         model.states = [*((slot.input, slot.output) for slot in slots), *options.states]
+    model.on_host = tables_on_host(model, options.place, options.strategy)
     return model
 
 
@@ -112,6 +114,7 @@ def make_context(model: Model, options: Options) -> PassContext:
         return PassContext(model, nothing, Request(preset=MANUAL, manual=manual))
     refuse_groups(options)
     options.objective.check(model.step)
+    options = replace(options, objective=replace(options.objective, on_host=model.on_host))
     if not options.compared:
         refuse_without_search(options)
     refuse_collectives(model.graph)

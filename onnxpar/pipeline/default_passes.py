@@ -18,6 +18,7 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.localize_ops import LocalizeOps
 from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.passes.place_tables import PlaceTables
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.pipeline.options import Options
@@ -33,6 +34,7 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     LocalizeOps,
     CompactExperts,
     SplitPrograms,
+    PlaceTables,
     OrderCollectives,
     GateRecomputation,
 )

@@ -33,6 +33,7 @@ class Options:
     shares     the shares to take with `balance`; if empty, they follow from the speeds
     found      annotations that a search has found for this mesh, so that it is not repeated
     reckon_at  sizes at which costs are computed; if empty, the `typical` ones
+    place      where tables are, by glob: HOST
     compared   true if the plan is one of several that are compared by the objective
     show       called with the model after each rewrite of the loader
     times      collects the wall time of each pass
@@ -58,6 +59,7 @@ class Options:
     objective: Objective = field(default_factory=Objective)
     passes: Sequence[Pass | Placed] = ()
     compared: bool = False
+    place: Mapping[str, str] = field(default_factory=dict)
     balance: bool = False
     shares: tuple[float, ...] = ()
     dataset: Dataset = None

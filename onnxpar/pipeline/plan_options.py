@@ -22,6 +22,7 @@ from onnxpar.pipeline.dataset import read_dataset
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_registry import parse_placed
 from onnxpar.pipeline.placed_passes import Placed
+from onnxpar.pipeline.placed_tables import places_of
 from onnxpar.pipeline.plugins import load_plugin
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
@@ -88,6 +89,9 @@ class PlanOptions(LayoutOptions, total=False):
     bucket_mb       largest collective that is fused by size, in MiB
     compression     format in which ranks send gradients of a training step: float16, bfloat16,
                     2bit:THRESHOLD or none
+    place           where tables are: {"*.tables.*": "host"}, or texts such as "*.tables.*=host".
+                    On the host, they stay in mapped files, and ranks have in memory the rows that
+                    they use
     passes          passes to run besides those of onnxpar (--add-pass), each with its place:
                     "NAME{option=value} before PASS" or `Placed(PASS, before="NAME")`; a pass that
                     rewrites the model needs no place
@@ -96,6 +100,7 @@ class PlanOptions(LayoutOptions, total=False):
     fusion: str | None
     bucket_mb: float | None
     compression: str | None
+    place: Mapping[str, str] | Sequence[str]
     passes: Sequence[str | Pass | Placed]
 
 
@@ -106,6 +111,7 @@ DEFAULTS: Mapping[str, Any] = {
     "find_states": True,
     "strict": False,
     "plugin": (),
+    "place": (),
     "passes": (),
     "verify": False,
 }
@@ -169,6 +175,7 @@ def options_of(
         fusion=asked.get("fusion"),
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
         compression=asked.get("compression"),
+        place=places_of(asked.get("place", ())),
         strict=asked.get("strict", False),
         passes=[parse_placed(each) if isinstance(each, str) else each for each in added],
         verify=asked.get("verify", False),

@@ -66,6 +66,7 @@ def run_passes(
     if plan is not None:
         plan.collectives = list(ctx.lowered.collectives)
         plan.mixtures = [Mixture(*each) for each in ctx.lowered.mixtures]
+        plan.row_outputs = dict(ctx.lowered.row_outputs)
         plan.fused = {k: (a, b) for k, (a, b) in (ctx.fused or {}).items() if a != b}
     return plan
 

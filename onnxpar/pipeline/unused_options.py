@@ -33,6 +33,7 @@ def refuse_for_manual(options: Options) -> None:
             "balance": options.balance,
             "configuration": options.configuration is not None,
             "strict": options.strict,
+            "place": bool(options.place),
         }
     )
     if name is not None:
@@ -80,6 +81,7 @@ def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
             "state": bool(options.states),
             "only-given-states": not options.find_states,
             "strict": options.strict,
+            "place": bool(options.place),
         }
     )
     if name is not None:

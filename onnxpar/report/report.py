@@ -66,6 +66,11 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         + f"activations at most {size_text(memory['activations_per_rank'])}, "
         f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
     )
+    if on_host := plan.get("on_host"):
+        size = size_text(on_host["bytes_per_rank"])
+        count = len(on_host["tensors"])
+        tensors = "1 tensor" if count == 1 else f"{count} tensors"
+        yield f"on the host: {tensors} in files, at most {size} per rank"
     yield from _load_lines(plan.get("loads", ()))
     yield from _predicted_lines(plan.get("predicted"), plan["ranks"], bool(plan.get("loads")))
     yield from _note_lines(plan.get("notes", ()))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.units import quantity
+from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.runtime import collectives, groups
 from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.options import CACHE
 from onnxpar.runtime.ort_values import array_of, is_ort_value
 from onnxpar.runtime.values import checked_value, is_optional
 
@@ -142,6 +146,35 @@ def check_timeout(seconds: float) -> None:
         raise InputError(
             f"timeout {seconds:g}: give a number of seconds above 0 and at most {LONGEST:,.0f}"
         )
+
+
+def check_table_dir(bundle: Bundle, folder: str | os.PathLike[str] | None) -> str:
+    """Returns the folder for the files of tables on the host; empty for that of the sharded model.
+    Errors: InputError if there are such tables, and no file can be made in the folder."""
+    if not bundle.row_outputs:
+        return ""
+    place = Path(folder or bundle.path)
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        fault = "cannot be written" if place.is_dir() else "is not a folder"
+        raise InputError(
+            f"{place} {fault}, and tables on the host need files while ranks run; name another "
+            "folder with --table-dir (table_dir)"
+        )
+    return str(place.resolve())
+
+
+def check_table_cache(size: float | str | None) -> int:
+    """Returns the bytes of rows that a rank may keep in memory, given as bytes or as text with a
+    unit. Errors: InputError."""
+    if size is None:
+        return CACHE
+    try:
+        found = quantity(size, "B", "--table-cache", may_omit_unit=not isinstance(size, str))
+    except OnnxparError as error:
+        raise InputError(str(error)) from None
+    if found < 0:
+        raise InputError(f"--table-cache {size}: give 0 or more")
+    return int(found)
 
 
 def check_same(bundle: Bundle, world: groups.World) -> None:

@@ -16,22 +16,22 @@ from onnxpar.files.digests import Digests
 from onnxpar.ir.training_spec import EVALUATION
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Room, Slot, Spec
+from onnxpar.runtime.binding import Binding
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.checks import check_same
-from onnxpar.runtime.first_states import FirstStates
+from onnxpar.runtime.host_table import RowUpdate
+from onnxpar.runtime.kept_states import KeptStates
 from onnxpar.runtime.options import SessionSpec, run_options
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.rank_failure import failure_text
 from onnxpar.runtime.rank_sessions import RankSessions
 from onnxpar.runtime.shards import PortParts, Shards
-from onnxpar.runtime.state_files import PartFiles, write_parts
+from onnxpar.runtime.state_files import Origin, StateFiles
 from onnxpar.runtime.tensors import (
     as_fed,
     bind_input,
-    bind_output,
     copy_of,
     is_packed,
-    memory_of,
     view_of,
 )
 
@@ -40,10 +40,6 @@ SIZES = "onnxpar.sizes"
 
 Facts = Mapping[str, Any]
 """Facts about a rank's session: `providers`, `provider_options` and `profiling_start_ns`."""
-
-Place = tuple[int, tuple[int, ...]]
-"""Address and shape of a bound array. An array at the same place is not bound again, because
-binding takes as long as a small run."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,9 @@ class Executor:
         self._has_sizes = bool(bundle.symbols)
         self._everywhere = everywhere
         self._states = bundle.states
+        self._row_outputs = {bundle.states[n]: (n, *o) for n, o in bundle.row_outputs.items()}
         self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
-        self._first = FirstStates(bundle, world.rank)
+        self._kept = KeptStates(bundle, world.rank, spec)
         self._defaults = [
             name
             for name, port in bundle.inputs.items()
@@ -97,13 +94,7 @@ class Executor:
         ]
         self._passed = bundle.inputs.keys() & bundle.outputs.keys()
         self._has_values = any(port.is_value for port in self._ports.values())
-        self._binding = self.session.io_binding()
-        self._held: dict[str, Array] = {}
-        self._bound: dict[str, Place] = {}
-        self._placed: dict[str, Place] = {}
-        self._order: list[str] = []
-        self._kept: Mapping[str, Any] = {}
-        self._before: Mapping[str, Any] | None = None
+        self._binding = Binding(self.session)
         self.running: ort.RunOptions | None = None
         """The options of the current run, for `stop`."""
         self.stopped = False
@@ -143,21 +134,26 @@ class Executor:
             return self._evaluate(request, feeds, room, options)
         if self._has_values:
             return self._run_values(request, feeds, room, options)
-        order = self._order_outputs(request, feeds)
+        order = self._order(request)
+        self._binding.start(order, [name for name in self._defaults if name not in feeds])
         self._bind_inputs(feeds, request.sizes)
-        slots = self._bind_outputs(request, room)
-        self.session.run_with_iobinding(self._binding, options)
-        values = dict(zip(order, self._binding.get_outputs(), strict=True))
-        shapes = {name: self._check(name, value.shape()) for name, value in values.items()}
+        slots = self._bind_outputs(order, request, room)
+        with self._kept.trimming():
+            self.session.run_with_iobinding(self._binding.native, options)
+        values: dict[str, ort.OrtValue | RowUpdate] = dict(self._binding.results)
+        for name, (_, *outputs) in self._row_outputs.items():
+            if outputs[0] in values:
+                values[name] = RowUpdate(*(values.pop(output) for output in outputs))
+        shapes = {name: self._shape(name, value) for name, value in values.items()}
         for name in request.fetch:
             if name not in slots and self._gives(name):
-                slots[name] = self._ship(name, values[name], room)
+                slots[name] = self._shipped(name, values[name], feeds, room)
         if request.keep:
-            self._keep({i: self._own(o, values[o]) for i, o in self._states.items()})
+            self._kept.keep({i: self._own(o, values[o]) for i, o in self._states.items()}, feeds)
             self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
             # In onnxruntime up to at least 1.25, kept values share the memory of the binding's
             # outputs: binding these again would change them.
-            self._forget_bindings()
+            self._binding.forget()
         return slots
 
     def stop(self, run: ort.RunOptions) -> None:
@@ -167,25 +163,13 @@ class Executor:
 
     def settle(self) -> None:
         """Makes the changes of the last call permanent, after it succeeded on all ranks."""
-        self._before = None
+        self._kept.settle()
         self.stopped = False
 
     def undo(self) -> None:
         """Reverts the changes of the last call, after it failed on a rank."""
-        if self._before is not None:
-            self._kept, self._before = self._before, None
-        self._forget_bindings()
-
-    def _forget_bindings(self) -> None:
-        """Starts a new binding."""
-        self._binding = self.session.io_binding()
-        self._bound.clear()
-        self._placed.clear()
-        self._order = []
-
-    def _keep(self, states: Mapping[str, Any]) -> None:
-        """Replaces the kept states; the previous ones stay until `settle`, for `undo`."""
-        self._before, self._kept = self._kept, states
+        self._kept.undo()
+        self._binding.forget()
 
     def _at(self, sizes: Sizes) -> None:
         """Sets the open sizes of the current run."""
@@ -204,30 +188,31 @@ class Executor:
         self._at(sizes)
         if not self._gives(name):
             return {}
-        kept = self._state(name)
-        if self._ports[name].is_value:
-            return {name: self._put(name, kept, room)}
-        return {name: self._ship(name, kept, room)}
+        is_value = self._ports[name].is_value
+        kept = self._state(name) if is_value else self._kept.array(name, self._parts[name])
+        return {name: self._put(name, kept, room)}
 
     def write_state(self, name: str, part: Array) -> None:
         """Keeps a copy of `part`, this rank's shard of a state."""
-        self._keep({**self._kept, name: self._copied(name, part)})
+        self._kept.put(name, part)
 
     def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
         """Writes this rank's shards of states to a folder, without those that a lower rank writes
         too; returns the digests of the files."""
         self._at(sizes)
-        held = [name for name in self._states if self._rank in self._parts[name].sources]
-        parts = ((n, view_of(self._state(n), self._ports[n].dtype)) for n in held)
-        return write_parts(folder, self._rank, parts)
+        return self._kept.save(folder, {name: self._parts[name] for name in self._states})
 
-    def load_states(self, folder: Path, names: Sequence[str], sizes: Sizes) -> None:
-        """Reads this rank's shards of states from a folder that `save_states` wrote on the same
-        mesh, and keeps them."""
+    def load_states(
+        self, folder: Path, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
+    ) -> None:
+        """Reads this rank's shards of states from a folder that `save_states` wrote, and keeps
+        them: on the same mesh or, given the `origin` of the files, on another one."""
         self._at(sizes)
-        files = PartFiles(folder)
-        read = {n: files.read(n, self._parts[n].origins[self._rank]) for n in names}
-        self._keep({**self._kept, **{n: self._copied(n, part) for n, part in read.items()}})
+        parts = {name: self._parts[name] for name in names}
+        if origin is None:
+            self._kept.load(folder, parts)
+        else:
+            self._kept.gather(StateFiles.of(folder, origin), parts)
 
     def end_profile(self) -> Record:
         """Ends the recording and returns it; its `file` is onnxruntime's own profile of this rank,
@@ -245,11 +230,7 @@ class Executor:
 
     def reset_states(self) -> None:
         """Forgets all kept states."""
-        self._keep({})
-
-    def _copied(self, name: str, part: Array) -> Any:
-        """Returns a copy of a shard that can be kept."""
-        return part if self._ports[name].is_value else copy_of(part)
+        self._kept.reset()
 
     def _evaluate(
         self,
@@ -264,16 +245,14 @@ class Executor:
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
         given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
-        values = session.run_with_ort_values(list(request.fetch), given, options)
+        with self._kept.trimming():
+            values = session.run_with_ort_values(list(request.fetch), given, options)
         found = dict(zip(request.fetch, values, strict=True))
         return {n: self._ship(n, found[n], room) for n in request.fetch if self._gives(n)}
 
     def _state(self, name: str) -> Any:
         """Returns the kept value of a state or, if none is kept, the initial one."""
-        if name not in self._kept:
-            shape = self._parts[name].local_shape(self._rank)
-            self._kept = {**self._kept, name: copy_of(self._first.value(name, shape))}
-        return self._kept[name]
+        return self._kept.value(name, self._parts[name])
 
     def _run_values(
         self,
@@ -286,7 +265,7 @@ class Executor:
         `run`."""
         kept = list(self._states.values()) if request.keep else []
         order = list(dict.fromkeys([*request.fetch, *kept]))
-        held = {n: self._state(n) for n in self._states if n in self._kept or n in self._first}
+        held = {n: self._state(n) for n in self._states if n in self._kept}
         given = held | {
             name: value if self._ports[name].is_value else as_fed(value)
             for name, value in feeds.items()
@@ -296,65 +275,50 @@ class Executor:
         results = dict(zip(order, self.session.run(order, given, options), strict=True))
         shapes = {n: self._check(n, r.shape) for n, r in results.items() if _is_tensor(r)}
         if request.keep:
-            self._keep({i: self._copied(i, results[o]) for i, o in self._states.items()})
+            copies = {i: self._copied(i, results[o]) for i, o in self._states.items()}
+            self._kept.keep(copies, feeds)
             self.kept_shapes = {i: shapes.get(o, ()) for i, o in self._states.items()}
         return {n: self._put(n, results[n], room) for n in request.fetch if self._gives(n)}
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
         """Binds all inputs that are fed or kept; inputs with a default only if they are fed."""
         for name in [*self._inputs, *(name for name in self._defaults if name in feeds)]:
-            self._bind_input(name, feeds)
+            if name in feeds:
+                self._binding.feed(name, feeds[name])
+            else:
+                self._binding.use(name, self._state(name))
         if self._has_sizes:
             self._sizes = np.array(sizes, np.int64)
-            bind_input(self._binding, SIZES, self._sizes)
+            bind_input(self._binding.native, SIZES, self._sizes)
 
-    def _bind_input(self, name: str, feeds: Mapping[str, Array]) -> None:
-        """Binds the value of an input: the fed one or, if it is not fed, the kept one."""
-        if name not in feeds:
-            self._bound.pop(name, None)
-            self._binding.bind_ortvalue_input(name, self._state(name))
-            return
-        if is_packed(feeds[name].dtype):
-            self._held[name] = memory_of(feeds[name])
-            bind_input(self._binding, name, feeds[name], self._held[name])
-            self._bound[name] = _place(self._held[name])
-            return
-        at = _place(feeds[name])
-        if self._bound.get(name) != at:
-            bind_input(self._binding, name, feeds[name])
-            self._bound[name] = at
-
-    def _order_outputs(self, request: Request, feeds: Mapping[str, Array]) -> list[str]:
-        """Returns the outputs to bind, fetched or kept, in order. Starts a new binding if these
-        outputs differ from the last run's, or if an input with a default is no longer fed."""
+    def _order(self, request: Request) -> list[str]:
+        """Returns the outputs of the rank's graph to compute, fetched or kept, in order."""
         kept = self._states.values() if request.keep else ()
-        order = list(dict.fromkeys([*request.fetch, *kept]))
-        gone = any(name in self._bound for name in self._defaults if name not in feeds)
-        if gone or order != self._order:
-            self._forget_bindings()
-            self._order = order
-        return order
+        asked = [name for each in (*request.fetch, *kept) for name in self._computed(each)]
+        return list(dict.fromkeys(asked))
 
-    def _bind_outputs(self, request: Request, room: Room) -> dict[str, Slot]:
+    def _computed(self, name: str) -> Sequence[str]:
+        """Returns the outputs of the rank's graph from which an output is made: of a table on the
+        host, the rows that change."""
+        return self._row_outputs[name][1:] if name in self._row_outputs else (name,)
+
+    def _bind_outputs(self, order: Sequence[str], request: Request, room: Room) -> dict[str, Slot]:
         """Binds the outputs: to memory of `room` where possible, else to new memory of onnxruntime.
         Returns the slots of the room."""
         kept = set(self._states.values()) if request.keep else set()
-        names = [name for name in self._order if name not in kept]
+        names = [name for name in order if name not in kept]
         specs = {n: s for n in names if (s := self._direct(n)) is not None}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
-        for name in self._order:
-            if name not in slots:
-                self._placed.pop(name, None)
-                self._binding.bind_output(name, "cpu")
-            elif self._placed.get(name) != (at := _place(slots[name].array)):
-                bind_output(self._binding, name, slots[name].array)
-                self._placed[name] = at
+        for name in order:
+            self._binding.put(name, slots[name].array if name in slots else None)
         return slots
 
     def _direct(self, name: str) -> Spec | None:
         """Returns dtype and shape of an output that onnxruntime can write directly to memory of a
         room; None for others. One of these is an input that is also an output: onnxruntime does not
         write it to bound memory."""
+        if name not in self._ports:
+            return None
         shape = self._parts[name].local_shape(self._rank)
         dtype = self._ports[name].dtype
         if shape is None or not self._gives(name) or name in self._passed or is_packed(dtype):
@@ -371,6 +335,18 @@ class Executor:
         """Copies a tensor from onnxruntime's memory to a room."""
         return self._put(name, view_of(value, self._ports[name].dtype), room)
 
+    def _shipped(
+        self, name: str, value: ort.OrtValue | RowUpdate, feeds: Mapping[str, Array], room: Room
+    ) -> Slot:
+        """Copies an output of a run to a room; of a table on the host, the whole table."""
+        if not isinstance(value, RowUpdate):
+            return self._ship(name, value, room)
+        state = self._row_outputs[name][0]
+        parts = self._parts[state]
+        slot = self._put(name, feeds.get(state, self._kept.array(state, parts)), room)
+        value.write(slot.array)
+        return slot
+
     def _put(self, name: str, array: Array, room: Room) -> Slot:
         """Copies a tensor to a room; returns a value of another type as it is."""
         if self._ports[name].is_value:
@@ -380,16 +356,25 @@ class Executor:
         slot.array[...] = array
         return slot
 
-    def _own(self, name: str, value: ort.OrtValue) -> ort.OrtValue:
+    def _own(self, name: str, value: ort.OrtValue | RowUpdate) -> ort.OrtValue | RowUpdate:
         """Returns a value that can be kept: a copy if the output is an input passed through,
         because the caller owns that memory."""
         passed = name in self._passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 
+    def _shape(self, name: str, value: ort.OrtValue | RowUpdate) -> tuple[int, ...]:
+        """Returns the global shape of an output. Errors: RankError if the shape of this rank's
+        shard contradicts the layout."""
+        if isinstance(value, RowUpdate):
+            layout = self._ports[name].layout
+            assert layout is not None, "the layout of a table is fixed"
+            return layout.shape
+        return self._check(name, value.shape())
+
+    def _copied(self, name: str, part: Array) -> Any:
+        """Returns a copy of a shard that can be kept."""
+        return part if self._ports[name].is_value else copy_of(part)
+
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, np.ndarray)
-
-
-def _place(array: Array) -> Place:
-    return array.ctypes.data, array.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,6 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
+from onnxpar.ir.stored import external_location
 from onnxpar.runtime.bundle import Bundle
 
 STORED, ZERO = "stored", "zero"
@@ -39,6 +41,21 @@ class FirstStates:
         proto.CopyFrom(self._stored[name])
         array: Array = numpy_helper.to_array(proto, str(self._bundle.path))
         return array
+
+    def is_zero(self, name: str) -> bool:
+        """True if the initial value of a state is zeros."""
+        return self._bundle.initial.get(name) == ZERO
+
+    def place(self, name: str) -> tuple[Path, int] | None:
+        """Returns the file with a state's initial value, and where in it the value starts; None if
+        the value is zeros, or in the states file itself."""
+        if self._bundle.initial.get(name) != STORED:
+            return None
+        proto = self._stored[name]
+        if proto.data_location != TensorProto.EXTERNAL:
+            return None
+        location, offset, _ = external_location(proto)
+        return self._bundle.path / location, offset
 
     @cached_property
     def _stored(self) -> dict[str, TensorProto]:

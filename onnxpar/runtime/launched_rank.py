@@ -31,6 +31,7 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf
 from onnxpar.runtime.redirect import redirect_output, write_log
 from onnxpar.runtime.shards import PortParts, Shards
+from onnxpar.runtime.state_files import Origin
 
 _worlds = itertools.count()
 _LONGEST_RECORD = 1 << 30
@@ -130,10 +131,12 @@ class LaunchedRank:
             each = gather_bytes(self._world, json.dumps(files).encode(), "digests")
         return {name: digests for text in each for name, digests in json.loads(text).items()}
 
-    def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
+    def load_states(
+        self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
+    ) -> None:
         """Reads this rank's shards of these states from a folder, and keeps them."""
         with self._failing_together(f"loading states from {folder}"):
-            self._executor.load_states(Path(folder), names, sizes)
+            self._executor.load_states(Path(folder), names, sizes, origin)
             self._agree()
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -143,6 +146,7 @@ class LaunchedRank:
 
     def reset_states(self) -> None:
         """Forgets all states."""
+        self._executor.settle()
         self._executor.reset_states()
 
     def end_profile(self) -> Sequence[Record]:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+CACHE = 256 << 20
+"""Most bytes of rows of tables on the host that a rank keeps in memory, by default."""
 _ENUMS: Mapping[str, Any] = {
     "execution_mode": ort.ExecutionMode,
     "execution_order": getattr(ort, "ExecutionOrder", int),
@@ -123,6 +125,10 @@ class SessionSpec:
     disabled_optimizers: Sequence[str] = ()
     profile: str = ""
     """A folder for onnxruntime's recordings; empty: nothing is recorded."""
+    table_dir: str = ""
+    """The folder for the files of tables on the host; empty: that of the sharded model."""
+    table_cache: int = CACHE
+    """Most bytes of rows of tables on the host that a rank keeps in memory."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:

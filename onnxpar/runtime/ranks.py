@@ -20,6 +20,7 @@ from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.shards import PortParts
+from onnxpar.runtime.state_files import Origin
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
 
@@ -55,7 +56,9 @@ class Ranks(Protocol):
     def read_state(self, name: str, sizes: Sizes) -> PartsOf: ...
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None: ...
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]: ...
-    def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None: ...
+    def load_states(
+        self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
+    ) -> None: ...
     def exchange(self, payload: bytes) -> list[bytes]: ...
     def write_log(self, text: str) -> None: ...
     def reset_states(self) -> None: ...
@@ -127,10 +130,12 @@ class ProcessRanks:
         answers = self._processes.call(messages, f"saving states to {folder}")
         return {name: digests for a in answers for name, digests in a["files"].items()}
 
-    def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
+    def load_states(
+        self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
+    ) -> None:
         """Makes each rank read its shards of these states from a folder, and keep them."""
         message = {"do": "load", "folder": folder, "names": list(names), "sizes": sizes}
-        self._ask(message, f"loading states from {folder}")
+        self._ask({**message, "origin": origin}, f"loading states from {folder}")
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns a list with only the own payload, because no other process makes calls: the ranks

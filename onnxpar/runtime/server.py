@@ -123,7 +123,7 @@ class Server:
 
     def _load(self, message: Message) -> Message:
         folder, sizes = Path(message["folder"]), tuple(message["sizes"])
-        self._executor.load_states(folder, message["names"], sizes)
+        self._executor.load_states(folder, message["names"], sizes, message["origin"])
         return {}
 
     def _feeds(self, message: Message) -> dict[str, Array]:

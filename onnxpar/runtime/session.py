@@ -21,6 +21,8 @@ from onnxpar.runtime.checks import (
     check_feeds,
     check_kept,
     check_names,
+    check_table_cache,
+    check_table_dir,
     check_timeout,
 )
 from onnxpar.runtime.closing import Closing
@@ -250,6 +252,10 @@ class InferenceSession(Session):
     config               additional session config entries
     libraries            custom-op libraries; repeat those of `sess_options` here, because
                          onnxruntime does not reveal them
+    table_dir            folder for the files of tables on the host, which vanish with the session;
+                         default: `path`
+    table_cache          most bytes of rows of tables on the host that a rank keeps in memory;
+                         default: 256 MiB
     profile              record each node that onnxruntime runs until `end_profile`, up to a million
                          per rank
     verify               first compare every byte of the folder with its digests; by default, only
@@ -272,6 +278,8 @@ class InferenceSession(Session):
         bind_address: str | None = None,
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
+        table_dir: str | os.PathLike[str] | None = None,
+        table_cache: float | str | None = None,
         profile: bool = False,
         verify: bool = False,
         enable_fallback: bool | int = False,
@@ -296,6 +304,8 @@ class InferenceSession(Session):
             providers=providers,
             provider_options=provider_options,
             disabled_optimizers=list(disabled_optimizers or ()),
+            table_dir=check_table_dir(bundle, table_dir),
+            table_cache=check_table_cache(table_cache),
         )
 
         def start(spec: SessionSpec) -> Ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,23 @@ from onnxpar.base.packing import stored_bits
 from onnxpar.errors import ModelError
 from onnxpar.files.digests import Digests, DigestWriter
 from onnxpar.files.write_file import durable_file, writing
-from onnxpar.layout.layout import Layout
+from onnxpar.layout.layout import Layout, indices
 from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.bundle import Port
+from onnxpar.runtime.host_table import HostTable
 from onnxpar.runtime.shards import Shards
 from onnxpar.runtime.tensors import is_packed
+
+Origin = Mapping[str, Any]
+"""The mesh of the ranks that wrote files, and the layouts of the states in them, as JSON."""
 
 ALIGN = 64
 """The alignment of tensors in a states file, in bytes."""
 
 
-def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> dict[str, Digests]:
+def write_parts(
+    folder: Path, rank: int, parts: Iterable[tuple[str, Array | HostTable]]
+) -> dict[str, Digests]:
     """Writes a rank's shards of states to two files in a folder, tensors and index; returns the
     files' digests by name when the data are on disk. Errors: OnnxparError."""
     with writing(folder):
@@ -40,12 +46,15 @@ def write_parts(folder: Path, rank: int, parts: Iterable[tuple[str, Array]]) -> 
     return {states: of_states.digests, list_: of_list.digests}
 
 
-def _write_part(sink: DigestWriter, part: Array) -> dict[str, Any]:
+def _write_part(sink: DigestWriter, part: Array | HostTable) -> dict[str, Any]:
     """Appends a shard to the file, and returns the shard's entry for the index."""
-    assert not is_packed(part.dtype), "states are computed"
+    blocks: Iterable[Array] = [part] if isinstance(part, np.ndarray) else part.blocks()
+    whole = part if isinstance(part, np.ndarray) else part.array
+    assert not is_packed(whole.dtype), "states are computed"
     sink.write(bytes(-sink.size % ALIGN))
-    entry = {"offset": sink.size, "dtype": part.dtype.name, "shape": list(part.shape)}
-    sink.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    entry = {"offset": sink.size, "dtype": whole.dtype.name, "shape": list(whole.shape)}
+    for block in blocks:
+        sink.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
     return entry
 
 
@@ -103,6 +112,18 @@ class StateFiles:
         self._mesh = mesh
         self._layouts = layouts
 
+    @staticmethod
+    def of(folder: Path, origin: Origin) -> StateFiles:
+        """Returns the files in a folder, given their `origin`."""
+        mesh = Mesh.of((name, size) for name, size in origin["mesh"])
+        layouts = {name: Layout.from_json(tree) for name, tree in origin["layouts"].items()}
+        return StateFiles(folder, mesh, layouts)
+
+    def origin(self, names: Iterable[str]) -> Origin:
+        """Returns the mesh of the files, and the layouts of these states."""
+        layouts = {name: self._layouts[name].to_json() for name in names}
+        return {"mesh": [list(axis) for axis in self._mesh.shape], "layouts": layouts}
+
     def open(self) -> None:
         """Opens the files of all ranks, which can then be read even if they are removed. Errors:
         OSError; ValueError for an index that is not JSON."""
@@ -114,6 +135,21 @@ class StateFiles:
             raise ModelError(f"{self._folder} has no state {name!r}")
         parts = Shards(self._layouts[name], self._mesh)
         return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
+
+    def copy_shard(
+        self, name: str, layout: Layout, mesh: Mesh, rank: int, table: HostTable
+    ) -> None:
+        """Copies a rank's shard of a state, in this layout over this mesh, to a table; never has
+        more than a block of it in memory. Errors: ModelError if the state is missing."""
+        own = [indices(dim, mesh, rank) for dim in layout.dims]
+        for source in Shards(self._layouts[name], self._mesh).sources:
+            part = self._parts.read(name, source)
+            theirs = [indices(dim, self._mesh, source) for dim in self._layouts[name].dims]
+            both = [
+                np.intersect1d(a, b, assume_unique=True, return_indices=True)[1:]
+                for a, b in zip(own, theirs, strict=True)
+            ]
+            table.copy_rows([at for at, _ in both], [of for _, of in both], part)
 
     def blank(self, name: str) -> Array:
         """Returns zeros of a state's dtype and global shape, a broadcast scalar that takes no

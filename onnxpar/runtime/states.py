@@ -13,6 +13,7 @@ from onnxpar.errors import InputError
 from onnxpar.files.digests import Digests
 from onnxpar.runtime.bundle import Port
 from onnxpar.runtime.checks import check_array, check_kept, state_port
+from onnxpar.runtime.state_files import Origin
 
 if TYPE_CHECKING:
     from onnxpar.runtime.session import Session
@@ -64,6 +65,11 @@ class States:
             session._ranks.write_state(name, array, session._bundle.sizes({name: shape}))
             session._kept[name] = shape
 
+    @property
+    def on_host(self) -> list[str]:
+        """The names of the states that are tables on the host."""
+        return list(self._session._bundle.row_outputs)
+
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Digests]:
         """Writes all states, kept or initial, to a folder; each rank writes its own shards. Returns
         the digests of each file. Errors: InputError if a state has no value."""
@@ -76,15 +82,21 @@ class States:
         with session._lock:
             return session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
 
-    def load(self, folder: str | os.PathLike[str], names: Sequence[str]) -> None:
-        """Reads these states from a folder that `save` wrote, in this session or in another one
-        with the same mesh and layouts; each rank reads its own shards."""
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        names: Sequence[str],
+        origin: Origin | None = None,
+    ) -> None:
+        """Reads these states from a folder that `save` wrote, in this session or in another one;
+        each rank reads its own shards. `origin` says the mesh and the layouts of the files; without
+        it, they must be the same as here. With it, the states must be tables on the host."""
         session = self._session
         ports = [state_port(session._bundle, name) for name in names]
         shapes = {port.name: _shape(port) for port in ports}
         with session._lock:
             sizes = session._bundle.sizes(shapes)
-            session._ranks.load_states(os.path.abspath(folder), names, sizes)
+            session._ranks.load_states(os.path.abspath(folder), names, sizes, origin)
             session._kept.update(shapes)
 
     def reset(self) -> None:

@@ -21,6 +21,7 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf, common_shapes
 from onnxpar.runtime.session import Session
 from onnxpar.runtime.shards import PortParts
+from onnxpar.runtime.state_files import Origin
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -113,10 +114,12 @@ class ThreadRanks:
         each = self._all(lambda r: self._executors[r].save_states(target, sizes), "saving states")
         return {name: digests for files in each for name, digests in files.items()}
 
-    def load_states(self, folder: str, names: Sequence[str], sizes: Sizes) -> None:
+    def load_states(
+        self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
+    ) -> None:
         """Makes each rank read its shards of these states from a folder, and keep them."""
-        source = Path(folder)
-        self._all(lambda r: self._executors[r].load_states(source, names, sizes), "loading states")
+        given = (Path(folder), names, sizes, origin)
+        self._all(lambda r: self._executors[r].load_states(*given), "loading states")
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns a list with only the own payload, because there is no other process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from onnxpar.base.units import quantity
@@ -20,14 +21,16 @@ run to the next if runs overlap: only the larger of compute and communication co
 class Objective:
     """The objective of the search (`goal`), and its limits. `memory` is the bytes that a rank may
     hold at any time; if `memories` has the bytes of each rank, the other ranks may hold as much
-    less as these say. Repeated blocks get the same strategy unless `untied`. With `any_fit`, the
-    search ends at the first strategy within the limit."""
+    less as these say; weights and states `on_host` do not count. Repeated blocks get the same
+    strategy unless `untied`. With `any_fit`, the search ends at the first strategy within the
+    limit."""
 
     goal: str = LATENCY
     memory: float | None = None
     untied: bool = False
     any_fit: bool = False
     memories: tuple[float, ...] = ()
+    on_host: Sequence[str] = ()
     patience: Patience = field(default_factory=Patience, compare=False)
 
     @classmethod

@@ -217,10 +217,11 @@ class Problem:
             if name in self.sharding.factors.tensors:
                 groups[name in self.weights, self.tensors.signature(name)].append(tensor)
         for (is_weight, _), found in groups.items():
+            held = [tensor for tensor in found if tensor.name not in self.objective.on_host]
             if not is_weight:
                 self._add_tensor(found)
-            elif self.objective.memory is not None:
-                self._add_weight(found)
+            elif held and self.objective.memory is not None:
+                self._add_weight(held)
 
     def _add_nodes(self, alike: Sequence[OpFactors], most: int) -> None:
         """Adds the variable of nodes that share one, and the table of their cost. Errors:
@@ -287,7 +288,8 @@ class Problem:
             serving = Serving(self.tables, costs, times, self.objective.memory is not None)
             at, common = serving.serve(requested, required)
         if self.objective.memory is not None:
-            ranges = [self._live_range(tensor.name, at) for tensor in found]
+            held = [tensor for tensor in found if tensor.name not in self.objective.on_host]
+            ranges = [self._live_range(tensor.name, at) for tensor in held]
             add = self.timeline
             self.tables.later(lambda: add.add_produced(costs, produced, requested, ranges))
             self.tables.later(lambda: add.add_copies(costs, at[requested], common, ranges))

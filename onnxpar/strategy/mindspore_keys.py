@@ -17,6 +17,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.factors import OpFactors
 
 IN_STRATEGY, MANUAL_SPLIT, COMM_FUSION = "in_strategy", "manual_split", "comm_fusion"
+PRIMITIVE_TARGET = "primitive_target"
 _HOSTS = ("CPU", "host")
 
 
@@ -27,8 +28,8 @@ def _check_split(value: Any) -> None:
 def _check_target(value: Any) -> None:
     if value not in _HOSTS:
         raise StrategyError(
-            f"give {' or '.join(_HOSTS)}, or leave it out: ranks run on CPUs, and every table is "
-            "in the memory of its host"
+            f"give {' or '.join(_HOSTS)} for a table in files of the host, or leave it out for a "
+            "table in the memory of its rank: ranks run on CPUs"
         )
 
 
@@ -54,7 +55,7 @@ def _check_nothing(value: Any) -> None:
 KEYS: Mapping[str, Callable[[Any], None]] = {
     IN_STRATEGY: _check_nothing,
     MANUAL_SPLIT: _check_split,
-    "primitive_target": _check_target,
+    PRIMITIVE_TARGET: _check_target,
     COMM_FUSION: _check_fusion,
     "recompute": _check_recompute,
 }

@@ -17,7 +17,7 @@ from onnxpar.sharding.state import ShardingState
 
 Groups = tuple[tuple[int, ...], ...]
 """Lists of ranks that run collectives together."""
-_KEYS = ("mesh", "shard", "tensors", "groups", "context")
+_KEYS = ("mesh", "shard", "tensors", "place", "groups", "context")
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Strategy:
     An entry of `tensors` is a list with one item per dimension: null or 1 (whole), a number of
     parts, an axis name, a list of axis names, {axis: [sizes by hand]}, or text as layouts are
     printed. An entry of `shard` is a list of such lists, one per input of the node (null leaves an
-    input open), or a mapping from factors of the node's rule to such items. `context` has settings
-    under the names of MindSpore's `set_auto_parallel_context`.
+    input open), or a mapping from factors of the node's rule to such items. `place` says where
+    tables are, by glob: `host` keeps them in files. `context` has settings under the names of
+    MindSpore's `set_auto_parallel_context`.
     """
 
     mesh: Mesh | None = None
@@ -38,6 +39,7 @@ class Strategy:
     source: str = "strategy"
     groups: Mapping[str, Groups] = field(default_factory=dict)
     context: Mapping[str, Any] = field(default_factory=dict)
+    place: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def given(
@@ -85,6 +87,7 @@ class Strategy:
             source,
             {str(k): _groups(k, v, source) for k, v in (data.get("groups") or {}).items()},
             data.get("context") or {},
+            data.get("place") or {},
         )
 
 

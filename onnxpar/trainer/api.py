@@ -160,6 +160,8 @@ def train(
     keep: int = 0,
     resume: bool = False,
     profile: str | os.PathLike[str] | None = None,
+    table_dir: str | os.PathLike[str] | None = None,
+    table_cache: float | str | None = None,
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> list[Record]:
@@ -182,6 +184,8 @@ def train(
     keep        number of checkpoints to keep, the newest; 0 to keep all
     resume      True to continue from the newest complete checkpoint in the folder
     profile     a file to write with a trace of all steps
+    table_dir   a folder for the files of tables on the host; default: `par`
+    table_cache  most bytes of their rows that a rank keeps in memory; default: 256 MiB
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
 
@@ -197,6 +201,8 @@ def train(
         "timeout": timeout,
         "log_dir": log_dir,
         "profile": profile is not None,
+        "table_dir": table_dir,
+        "table_cache": table_cache,
     }
     with held_by_first(folder) as held, Trainer(par, held=held, **options) as trainer:
         samples = Data.given(data, trainer.data)

@@ -195,7 +195,10 @@ class Trainer(Closing):
             n for n in self.bundle.states if states.has_same_shards(n, self.bundle.mesh, inputs[n])
         ]
         self.session.states.load(checkpoint.path, alike)
-        for name in [name for name in self.bundle.states if name not in alike]:
+        tables = [n for n in self.session.states.on_host if n in known and n not in alike]
+        if tables:
+            self.session.states.load(checkpoint.path, tables, states.origin(tables))
+        for name in [n for n in self.bundle.states if n not in alike and n not in tables]:
             value = states.read(name) if name in known else self._zeros(name)
             self.session.states.write(name, value)
 

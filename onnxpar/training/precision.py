@@ -119,6 +119,8 @@ class _Lowering:
 
     def _is_plain(self, node: gs.Node) -> bool:
         """True if a node computes in 16 bits."""
+        if node.op == "Gather" and isinstance(node.inputs[0], gs.Constant):
+            return False  # rounds the rows, not the whole table
         if self.half != np.float16:
             return node.op in (*_MOVES, *_CREATES, "Cast")
         if node.op in _SENSITIVE:

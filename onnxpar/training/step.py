@@ -170,11 +170,31 @@ class _Update:
             g = p.builder.value(self.gradients[name].tensor)
             state = {s: self._input(f"{name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
             rows = self.rows.get(name)
-            update = optimizer.update if rows is None else _lazily(lazy_form(optimizer), rows)
-            following, changed = update(p, g, state, rate.cast(p.dtype), count)
-            self._slot(p, following, "parameter", name)
+            if rows is None:
+                following, changed = optimizer.update(p, g, state, rate.cast(p.dtype), count)
+                following = self._checked(p, following)
+                changed = {s: self._checked(state[s], value) for s, value in changed.items()}
+            else:
+                update = self._lazily(lazy_form(optimizer), rows)
+                following, changed = update(p, g, state, rate.cast(p.dtype), count)
+            self._add_slot(p, following, "parameter", name)
             for slot, value in changed.items():
-                self._slot(state[slot], value, slot, name)
+                self._add_slot(state[slot], value, slot, name)
+
+    def _lazily(self, optimizer: Optimizer, rows: Rows) -> Callable[..., Update]:
+        """Returns the update of a table and its state that changes only these rows."""
+
+        def update(p: Value, g: Value, state: State, rate: Value, count: Value | None) -> Update:
+            of_state = {name: rows.read(value) for name, value in state.items()}
+            of_p = rows.read(p)
+            row, changed = optimizer.update(of_p, rows.copies(g), of_state, rate, count)
+            states = {
+                name: rows.written(state[name], self._checked(of_state[name], value))
+                for name, value in changed.items()
+            }
+            return rows.written(p, self._checked(of_p, row)), states
+
+        return update
 
     def _unscale(self, scale: Value) -> None:
         """Divides all gradients by the loss scale, and adds the update of a dynamic scale."""
@@ -215,26 +235,18 @@ class _Update:
         return self.builder.value(tensor)
 
     def _slot(self, before: Value, after: Value, kind: str, of: str) -> None:
-        """Adds a state pair that passes `after` to the next step; with a dynamic loss scale, passes
-        `before` if gradients are not finite."""
-        if self.finite is not None:
-            after = self.builder.value(self.finite.tensor).where(after, before)
-        self._add_slot(before, after, kind, of)
+        """Adds a state pair that passes `after` to the next step, unless gradients are not
+        finite."""
+        self._add_slot(before, self._checked(before, after), kind, of)
+
+    def _checked(self, before: Value, after: Value) -> Value:
+        """Returns `after`; with a dynamic loss scale, `before` if gradients are not finite."""
+        if self.finite is None:
+            return after
+        return self.builder.value(self.finite.tensor).where(after, before)
 
     def _add_slot(self, before: Value, after: Value, kind: str, of: str) -> None:
         name = before.tensor.name
         add_output(self.graph, after, f"{name}.next")
         default = getattr(before.tensor, "onnx_default", None) is not None
         self.step.slots.append(Slot(name, f"{name}.next", kind, of, default))
-
-
-def _lazily(optimizer: Optimizer, rows: Rows) -> Callable[..., Update]:
-    """Returns the update of a table and its state that changes only these rows."""
-
-    def update(p: Value, g: Value, state: State, rate: Value, count: Value | None) -> Update:
-        read = {name: rows.read(value) for name, value in state.items()}
-        row, changed = optimizer.update(rows.read(p), rows.copies(g), read, rate, count)
-        states = {name: rows.written(state[name], value) for name, value in changed.items()}
-        return rows.written(p, row), states
-
-    return update

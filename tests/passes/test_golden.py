@@ -28,6 +28,7 @@ OPTIONAL = (
     "fuse-all-reduces",
     "compact-experts",
     "split-programs",
+    "place-tables",
     "gate-recomputation",
 )
 ALL = ",".join(p.name for p in DEFAULT_PASSES if p.name not in OPTIONAL)
@@ -152,6 +153,19 @@ PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
             {"loss": "y", "optimizer": "sgd"},
         ),
         ["localize-ops", "split-programs", "order-collectives"],
+    ),
+    # the table is split by rows; each rank writes those that it holds
+    "host": (
+        Example(
+            """lookup (int64[3] i) => (float[3,1] y)
+            <float[7,1] w = {1, 2, 3, 4, 5, 6, 7}> { y = Gather(w, i) }""",
+            {
+                "mesh": "tp=2",
+                "strategy": {"tensors": {"w*": ["tp", None]}, "place": {"w": "host"}},
+            },
+            {"loss": "mse", "optimizer": "adagrad", "params": ["w"], "lazy": ["w"]},
+        ),
+        ["split-programs", "place-tables", "order-collectives"],
     ),
     # three experts over two ranks, which compute the rows that are chosen; columns of their own
     "chosen-rows": (
