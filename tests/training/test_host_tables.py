@@ -137,17 +137,17 @@ def test_a_run_that_fails_on_one_rank_changes_no_row(trainer: ThreadTrainer) -> 
         trainer.step(wrong, 0.05)
     same(states(trainer), before)
     executors: Any = trainer.session._ranks
-    run = executors._executors[1].run
+    run = executors._executors[0].run
 
     def failing(*given: Any) -> Any:
         run(*given)
         raise RuntimeError("after its run")
 
-    executors._executors[1].run = failing
+    executors._executors[0].run = failing
     with pytest.raises(RunError, match="after its run"):
         trainer.step(feeds[1], 0.05)
     same(states(trainer), before)
-    executors._executors[1].run = run
+    executors._executors[0].run = run
     trainer.step(feeds[1], 0.05)
     assert (trainer.session.states.read("w") != before["w"]).any()
 
