@@ -17,7 +17,7 @@ from onnxpar.ir.reshards import Reshard
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.presets.expert_parallel import SplitExperts
-from onnxpar.presets.split_alone import CloseOpen, SplitAlone
+from onnxpar.presets.split_alone import CloseOpen, SplitAlone, SplitUpdate
 from onnxpar.presets.table_parallel import FeedWhole, HoldTable
 from onnxpar.presets.training_presets import Closed, SplitSums, SplitTogether
 from onnxpar.reshard.steps import ReshardStep
@@ -47,6 +47,7 @@ TYPES: dict[str, type[Any]] = {
         SplitExperts,
         SplitSums,
         SplitTogether,
+        SplitUpdate,
         Reshard,
         ReshardStep,
         TensorAnnotation,

@@ -121,8 +121,8 @@ def preset_rounds(
     if caches and AXIS in mesh.sizes:
         over = (mesh.axis(AXIS),)
         split = SplitCaches(caches, over, cache_heads(sharding, states, caches), axes)
-        return [batch, [split], *tensor_parallel_rounds(graph, sharding, (*axes, *over))]
-    wide = tensor_parallel_rounds(graph, sharding, axes)
+        return [batch, [split], *tensor_parallel_rounds(graph, sharding, (*axes, *over), step)]
+    wide = tensor_parallel_rounds(graph, sharding, axes, step)
     if preset == SEQUENCE:
         return [batch, *wide[:-1], sequence_annotations(graph, axes, sharding, step), *wide[-1:]]
     if preset in (CONTEXT, RING):
@@ -156,7 +156,11 @@ def _expert_rounds(
     whole_batch = dict.fromkeys(samples, outer) if len(samples) == 1 else {}
     experts: list[Annotation] = list(expert_annotations(graph, sharding, over, beside, whole_batch))
     batch = list(batch_annotations(graph, sharding, outer, step))
-    return [experts, batch, *(tensor_parallel_rounds(graph, sharding, inner) if inner else [])]
+    return [
+        experts,
+        batch,
+        *(tensor_parallel_rounds(graph, sharding, inner, step) if inner else []),
+    ]
 
 
 def batch_annotations(

@@ -9,6 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.presets.covering_leaves import covering_leaves
+from onnxpar.presets.training_presets import SplitTogether
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
@@ -92,6 +93,24 @@ class SplitAlone:
             sizes = [factors.leaves[i].size for i in chosen]
             choices.append((any(s % n for s in sizes), -sum(sizes), chosen))
         return min(choices, default=(False, 0, []))[2]
+
+
+@dataclass(frozen=True)
+class SplitUpdate:
+    """Splits a parameter of a training step that propagation has not reached, together with what
+    the optimizer keeps of it and its next value, which `tensors` names after it.
+
+    Each run gathers the parameter, as in stage 3 of ZeRO. Closed activations stay whole.
+    """
+
+    tensors: tuple[str, ...]
+    axes: Axes
+
+    def apply(self, sharding: ShardingState) -> bool:
+        """Splits the dimension that splits best."""
+        if any(sharding.tensors[self.tensors[0]]):
+            return False
+        return SplitTogether(self.tensors, self.axes).apply(sharding)
 
 
 def _packs(op: OpFactors, tensor: str) -> bool:

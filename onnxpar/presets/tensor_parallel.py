@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.presets.split_alone import CloseOpen, SplitAlone
+from onnxpar.presets.split_alone import CloseOpen, SplitAlone, SplitUpdate
+from onnxpar.presets.training_presets import updated_with
 from onnxpar.presets.weight_cover import WeightCover
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.strategy import Annotation
 
 
 def tensor_parallel_rounds(
-    graph: gs.Graph, sharding: ShardingState, axes: Axes
+    graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None
 ) -> list[list[Annotation]]:
-    """Annotations of the weights: first by covering atoms, then of weights that none covers."""
+    """Annotations of the weights: first by covering atoms, then of weights that none covers. Of a
+    training `step`, those of a parameter also split what its optimizer keeps of it."""
     if parts_over(axes) == 1:
         return []
     cover = WeightCover(graph, sharding, axes)
@@ -30,5 +33,12 @@ def tensor_parallel_rounds(
     first = [s for w in cover.weights for s in cover.annotations(w, chosen, axes)]
     free = cover.free_atoms(chosen)
     small = [s for w in cover.small for s in cover.annotations(w, free, axes)]
-    rest: list[Annotation] = [SplitAlone(w.name, axes) for w in cover.worth_splitting()]
+    slots = {slot.input: slot for slot in step.parameters} if step is not None else {}
+    rest: list[Annotation] = []
+    for weight in cover.worth_splitting():
+        if step is not None and weight.name in slots:
+            parts = updated_with(graph, step, slots[weight.name])
+            rest.append(SplitUpdate((weight.name, *parts), axes))
+        else:
+            rest.append(SplitAlone(weight.name, axes))
     return [[*units], first, small, [CloseOpen(), *rest]]

@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
 from onnxpar.ir.tensors import numpy_dtype
-from onnxpar.ir.training_spec import Step
+from onnxpar.ir.training_spec import Slot, Step
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.presets.covering_leaves import covering_leaves
 from onnxpar.sharding.factors import Leaf, OpFactors
@@ -134,18 +134,24 @@ def zero_rounds(
         raise StrategyError(
             f"preset {preset} applies only to a training step; write one with `onnxpar grad`"
         )
-    outputs = {t.name: t for t in graph.outputs}
     first: list[Annotation] = []
     last: list[Annotation] = []
     for slot in step.parameters:
-        parts = [s.input for s in step.slots if s.of == slot.of and s.kind != slot.kind]
-        parts.append(outputs[slot.output].inputs[0].inputs[0].name)
+        parts = updated_with(graph, step, slot)
         if ZERO_STAGES[preset] == 3:
-            parts.insert(0, slot.input)
+            parts = (slot.input, *parts)
         else:
             first.append(Closed(slot.input))
-        last.append(SplitTogether(tuple(parts), axes))
+        last.append(SplitTogether(parts, axes))
     return first, last
+
+
+def updated_with(graph: gs.Graph, step: Step, slot: Slot) -> tuple[str, ...]:
+    """Names of the tensors that an optimizer computes with elementwise from a parameter: its own
+    states of the parameter, and the parameter's next value."""
+    output = next(t for t in graph.outputs if t.name == slot.output)
+    states = [s.input for s in step.slots if s.of == slot.of and s.kind != slot.kind]
+    return (*states, output.inputs[0].inputs[0].name)
 
 
 @dataclass(frozen=True)

@@ -336,3 +336,19 @@ def test_exported_mixtures_train(layout: str, tmp_path: Path) -> None:
     plan = check_training(step, layout, 2)
     texts = {name: text for name, text in layouts(plan).items() if "experts" in name}
     assert texts and {text.split(",")[0] for text in texts.values()} == {"[ep"}
+
+
+@pytest.mark.parametrize("layout", ["tensor-parallel 2", "tensor-parallel 3", "zero1 dp=2,tp=2"])
+def test_a_parameter_that_no_split_of_activations_reaches_is_split_alone(
+    layout: str, tmp_path: Path
+) -> None:
+    """The classifier: its classes would be summed inside the loss."""
+    step = tmp_path / "step.onnx"
+    model = MODELS / "llama.legacy.training.onnx"
+    grad(model, step, loss=CROSS_ENTROPY, optimizer="adam")
+    plan = check_training(step, layout, 2)
+    found = layouts(plan)
+    for kind in ("", ".exp_avg", ".exp_avg_sq"):
+        assert "tp" in found[f"network.lm_head.weight{kind}"]
+    tensors = [c.tensor for c in plan.collectives if c.kind == "AllGather"]
+    assert len([name for name in tensors if name.startswith("/network/lm_head/")]) == 1
