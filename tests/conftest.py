@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -22,6 +24,18 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module", params=["shared-memory", "gloo"])
+def medium(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What carries the messages of worlds that tests and their child processes make."""
+    before = os.environ.get("ONNXPAR_TRANSPORT")
+    os.environ["ONNXPAR_TRANSPORT"] = request.param
+    yield request.param
+    if before is None:
+        del os.environ["ONNXPAR_TRANSPORT"]
+    else:
+        os.environ["ONNXPAR_TRANSPORT"] = before
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

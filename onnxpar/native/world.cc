@@ -9,8 +9,8 @@
 #include <set>
 #include <utility>
 
-#include "gloo_transport.h"
 #include "hash.h"
+#include "message_transport.h"
 
 namespace onnxpar {
 namespace {
@@ -121,7 +121,7 @@ void World::Connect() {
 }
 
 std::shared_ptr<Transport> World::NewTransport(Control& control) {
-  return ConnectGloo(config_.rank, config_.size, control, config_.bind_address, config_.timeout);
+  return ConnectRanks(config_.rank, config_.size, control, config_.bind_address, config_.timeout);
 }
 
 std::shared_ptr<Control> World::Channel() {

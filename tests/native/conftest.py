@@ -5,6 +5,11 @@ import pytest
 from onnxpar.runtime.groups import World, thread_worlds
 
 
+@pytest.fixture(scope="module", autouse=True)
+def every_medium(medium: str) -> None:
+    """All tests of the plugin run over each."""
+
+
 @pytest.fixture
 def frames(request: pytest.FixtureRequest) -> int:
     """How many damaged frames a test sends."""
@@ -12,7 +17,7 @@ def frames(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def worlds_of() -> Iterator[Callable[[int], list[World]]]:
+def worlds_of(medium: str) -> Iterator[Callable[[int], list[World]]]:
     """The ranks of a world of n threads, shared by the tests of a module that leave it intact."""
     made: dict[int, list[World]] = {}
 

@@ -178,6 +178,8 @@ def sockets(port: int, hub_side: bool) -> list[socket.socket]:
                 continue
             end = socket.socket(fileno=os.dup(int(name)))
             own, other = end.getsockname(), end.getpeername()
+            if end.family == socket.AF_UNIX:  # of two ranks
+                continue
             if (own if hub_side else other)[1] == port:
                 end.settimeout(5)  # not blocking: the flag is shared with the original
                 found.append(end)

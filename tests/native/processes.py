@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -25,7 +26,9 @@ class RankProcess:
     def __init__(self, rank: int, size: int, directory: Path, timeout: float) -> None:
         self._connection, child = _context.Pipe()
         self.process: ForkServerProcess = _context.Process(
-            target=_serve, args=(child, rank, size, f"file:{directory}", timeout), daemon=True
+            target=_serve,
+            args=(child, rank, size, f"file:{directory}", timeout, os.environ["ONNXPAR_TRANSPORT"]),
+            daemon=True,
         )
         self.process.start()
         child.close()
@@ -68,7 +71,10 @@ def start_ranks(size: int, directory: Path, timeout: float) -> list[RankProcess]
     return ranks
 
 
-def _serve(connection: Connection, rank: int, size: int, store: str, timeout: float) -> None:
+def _serve(
+    connection: Connection, rank: int, size: int, store: str, timeout: float, medium: str
+) -> None:
+    os.environ["ONNXPAR_TRANSPORT"] = medium
     connection.send(("up", 0.0))
     connection.recv()
     world = World.create(f"rank-{rank}", rank, size, store, timeout=timeout)

@@ -1,11 +1,11 @@
 // Gloo's own collectives cannot be interrupted, end the process if ranks disagree on a size, and
-// reduce in an order that depends on the algorithm. So these collectives are built from Gloo's
-// messages. Gloo matches the two ends of a message by a slot: a hash of all values on which both
-// must agree.
-#include "gloo_transport.h"
+// reduce in an order that depends on the algorithm. So these collectives are built from messages
+// between two ranks. The two ends of a message have the same slot: a hash of all values on which
+// both must agree.
+#include "message_transport.h"
 
-#include "gloo_chunks.h"
-#include "gloo_mesh.h"
+#include "chunks.h"
+#include "links.h"
 #include "ort.h"
 
 namespace onnxpar {
@@ -18,11 +18,11 @@ constexpr size_t kDirectBytes = 384 * 1024;
 /// parts.
 constexpr size_t kScatteredBytes = 64 * 1024;
 
-class GlooTransport : public Transport {
+class MessageTransport : public Transport {
  public:
-  GlooTransport(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
-                std::chrono::milliseconds timeout)
-      : mesh_(rank, size, store, address, timeout) {}
+  MessageTransport(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+                   std::chrono::milliseconds timeout)
+      : links_(rank, size, store, address, timeout, MediumFromEnvironment()) {}
 
   void AllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
                  size_t elements) override;
@@ -33,7 +33,7 @@ class GlooTransport : public Transport {
   void Broadcast(const Call& call, int root, void* data, size_t bytes) override;
   void Exchange(const Call& call, const void* in, const std::vector<Block>& sends, void* out,
                 const std::vector<Block>& receives) override;
-  void Abort() override { mesh_.Abort(); }
+  void Abort() override { links_.Abort(); }
 
  private:
   /// The steps of a collective. They are part of the slot, so that messages of different steps do
@@ -46,7 +46,7 @@ class GlooTransport : public Transport {
   void Move(const Call& call, Phase phase, const void* in, const std::vector<Block>& sends,
             void* out, const std::vector<Block>& receives);
 
-  GlooMesh mesh_;
+  Links links_;
   Scratch move_scratch_;
   Scratch reduce_scratch_;
 };
@@ -73,8 +73,8 @@ std::vector<Block> PartsOf(const Call& call, size_t elements, size_t element_siz
 /// Small operands take one step; large ones are a ReduceScatter and an AllGather, overlapped chunk
 /// by chunk. `out` may be `in`: the result of a part comes from the member to which this rank sent
 /// that part, so no part is overwritten before it was sent.
-void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
-                              void* out, size_t elements) {
+void MessageTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
+                                 void* out, size_t elements) {
   const size_t element_size = ElementSize(reduction.type);
   const size_t bytes = elements * element_size;
   if (bytes * (call.ranks.size() - 1) <= kDirectBytes) {
@@ -83,8 +83,7 @@ void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, cons
   const std::vector<Block> parts = PartsOf(call, elements, element_size);
   const Block& mine = parts[call.me];
   const std::vector<Block> results = ToEach(call, {mine.offset, mine.Bytes()});
-  Chunks gather(mesh_, call, kSecond, out, results, out, parts, Chunks::kWhereStrided,
-                move_scratch_);
+  Chunks gather(links_, call, kSecond, out, results, out, parts, Chunks::kToOut, move_scratch_);
   Reduce(call, reduction, in, parts, At(out, mine.offset), [&](size_t chunk) {
     gather.Post(chunk);
     if (chunk > 0) gather.Wait(chunk - 1);
@@ -92,49 +91,54 @@ void GlooTransport::AllReduce(const Call& call, const Reduction& reduction, cons
   gather.Wait(gather.Count() - 1);
 }
 
-void GlooTransport::ReduceScatter(const Call& call, const Reduction& reduction, const void* in,
-                                  const std::vector<Block>& blocks, void* out) {
+void MessageTransport::ReduceScatter(const Call& call, const Reduction& reduction, const void* in,
+                                     const std::vector<Block>& blocks, void* out) {
   Reduce(call, reduction, in, blocks, out, [](size_t) {});
 }
 
 /// Sends `blocks[i]` of `in` to each member i, and reduces the blocks that this member receives,
 /// and its own, into `out`. Calls after_chunk(i) after chunk i of `out` is complete.
 template <typename AfterPiece>
-void GlooTransport::Reduce(const Call& call, const Reduction& reduction, const void* in,
-                           const std::vector<Block>& blocks, void* out,
-                           const AfterPiece& after_chunk) {
+void MessageTransport::Reduce(const Call& call, const Reduction& reduction, const void* in,
+                              const std::vector<Block>& blocks, void* out,
+                              const AfterPiece& after_chunk) {
   const Block& mine = blocks[call.me];
   const std::vector<Block> receives = ToEach(call, {0, mine.Bytes()});
-  Chunks arriving(mesh_, call, kFirst, in, blocks, nullptr, receives, Chunks::kAlways,
+  Chunks arriving(links_, call, kFirst, in, blocks, nullptr, receives, Chunks::kStays,
                   reduce_scratch_);
   std::vector<const void*> sources(call.ranks.size());
   arriving.Post(0);
   for (size_t chunk = 0; chunk < arriving.Count(); ++chunk) {
     if (chunk + 1 < arriving.Count()) arriving.Post(chunk + 1);
     arriving.Wait(chunk);
-    const Range range = Chunks::RangeOf(mine, chunk);
+    const Range range = arriving.RangeOf(mine, chunk);
     for (int member = 0; member < call.size(); ++member) {
-      sources[member] = arriving.Staged(member, chunk);
+      sources[member] = arriving.Arrived(member, chunk);
     }
     if (mine.Contiguous()) {
       sources[call.me] = At(in, mine.offset + range.begin);
     } else {
-      PackBlock(in, mine, range, arriving.Staged(call.me, chunk));
+      PackBlock(in, mine, range, arriving.Own(chunk));
+      sources[call.me] = arriving.Own(chunk);
     }
     Fold(reduction, sources.data(), sources.size(), At(out, range.begin),
          range.size / ElementSize(reduction.type));
+    arriving.Release(chunk);
     after_chunk(chunk);
   }
 }
 
-void GlooTransport::AllGather(const Call& call, const void* in, void* out,
-                              const std::vector<Block>& blocks) {
-  Exchange(call, in, ToEach(call, {0, blocks[call.me].Bytes()}), out, blocks);
+/// A member that has received all blocks knows that all agree: the key has the sizes of all blocks.
+void MessageTransport::AllGather(const Call& call, const void* in, void* out,
+                                 const std::vector<Block>& blocks) {
+  const std::vector<Block> sends = ToEach(call, {0, blocks[call.me].Bytes()});
+  CopyBlock(in, sends[call.me], out, blocks[call.me]);
+  Chunks(links_, call, kFirst, in, sends, out, blocks, Chunks::kToOut, move_scratch_).Move();
 }
 
 /// If there are many bytes, the root sends a different part to each member, and the members then
 /// exchange these parts.
-void GlooTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
+void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
   const bool dealt = bytes > kScatteredBytes && call.size() > 2;
   std::vector<Block> chunks;  // of all members but the root
   for (int member = 0; member < call.size(); ++member) {
@@ -152,8 +156,8 @@ void GlooTransport::Broadcast(const Call& call, int root, void* data, size_t byt
   Move(call, kSecond, data, sends, data, chunks);
 }
 
-void GlooTransport::Exchange(const Call& call, const void* in, const std::vector<Block>& sends,
-                             void* out, const std::vector<Block>& receives) {
+void MessageTransport::Exchange(const Call& call, const void* in, const std::vector<Block>& sends,
+                                void* out, const std::vector<Block>& receives) {
   for (const Block& from : sends) {
     if (from.member != call.me) continue;
     for (const Block& to : receives) {
@@ -163,18 +167,20 @@ void GlooTransport::Exchange(const Call& call, const void* in, const std::vector
   Move(call, kFirst, in, sends, out, receives);
 }
 
-void GlooTransport::Move(const Call& call, Phase phase, const void* in,
-                         const std::vector<Block>& sends, void* out,
-                         const std::vector<Block>& receives) {
-  Chunks(mesh_, call, phase, in, sends, out, receives, Chunks::kWhereStrided, move_scratch_).Move();
+void MessageTransport::Move(const Call& call, Phase phase, const void* in,
+                            const std::vector<Block>& sends, void* out,
+                            const std::vector<Block>& receives) {
+  Chunks chunks(links_, call, phase, in, sends, out, receives, Chunks::kToOut, move_scratch_);
+  chunks.Move();
+  chunks.WaitUntilReceived();
 }
 
 }  // namespace
 
-std::unique_ptr<Transport> ConnectGloo(int rank, int size, gloo::rendezvous::Store& store,
-                                       const std::string& address,
-                                       std::chrono::milliseconds timeout) {
-  return std::make_unique<GlooTransport>(rank, size, store, address, timeout);
+std::unique_ptr<Transport> ConnectRanks(int rank, int size, gloo::rendezvous::Store& store,
+                                        const std::string& address,
+                                        std::chrono::milliseconds timeout) {
+  return std::make_unique<MessageTransport>(rank, size, store, address, timeout);
 }
 
 }  // namespace onnxpar

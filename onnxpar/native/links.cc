@@ -1,0 +1,33 @@
+#include "links.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace onnxpar {
+
+Medium MediumFromEnvironment() {
+  const char* const value = std::getenv("ONNXPAR_TRANSPORT");
+  const std::string name = value == nullptr ? "" : value;
+  if (name.empty() || name == "auto") return Medium::kAuto;
+  if (name == "gloo") return Medium::kGloo;
+  if (name == "shared-memory") return Medium::kSharedMemory;
+  throw std::runtime_error("ONNXPAR_TRANSPORT='" + name + "' must be auto, gloo or shared-memory");
+}
+
+/// Gloo can only connect all ranks of a world, so it does as soon as one pair needs it.
+Links::Links(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+             std::chrono::milliseconds timeout, Medium medium)
+    : shared(rank, size, store, medium != Medium::kGloo, timeout) {
+  if (shared.everyone()) return;
+  if (medium == Medium::kSharedMemory) {
+    throw std::runtime_error("ONNXPAR_TRANSPORT=shared-memory, but not all ranks are on one host");
+  }
+  gloo = std::make_unique<GlooMesh>(rank, size, store, address, timeout);
+}
+
+void Links::Abort() {
+  shared.Abort();
+  if (gloo) gloo->Abort();
+}
+
+}  // namespace onnxpar

@@ -1,0 +1,38 @@
+// The connections of one rank to all others: shared memory on one host, Gloo between hosts.
+#pragma once
+
+#include <gloo/rendezvous/store.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "gloo_mesh.h"
+#include "shared_mesh.h"
+
+namespace onnxpar {
+
+/// Where messages may go.
+enum class Medium {
+  kAuto,          // shared memory where two ranks reach each other by it, else Gloo
+  kGloo,          // Gloo alone
+  kSharedMemory,  // shared memory alone; an error if ranks are on several hosts
+};
+
+/// Returns the medium that ONNXPAR_TRANSPORT names: auto, gloo or shared-memory; auto if it is not
+/// set. Throws for another name.
+Medium MediumFromEnvironment();
+
+struct Links {
+  /// Connects to all ranks of the world; Gloo listens on `address`. Throws if a rank cannot be
+  /// reached within `timeout`.
+  Links(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+        std::chrono::milliseconds timeout, Medium medium);
+
+  void Abort();
+
+  SharedMesh shared;
+  std::unique_ptr<GlooMesh> gloo;  // null if shared memory reaches all ranks
+};
+
+}  // namespace onnxpar

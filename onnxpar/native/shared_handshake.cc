@@ -1,0 +1,162 @@
+// A rank listens on a Unix socket with a random name, which the store of the world tells the
+// others, and connects to the sockets of the ranks below it. What can be connected to is on this
+// host: names of hosts and addresses say less, for instance in containers.
+#include "shared_handshake.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "key.h"
+
+namespace onnxpar {
+namespace {
+
+using Clock = LocalSocket::Clock;
+using gloo::rendezvous::Store;
+using std::chrono::milliseconds;
+
+/// The time that a connection gets to send its Hello.
+constexpr milliseconds kHelloTime{1000};
+
+/// What two ranks tell each other, besides the descriptor of a segment.
+struct Hello {
+  char key[32];  // of the rank that gets it, from the store: strangers do not know it
+  uint32_t rank;
+  cpu_set_t cores;
+};
+
+std::vector<char> Bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+std::string ValueOf(Store& store, const std::string& key) {
+  const std::vector<char> value = store.get(key);
+  return {value.begin(), value.end()};
+}
+
+/// The exchange of segments of one rank.
+class Meeting {
+ public:
+  Meeting(int rank, int size, Store& store, const Segment& own, milliseconds timeout)
+      : rank_(rank), size_(size), store_(store), own_(own), until_(Clock::now() + timeout) {
+    CPU_ZERO(&cores_);
+    sched_getaffinity(0, sizeof(cores_), &cores_);
+    found_.cores = cores_;
+    found_.segments.resize(size);
+    found_.sockets.resize(size);
+    keys_.resize(size);
+  }
+
+  LocalRanks Run(bool offered) {
+    const std::string name = offered ? "onnxpar-" + RandomKey() : "";
+    const LocalSocket listener = offered ? LocalSocket::Listen(name) : LocalSocket();
+    store_.set("memory/" + std::to_string(rank_), Bytes(key_ + name));
+    std::string reached(rank_, '-');  // by lower rank; + if it can be connected to
+    for (int other = 0; other < size_; ++other) {
+      if (other == rank_) continue;
+      const std::string value = ValueOf(store_, "memory/" + std::to_string(other));
+      keys_[other] = value.substr(0, sizeof(Hello::key));
+      const std::string theirs = value.substr(keys_[other].size());
+      if (other < rank_ && offered && !theirs.empty() && Ask(other, theirs)) reached[other] = '+';
+    }
+    store_.set("memory/reached/" + std::to_string(rank_), Bytes(reached));
+    int expected = 0;
+    for (int other = 0; other < size_; ++other) {
+      const std::string theirs =
+          other == rank_ ? reached : ValueOf(store_, "memory/reached/" + std::to_string(other));
+      if (other > rank_) expected += theirs.at(rank_) == '+';
+      found_.everyone = found_.everyone && theirs.find('-') == std::string::npos;
+    }
+    while (expected > 0) expected -= Answer(listener) ? 1 : 0;
+    for (int other = 0; other < rank_; ++other) {
+      Hello hello{};
+      if (reached[other] != '+') continue;
+      const int passed = found_.sockets[other].Receive(&hello, sizeof(hello), until_);
+      Take(other, passed, hello);
+    }
+    return std::move(found_);
+  }
+
+ private:
+  /// Passes this rank's segment to a lower rank; returns false if it is elsewhere.
+  bool Ask(int other, const std::string& name) {
+    LocalSocket socket = LocalSocket::Connect(name);
+    if (!socket.open()) return false;
+    SendHello(socket, other);
+    found_.sockets[other] = std::move(socket);
+    return true;
+  }
+
+  /// Accepts a connection, and passes this rank's segment to the higher rank that asks; returns
+  /// false for a stranger.
+  bool Answer(const LocalSocket& listener) {
+    LocalSocket socket = listener.Accept(until_);
+    if (!socket.open()) {
+      throw std::runtime_error("a rank of this host has not passed its shared memory in time");
+    }
+    Hello hello{};
+    const auto until = std::min(until_, Clock::now() + kHelloTime);
+    const int passed = socket.Receive(&hello, sizeof(hello), until);
+    const auto other = static_cast<int>(hello.rank);
+    const bool known =
+        Proves(hello) && rank_ < other && other < size_ && !found_.segments[other].mapped();
+    if (passed < 0 || !known) {
+      if (passed >= 0) close(passed);
+      return false;
+    }
+    Take(other, passed, hello);
+    SendHello(socket, other);
+    found_.sockets[other] = std::move(socket);
+    return true;
+  }
+
+  void Take(int other, int descriptor, const Hello& hello) {
+    const std::string name = "rank " + std::to_string(other);
+    if (descriptor < 0) {
+      throw std::runtime_error(name + " of this host has not passed its shared memory in time");
+    }
+    if (!Proves(hello)) {
+      close(descriptor);
+      throw std::runtime_error("no rank of this world answers for " + name);
+    }
+    try {
+      found_.segments[other] = Segment::Map(descriptor, size_, own_.area_bytes());
+    } catch (const std::exception& error) {
+      throw std::runtime_error("no shared memory with " + name + ": " + error.what());
+    }
+    ++found_.count;
+    CPU_OR(&found_.cores, &found_.cores, &hello.cores);
+  }
+
+  bool Proves(const Hello& hello) const { return SameKey({hello.key, sizeof(hello.key)}, key_); }
+
+  void SendHello(const LocalSocket& socket, int other) const {
+    Hello hello{};
+    keys_[other].copy(hello.key, sizeof(hello.key));
+    hello.rank = static_cast<uint32_t>(rank_);
+    hello.cores = cores_;
+    socket.Send(&hello, sizeof(hello), own_.descriptor());
+  }
+
+  const int rank_;
+  const int size_;
+  Store& store_;
+  const Segment& own_;
+  const Clock::time_point until_;
+  const std::string key_ = RandomKey();
+  cpu_set_t cores_;
+  std::vector<std::string> keys_;  // of the others, by rank
+  LocalRanks found_;
+};
+
+}  // namespace
+
+LocalRanks MeetLocalRanks(int rank, int size, Store& store, const Segment& own, bool offered,
+                          milliseconds timeout) {
+  return Meeting(rank, size, store, own, timeout).Run(offered);
+}
+
+}  // namespace onnxpar

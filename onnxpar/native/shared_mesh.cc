@@ -1,0 +1,204 @@
+#include "shared_mesh.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "shared_handshake.h"
+#include "transport.h"
+
+namespace onnxpar {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// The areas of small worlds. In larger ones, each rank has room for messages of kLeastBytes.
+constexpr size_t kAreaBytes = 4 << 20;
+constexpr size_t kLeastBytes = 64 << 10;
+/// Room is reserved in units of this many bytes; all elements are aligned to it.
+constexpr size_t kAlignment = 64;
+/// How long to look for a message before sleeping, if each rank of this host has a core of its own,
+/// and if not. Every few spins, the core is offered to others, which may be what it waits for.
+constexpr std::chrono::microseconds kSpinTime{1000};
+constexpr std::chrono::microseconds kYieldTime{50};
+constexpr int kSpins = 64;
+/// How long to sleep before looking whether the other rank has ended. The hub says so at once, but
+/// the rank that serves it may have ended, too.
+constexpr milliseconds kNap{50};
+
+/// The messages that must find room in an area: see Chunks.
+size_t MessagesInArea(size_t members) { return 4 * members + 4; }
+
+size_t AreaOf(int size) {
+  return std::max(kAreaBytes, MessagesInArea(static_cast<size_t>(size)) * kLeastBytes);
+}
+
+const uint32_t* WordOf(const std::atomic<uint32_t>& word) {
+  return reinterpret_cast<const uint32_t*>(&word);
+}
+
+/// Sleeps until another process or thread wakes this word, unless it has changed already.
+void Sleep(const std::atomic<uint32_t>& word, uint32_t value, milliseconds longest) {
+  const timespec time{longest.count() / 1000, longest.count() % 1000 * 1'000'000};
+  syscall(SYS_futex, WordOf(word), FUTEX_WAIT, value, &time, nullptr, 0);
+}
+
+void Wake(const std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, WordOf(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void Pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+SharedMesh::SharedMesh(int rank, int size, gloo::rendezvous::Store& store, bool offered,
+                       milliseconds timeout)
+    : rank_(rank), timeout_(timeout), peers_(size) {
+  if (offered) own_ = Segment::Create(size, AreaOf(size));
+  LocalRanks local = MeetLocalRanks(rank, size, store, own_, offered, timeout);
+  segments_ = std::move(local.segments);
+  sockets_ = std::move(local.sockets);
+  everyone_ = local.everyone;
+  spins_ = local.count <= CPU_COUNT(&local.cores);
+}
+
+size_t SharedMesh::MaxBytes(size_t members) {
+  const size_t area = AreaOf(static_cast<int>(members));
+  return area / MessagesInArea(members) / kLeastBytes * kLeastBytes;
+}
+
+/// Takes room behind the newest region, or at the start of the area if there is not enough until
+/// its end; waits for the readers of the regions that are in the way.
+char* SharedMesh::Reserve(size_t bytes) {
+  const size_t needed = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  size_t begin = regions_.empty() ? 0 : regions_.back().end;
+  if (begin + needed > own_.area_bytes()) begin = 0;
+  const auto in_the_way = [&](const Region& region) {
+    return region.begin < begin + needed && begin < region.end;
+  };
+  // Regions that are not in the way may be older than one that is.
+  while (std::any_of(regions_.begin(), regions_.end(), in_the_way)) FreeOldest();
+  regions_.push_back({begin, begin + needed, {}});
+  return own_.area() + begin;
+}
+
+void SharedMesh::FreeOldest() {
+  for (const auto& [reader, number] : regions_.front().readers) {
+    const uint32_t least = number;
+    Wait(reader, segments_[reader].lane(rank_).released,
+         [&](uint32_t released) { return static_cast<int32_t>(released - least) >= 0; });
+  }
+  regions_.pop_front();
+}
+
+void SharedMesh::Announce(int reader, uint64_t slot, const char* data, size_t bytes) {
+  const uint32_t number = ++peers_[reader].sent;
+  Wait(reader, segments_[reader].lane(rank_).released,
+       [&](uint32_t released) { return number - released <= kCells; });
+  Cell& cell = own_.lane(reader).cells[number % kCells];
+  cell.bytes = static_cast<uint32_t>(bytes);
+  cell.slot = slot;
+  if (bytes <= kInlineBytes) {
+    std::memcpy(cell.data, data, bytes);
+  } else {
+    cell.offset = static_cast<uint64_t>(data - own_.area());
+    regions_.back().readers.emplace_back(reader, number);
+  }
+  Publish(reader, cell.stamp, number);
+}
+
+const char* SharedMesh::Receive(int rank, uint64_t slot, size_t bytes) {
+  const Segment& segment = segments_[rank];
+  const uint32_t number = ++peers_[rank].received;
+  const Cell& cell = segment.lane(rank_).cells[number % kCells];
+  Wait(rank, cell.stamp, [&](uint32_t stamp) { return stamp == number; });
+  if (cell.slot != slot || cell.bytes != bytes) {
+    // The other rank runs another collective. The hub will say so, and abort.
+    Wait(rank, cell.stamp, [](uint32_t) { return false; });
+  }
+  if (bytes <= kInlineBytes) return cell.data;
+  const uint64_t offset = cell.offset;
+  if (offset > segment.area_bytes() || bytes > segment.area_bytes() - offset) Throw(rank);
+  return segment.area() + offset;
+}
+
+void SharedMesh::Release(int rank) {
+  Publish(rank, own_.lane(rank).released, ++peers_[rank].released);
+}
+
+void SharedMesh::WaitUntilReleased(int rank) {
+  const uint32_t sent = peers_[rank].sent;
+  Wait(rank, segments_[rank].lane(rank_).released,
+       [&](uint32_t released) { return released == sent; });
+}
+
+/// The order of the store and the load is that of the store and the load in Wait, reversed: either
+/// this rank sees that the other one may sleep, or the other one sees the new value.
+void SharedMesh::Publish(int rank, std::atomic<uint32_t>& word, uint32_t value) {
+  word.store(value, std::memory_order_seq_cst);
+  if (segments_[rank].lane(rank_).sleeping.load(std::memory_order_seq_cst) != 0) Wake(word);
+}
+
+template <typename HasCome>
+void SharedMesh::Wait(int rank, const std::atomic<uint32_t>& word, const HasCome& has_come) {
+  const auto arrived = [&] { return has_come(word.load(std::memory_order_acquire)); };
+  if (arrived()) return;
+  const Clock::time_point start = Clock::now();
+  do {
+    for (int i = 0; spins_ && i < kSpins; ++i) {
+      Pause();
+      if (arrived()) return;
+    }
+    sched_yield();
+    if (arrived()) return;
+    if (aborted_) Throw(rank);
+  } while (Clock::now() - start < (spins_ ? kSpinTime : kYieldTime));
+  std::atomic<uint32_t>& sleeping = own_.lane(rank).sleeping;
+  const Clock::time_point until = start + timeout_;
+  for (;;) {
+    const bool over = aborted_ || Clock::now() >= until || sockets_[rank].HasEnded();
+    sleeping.store(1, std::memory_order_seq_cst);
+    const uint32_t value = word.load(std::memory_order_seq_cst);
+    if (has_come(value)) break;
+    if (over) {
+      sleeping.store(0, std::memory_order_relaxed);
+      Throw(rank);
+    }
+    Sleep(word, value, kNap);
+  }
+  sleeping.store(0, std::memory_order_relaxed);
+}
+
+void SharedMesh::Throw(int rank) const {
+  const std::string name = "rank " + std::to_string(rank);
+  if (aborted_) throw TransportError("aborted");
+  throw TransportError(name + (sockets_[rank].HasEnded() ? " (it has ended)" : " (no message)"));
+}
+
+/// A thread of this rank may sleep on any word of another rank.
+void SharedMesh::Abort() {
+  aborted_ = true;
+  for (const Segment& segment : segments_) {
+    if (!segment.mapped()) continue;
+    const Lane& lane = segment.lane(rank_);
+    Wake(lane.released);
+    for (const Cell& cell : lane.cells) Wake(cell.stamp);
+  }
+}
+
+}  // namespace onnxpar

@@ -1,0 +1,95 @@
+// Messages through shared memory between the ranks of one host.
+#pragma once
+
+#include <gloo/rendezvous/store.h>
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <vector>
+
+#include "local_socket.h"
+#include "shared_segment.h"
+
+namespace onnxpar {
+
+/// The ranks of this host, and the messages that this rank exchanges with them. A rank writes a
+/// message into its own segment, once for all its readers, and announces it to each in a cell; they
+/// read it where it is. Between two ranks, messages arrive in the order in which they were sent.
+///
+/// One thread sends and receives; any thread may call Abort.
+class SharedMesh {
+ public:
+  /// Finds the ranks of this host; all ranks of the world must call it. If `offered` is false, this
+  /// rank uses no shared memory. Throws if a rank on this host does not take part in time, or if
+  /// limits do not allow the memory.
+  SharedMesh(int rank, int size, gloo::rendezvous::Store& store, bool offered,
+             std::chrono::milliseconds timeout);
+
+  /// True if messages to this rank can go through shared memory.
+  bool Reaches(int rank) const { return segments_[rank].mapped(); }
+  /// True if all ranks of the world reach each other.
+  bool everyone() const { return everyone_; }
+
+  /// Sends a message to each of `readers`; fill(memory) writes it. At most MaxBytes(readers.size())
+  /// bytes. Waits until readers have released earlier messages, if there is no room.
+  template <typename Fill>
+  void Send(const std::vector<int>& readers, uint64_t slot, size_t bytes, const Fill& fill) {
+    char small[kInlineBytes];
+    char* const memory = bytes <= kInlineBytes ? small : Reserve(bytes);
+    fill(memory);
+    for (int reader : readers) Announce(reader, slot, memory, bytes);
+  }
+
+  /// Returns the next message of `rank`, which must have this slot and size, where it lies in that
+  /// rank's segment. It stays there until Release. Throws a TransportError if it does not come
+  /// within the timeout, or after Abort.
+  const char* Receive(int rank, uint64_t slot, size_t bytes);
+  /// Gives the memory of the first received message of `rank` back to it.
+  void Release(int rank);
+  /// Waits until `rank` has released all messages of this rank.
+  void WaitUntilReleased(int rank);
+
+  /// Makes Send, Receive and WaitUntilReleased throw, now and later.
+  void Abort();
+
+  /// The largest message of a collective among so many ranks that always finds room, if each
+  /// member sends in turn to all others and keeps two messages of each unreleased.
+  static size_t MaxBytes(size_t members);
+
+ private:
+  /// The bytes `begin` to before `end` of the area, in use until their readers have released the
+  /// message.
+  struct Region {
+    size_t begin, end;
+    std::vector<std::pair<int, uint32_t>> readers;  // and the number of the message
+  };
+  struct Peer {
+    uint32_t sent = 0;
+    uint32_t received = 0;
+    uint32_t released = 0;
+  };
+
+  char* Reserve(size_t bytes);
+  void FreeOldest();
+  void Announce(int reader, uint64_t slot, const char* data, size_t bytes);
+  void Publish(int rank, std::atomic<uint32_t>& word, uint32_t value);
+
+  /// Waits until has_come(word's value) is true. `word` belongs to `rank`.
+  template <typename HasCome>
+  void Wait(int rank, const std::atomic<uint32_t>& word, const HasCome& has_come);
+  [[noreturn]] void Throw(int rank) const;
+
+  const int rank_;
+  const std::chrono::milliseconds timeout_;
+  Segment own_;
+  std::vector<Segment> segments_;  // of the others; not mapped for ranks elsewhere
+  std::vector<LocalSocket> sockets_;
+  bool everyone_ = false;
+  bool spins_ = false;
+  std::vector<Peer> peers_;
+  std::deque<Region> regions_;  // oldest first
+  std::atomic<bool> aborted_{false};
+};
+
+}  // namespace onnxpar

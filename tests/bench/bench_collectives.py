@@ -1,0 +1,179 @@
+"""Collectives through shared memory against those over Gloo, and against memcpy, in alternating
+rounds.
+
+    python tests/bench/bench_collectives.py [--ranks 2] [--rounds 15] [--kinds AllReduce ...]
+        [--bytes 4096 ...]
+
+A graph of several collectives in a row runs in an onnxruntime session on each rank; the time is that
+of one collective, on the slowest rank. Prints medians of the rounds in microseconds, and the median
+of the rounds' ratios with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from onnxpar.base.units import text_of
+from onnxpar.runtime.groups import World, session_options
+
+MEDIA = ("shared-memory", "gloo")
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "AllReduce": {},
+    "AllGather": {"axis": 0},
+    "ReduceScatter": {"axis": 0},
+    "AllToAll": {"split_axis": 0, "concat_axis": 1},
+    "Broadcast": {"root": 0},
+}
+KEEPS_SHAPE = ("AllReduce", "Broadcast")
+
+
+def chain(kind: str, ranks: int, elements: int, length: int) -> bytes:
+    """A model that runs `length` collectives one after another. AllGather has `elements` elements as
+    its result, all others as operand."""
+    rows = elements // ranks if kind == "AllGather" else elements
+    shape = [ranks, rows // ranks] if kind == "AllToAll" else [rows]
+    nodes, x, token = [], "X", "t0"
+    for i in range(length):
+        y = f"Y{i}"
+        more = ATTRIBUTES[kind] | {"tag": i}
+        if kind in ("AllGather", "ReduceScatter"):
+            more |= {"sizes": [elements // ranks] * ranks}
+        names = [y, f"t{i + 1}"]
+        nodes.append(helper.make_node(kind, [x, token], names, domain="onnxpar", **more))
+        x, token = (y if kind in KEEPS_SHAPE else "X"), f"t{i + 1}"
+    graph = helper.make_graph(
+        nodes,
+        "chain",
+        [
+            helper.make_tensor_value_info("X", TensorProto.FLOAT, shape),
+            helper.make_tensor_value_info("t0", TensorProto.BOOL, [0]),
+        ],
+        [helper.make_tensor_value_info(token, TensorProto.BOOL, [0])],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("onnxpar", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
+
+
+def serve(connection: Connection, rank: int, ranks: int, store: str, medium: str) -> None:
+    """Runs models on one rank: receives (model, runs), sends the seconds of each run."""
+    os.environ["ONNXPAR_TRANSPORT"] = medium
+    world = World.create(f"{medium}-{rank}", rank, ranks, store, timeout=60)
+    sessions: dict[bytes, Any] = {}
+    while (request := connection.recv()) is not None:
+        model, runs = request
+        if model not in sessions:
+            sessions[model] = bound(world, model)
+        session, binding = sessions[model]
+        times = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            session.run_with_iobinding(binding)
+            times.append(time.perf_counter() - start)
+        connection.send(times)
+    world.close()
+
+
+def bound(world: World, model: bytes) -> tuple[ort.InferenceSession, ort.IOBinding]:
+    options = session_options(world)
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    shape = session.get_inputs()[0].shape
+    binding.bind_cpu_input("X", np.full(shape, 0.5, np.float32))
+    binding.bind_cpu_input("t0", np.zeros([0], np.bool_))
+    binding.bind_output(session.get_outputs()[0].name)
+    return session, binding
+
+
+class Ranks:
+    """Processes of a world over one medium."""
+
+    def __init__(self, ranks: int, medium: str, folder: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.connections, self.processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, ranks, f"file:{folder}/{medium}", medium)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def seconds(self, model: bytes, runs: int) -> float:
+        """Of one run on the slowest rank: the median of `runs`."""
+        for connection in self.connections:
+            connection.send((model, runs))
+        times = [connection.recv() for connection in self.connections]
+        return statistics.median(map(max, zip(*times, strict=True)))
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes:
+            process.join()
+
+
+def copy_seconds(size: int) -> float:
+    """Of a memcpy of so many bytes: the median of 5."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, size)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Runs the rounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kinds", nargs="+", default=["AllReduce"], choices=list(ATTRIBUTES))
+    sizes = [64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+    parser.add_argument("--bytes", nargs="+", type=int, default=sizes)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        worlds = [Ranks(args.ranks, medium, folder) for medium in MEDIA]
+        print(f"{args.ranks} ranks, microseconds; the last columns are shared memory / gloo")
+        print(f"{'collective':<14}{'bytes':>9}{'shared':>10}{'gloo':>10}{'memcpy':>9}  ratio")
+        for kind in args.kinds:
+            for size in args.bytes:
+                report(kind, size, args.ranks, args.rounds, worlds)
+        for world in worlds:
+            world.close()
+
+
+def report(kind: str, size: int, ranks: int, rounds: int, worlds: list[Ranks]) -> None:
+    length = 20 if size <= 64 << 10 else 4 if size <= 1 << 20 else 1
+    model = chain(kind, ranks, size // 4 // ranks * ranks, length)
+    runs = 20 if size <= 1 << 20 else 3
+    for world in worlds:
+        world.seconds(model, 3)
+    figures = [
+        [*(world.seconds(model, runs) / length for world in worlds), copy_seconds(size)]
+        for _ in range(rounds)
+    ]
+    shared, gloo, copy = (statistics.median(column) * 1e6 for column in zip(*figures, strict=True))
+    low, middle, high = statistics.quantiles([row[0] / row[1] for row in figures], n=4)
+    print(
+        f"{kind:<14}{text_of(size, 'B'):>9}{shared:>10.1f}{gloo:>10.1f}{copy:>9.1f}"
+        f"  {middle:.2f} ({low:.2f} to {high:.2f})",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
