@@ -8,6 +8,13 @@
 
 #include "ort.h"
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define ONNXPAR_FOR_EACH_CPU \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
+#else
+#define ONNXPAR_FOR_EACH_CPU
+#endif
+
 namespace onnxpar {
 namespace {
 
@@ -144,9 +151,11 @@ void FoldBlocks(const void* const* sources, size_t source_count, void* out, size
   }
 }
 
+/// Compiled once for each level of x86-64, with what it calls; the loader takes the version for
+/// this CPU. All give the same bits.
 template <typename T>
-void FoldType(ReduceOp op, const void* const* sources, size_t source_count, void* out,
-              size_t elements) {
+ONNXPAR_FOR_EACH_CPU void FoldType(ReduceOp op, const void* const* sources, size_t source_count,
+                                   void* out, size_t elements) {
   switch (op) {
     case ReduceOp::kSum:
       return FoldBlocks<T, Sum>(sources, source_count, out, elements);
