@@ -101,6 +101,12 @@ ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Abort(message); });
 }
 
+/// Sets `shared` to 1 if messages to rank `other` go through memory that both ranks share, else to
+/// 0.
+ONNXPAR_EXPORT int onnxpar_world_shares_memory(const char* id, int other, int* shared) {
+  return Guard([&] { *shared = WorldNamed(id)->SharesMemoryWith(other) ? 1 : 0; });
+}
+
 /// Marks the start of a call on this rank; see World::Begin.
 ONNXPAR_EXPORT int onnxpar_world_begin(const char* id) {
   return Guard([&] { WorldNamed(id)->Begin(); });

@@ -34,6 +34,7 @@ class MessageTransport : public Transport {
   void Exchange(const Call& call, const void* in, const std::vector<Block>& sends, void* out,
                 const std::vector<Block>& receives) override;
   void Abort() override { links_.Abort(); }
+  bool SharesMemoryWith(int rank) const override { return links_.shared.Reaches(rank); }
 
  private:
   /// The steps of a collective. They are part of the slot, so that messages of different steps do

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -36,6 +37,11 @@ Segment Segment::Create(size_t lanes, size_t area_bytes) {
   const int descriptor = memfd_create("onnxpar", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   Segment segment(descriptor, lanes, area_bytes);
   const auto bytes = static_cast<off_t>(segment.bytes_);
+  rlimit longest{};  // exceeding it could end the process (SIGXFSZ)
+  if (getrlimit(RLIMIT_FSIZE, &longest) == 0 && longest.rlim_cur < segment.bytes_) {
+    errno = EFBIG;
+    ThrowErrno("create", segment.bytes_);
+  }
   if (descriptor < 0 || ftruncate(descriptor, bytes) != 0) ThrowErrno("create", segment.bytes_);
   if (const int error = posix_fallocate(descriptor, 0, bytes)) {
     errno = error;

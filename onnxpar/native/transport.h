@@ -62,6 +62,9 @@ class Transport {
 
   /// Makes the current collective and every later one throw. Any thread may call it.
   virtual void Abort() = 0;
+
+  /// True if messages to this rank of the world go through memory that both ranks share.
+  virtual bool SharesMemoryWith(int rank) const = 0;
 };
 
 }  // namespace onnxpar

@@ -157,6 +157,14 @@ Group& World::GroupOf(const std::vector<int64_t>& ranks) {
   return *group;
 }
 
+bool World::SharesMemoryWith(int other) {
+  if (other < 0 || other >= size()) {
+    throw std::runtime_error("the world has no rank " + std::to_string(other));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  return transport_ != nullptr && transport_->SharesMemoryWith(other);
+}
+
 uint64_t World::Enter(const Operation& operation) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!failure_.empty()) throw WorldFailure(FailureOf(operation));

@@ -91,6 +91,10 @@ class World : public ControlListener {
     }
   }
 
+  /// True if messages to this rank of the world go through memory that both ranks share. Throws if
+  /// the world has no such rank.
+  bool SharesMemoryWith(int other);
+
   /// Interrupts the run, because this rank cannot run the collective `name`, and throws.
   [[noreturn]] void Reject(const std::string& name, const std::string& reason);
   /// Makes every collective of this world, current and later, fail with `message` on all ranks.

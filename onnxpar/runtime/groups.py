@@ -52,6 +52,10 @@ class World(Closing):
     user can read; with `tcp://host:port`, the key follows the address (`#key`) or is ONNXPAR_KEY,
     which must be set if other hosts can reach the address. `id` is unique in this process. Ranks
     listen only on `bind_address`.
+
+    Two ranks of one host exchange messages through shared memory, others over Gloo's TCP
+    connections. With ONNXPAR_TRANSPORT=gloo, a rank uses Gloo alone; with shared-memory, `create`
+    raises RankError if shared memory does not reach all ranks.
     """
 
     def __init__(self, id: str, rank: int, size: int) -> None:
@@ -86,6 +90,13 @@ class World(Closing):
         """Makes all collectives of this world, running and later, fail on all ranks with this
         message."""
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
+
+    def shares_memory_with(self, rank: int) -> bool:
+        """True if messages to `rank` go through shared memory, not through Gloo. Errors: RankError
+        if the world has no such rank."""
+        shared = ctypes.c_int()
+        check(library().onnxpar_world_shares_memory(self.id.encode(), rank, ctypes.byref(shared)))
+        return bool(shared.value)
 
     def begin(self) -> None:
         """Marks the start of a call on this rank, so that a faster rank that fails in its next call
@@ -214,6 +225,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "onnxpar_world_destroy": [text],
         "onnxpar_world_abort": [text, text],
         "onnxpar_world_begin": [text],
+        "onnxpar_world_shares_memory": [text, number, ctypes.POINTER(number)],
         "onnxpar_world_interrupt": [text, text],
         "onnxpar_world_renew": [text],
         "onnxpar_hub_start": [text, ctypes.POINTER(number), text],

@@ -4,9 +4,9 @@ rounds.
     python tests/bench/bench_collectives.py [--ranks 2] [--rounds 15] [--kinds AllReduce ...]
         [--bytes 4096 ...]
 
-A graph of several collectives in a row runs in an onnxruntime session on each rank; the time is that
-of one collective, on the slowest rank. Prints medians of the rounds in microseconds, and the median
-of the rounds' ratios with its quartiles.
+A graph of several collectives in a row runs in an onnxruntime session on each rank; the time is
+that of one collective, on the slowest rank. Prints medians of the rounds in microseconds, and the
+median of the rounds' ratios with its quartiles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEEPS_SHAPE = ("AllReduce", "Broadcast")
 
 
 def chain(kind: str, ranks: int, elements: int, length: int) -> bytes:
-    """A model that runs `length` collectives one after another. AllGather has `elements` elements as
+    """A model that runs `length` collectives in a row. AllGather has `elements` elements as
     its result, all others as operand."""
     rows = elements // ranks if kind == "AllGather" else elements
     shape = [ranks, rows // ranks] if kind == "AllToAll" else [rows]
