@@ -17,6 +17,7 @@ from onnxpar.ir.stored import nodes_of, stored_tensors, subgraphs_of
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.size_graph import SizeGraph, add_size_input
+from onnxpar.lowering.unroll_experts import unroll_experts
 from onnxpar.lowering.weights import WeightStore, whole_layout
 from onnxpar.model.interchange import default_of, export_graph
 
@@ -90,6 +91,7 @@ class SplitRanks(Pass):
                 _instantiate(model, ctx, weights, rank)
                 if opened:
                     _open(model.graph, ctx, opened, rank)
+                unroll_experts(model.graph)
                 (self.output / f"rank_{rank:04d}.{suffix}").write_bytes(model.SerializeToString())
             if first:
                 values = onnx.GraphProto(initializer=[parts[rank] for parts in first])

@@ -16,6 +16,7 @@ from onnxpar.ir.origin import note_origin
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
+from onnxpar.lowering.unroll_experts import EXPERTS
 from onnxpar.sharding.chosen_rows import RANK, ChosenRows, Shapes, flips
 
 
@@ -33,7 +34,7 @@ class Compaction:
         """`shapes` has global shapes; `width` is the number of columns of a rank's result."""
         self.graph, self.found = graph, found
         self.shapes, self.width, self.per_rank = shapes, width, per_rank
-        self.name = f"{found.total.name}::experts"
+        self.name = f"{found.total.name}{EXPERTS}"
         self.sequences: list[gs.Tensor] = []
         self.elements: list[gs.Tensor] = []
         self.body = gs.Graph(name=self.name, opset=graph.opset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,24 @@ def expert_loads(
         tokens: Array = np.zeros(entry["experts"], np.int64)
         runs = set()
         for (name, rank, run), rows in found.items():
-            place = places[rank]
-            count = len(place.experts)
-            if name == entry["node"] and place.counts and len(rows) % count == 0:
-                tokens[place.experts] += np.reshape(rows, (-1, count)).sum(0)
+            place, (node, step) = places[rank], finder_of(name, [entry["node"]])
+            if node is None or not place.counts:
+                continue
+            of = place.experts if step is None else place.experts[[step]]
+            if len(rows) % len(of) == 0:
+                tokens[of] += np.reshape(rows, (-1, len(of))).sum(0)
                 runs.add(run)
         if runs:
             yield ExpertLoad(entry["name"], tuple(tokens.tolist()), len(runs))
+
+
+def finder_of(name: str, finders: Collection[str]) -> tuple[str | None, int | None]:
+    """Which of these nodes in a Scan over experts an event is of, None if of none, and, if the rank
+    has it once for each of its experts, for which one."""
+    if name in finders:
+        return name, None
+    node, _, step = name.rpartition("@")
+    return (node, int(step)) if node in finders and step.isdigit() else (None, None)
 
 
 def _places(layout: Layout, mesh: Mesh) -> list[_Place]:

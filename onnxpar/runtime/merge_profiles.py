@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxpar.ir.collectives import KINDS
 from onnxpar.runtime.bundle import Bundle, Sizes
-from onnxpar.runtime.expert_load import expert_loads
+from onnxpar.runtime.expert_load import expert_loads, finder_of
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.trace import Collective, Event, Span, Trace
 
@@ -140,7 +140,7 @@ def _rank(
                     own / 1e6,
                     lanes.setdefault(thread, len(lanes)),
                     Collective(node["op"], tuple(node["group"]), told) if is_collective else None,
-                    told if node["name"] in finders else None,
+                    None if finder_of(node["name"], finders)[0] is None else told,
                 )
             )
     roots = {node["name"]: node["root"] for node in record["nodes"] if "root" in node}

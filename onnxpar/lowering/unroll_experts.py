@@ -1,0 +1,180 @@
+"""Writes the experts of a rank one after the other, in place of a Scan over them.
+
+onnxruntime packs the weight of a product when it loads a model, if the weight is a stored matrix.
+In the body of a Scan, the weight of each step is a part of a stack, so it would be packed in each
+run. How many experts there are may differ by rank, so that each rank's file is rewritten by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+
+from onnxpar.ir.stored import element_bits, external_location, nodes_of, subgraphs_of
+
+EXPERTS = "::experts"
+"""The end of the name of a Scan over experts."""
+MOST = 64
+"""The most experts of a mixture that are unrolled: with more, it takes longer to load and to run
+so many nodes than to pack weights."""
+_MATRIX = 3
+"""The dimensions of a stack of matrices."""
+
+Stored = Mapping[str, TensorProto]
+
+
+def unroll_experts(graph: GraphProto, outer: Stored | None = None) -> None:
+    """Replaces each Scan over stored weights of experts by the nodes of each of its steps, in
+    place, also in subgraphs. `outer` has the initializers of the graphs around it."""
+    stored = {**(outer or {}), **{t.name: t for t in graph.initializer}}
+    for node in graph.node:
+        for body in subgraphs_of(node):
+            unroll_experts(body, stored)
+    scans = [node for node in graph.node if _is_over_experts(node, stored)]
+    if not scans:
+        return
+    names = {node.name for node in scans}
+    before = {name for node in scans for name in (*node.input, *_read_inside(node))}
+    made: list[NodeProto] = []
+    cut = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        made += _Unrolled(graph, node, stored, cut).nodes() if node.name in names else [_copy(node)]
+    del graph.node[:]
+    graph.node.extend(made)
+    _drop_unread(graph, before)
+
+
+def _is_over_experts(node: NodeProto, stored: Stored) -> bool:
+    """True for a Scan over experts, with one sum as its result, and with a stored stack of matrices
+    of which each begins at a byte."""
+    if node.op_type != "Scan" or not node.name.endswith(EXPERTS) or len(node.output) != 1:
+        return False
+    stacks = [stored[name] for name in node.input[1:] if name in stored]
+    whole = all(prod(s.dims[1:]) * element_bits(s.data_type) % 8 == 0 for s in stacks)
+    return whole and any(len(s.dims) == _MATRIX and 0 < s.dims[0] <= MOST for s in stacks)
+
+
+def _read_inside(node: NodeProto) -> Iterator[str]:
+    for body in subgraphs_of(node):
+        for inner in nodes_of(body):
+            yield from inner.input
+
+
+def _drop_unread(graph: GraphProto, names: set[str]) -> None:
+    """Removes those of these initializers that no node reads any more."""
+    read = {name for node in nodes_of(graph) for name in node.input}
+    read |= {port.name for port in graph.output}
+    kept = [t for t in graph.initializer if t.name not in names or t.name in read]
+    if len(kept) < len(graph.initializer):
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+
+
+@dataclass
+class _Unrolled:
+    """The nodes that replace a Scan of a graph; `stored` are all initializers that it can read, and
+    `names` those of the graph's own ones, which grow."""
+
+    graph: GraphProto
+    scan: NodeProto
+    stored: Stored
+    names: set[str]
+    made: list[NodeProto] = field(default_factory=list)
+
+    def nodes(self) -> list[NodeProto]:
+        """The nodes of each step; their names end with its number."""
+        (body,) = subgraphs_of(self.scan)
+        self.graph.initializer.extend(body.initializer)
+        self.matrices = frozenset(self._matrices(body))
+        stacks = [self.stored[n] for n in self.scan.input[1:] if n in self.stored]
+        count = next(s.dims[0] for s in stacks if len(s.dims) == _MATRIX)
+        total = self.scan.input[0]
+        for step in range(count):
+            result = self.scan.output[0] if step == count - 1 else ""
+            total = self._step(body, step, total, result)
+        return self.made
+
+    def _matrices(self, body: GraphProto) -> Iterator[str]:
+        """The names in the body of an expert's matrices with a first dimension of one element, if
+        products alone read them; without that dimension, onnxruntime packs them."""
+        elements = zip(body.input[1:], self.scan.input[1:], strict=True)
+        stacks = {port.name for port, name in elements if name in self.stored}
+        flips = {n.input[0]: n for n in body.node if n.op_type == "Transpose"}
+        for node in body.node:
+            if node.op_type != "Unsqueeze" or node.input[0] not in stacks:
+                continue
+            (name,) = node.output
+            flip = flips.get(name)
+            read = [name] if flip is None else [name, flip.output[0]]
+            readers = [n for n in body.node if not set(read).isdisjoint(n.input) and n is not flip]
+            if all(n.op_type == "MatMul" and n.input[0] not in read for n in readers):
+                yield from read
+
+    def _step(self, body: GraphProto, step: int, total: str, result: str) -> str:
+        """Adds the nodes of one expert; returns the name of the sum up to it: `result`, if it has
+        a name."""
+        names = {body.input[0].name: total}
+        for port, name in zip(body.input[1:], self.scan.input[1:], strict=True):
+            names[port.name] = self._element(name, step)
+        for node in body.node:
+            copy = _copy(node)
+            copy.name = f"{node.name}@{step}"
+            copy.input[:] = [names.get(name, name) for name in node.input]
+            if node.output[0] in self.matrices and node.op_type == "Unsqueeze":
+                names[node.output[0]] = copy.input[0]
+                continue
+            if node.output[0] in self.matrices:
+                del copy.attribute[:]
+                copy.attribute.append(helper.make_attribute("perm", [1, 0]))
+            names |= {name: f"{name}@{step}" for name in node.output}
+            if result and body.output[0].name in node.output:
+                names[body.output[0].name] = result
+            copy.output[:] = [names[name] for name in node.output]
+            self.made.append(copy)
+        return names[body.output[0].name]
+
+    def _element(self, stack: str, step: int) -> str:
+        """The name of one expert's part of a stack, which becomes an initializer, or the result of
+        a node."""
+        if stack in self.stored:
+            name = f"{stack}@{step}"
+            if name not in self.names:
+                self.names.add(name)
+                self.graph.initializer.append(_part(self.stored[stack], name, step))
+            return name
+        name = f"{self.scan.name}/{stack}@{step}"
+        index = numpy_helper.from_array(np.array(step, np.int64), f"{name}/index")
+        self.graph.initializer.append(index)
+        operands = [stack, index.name]
+        self.made.append(helper.make_node("Gather", operands, [name], f"{name}/Gather", axis=0))
+        return name
+
+
+def _part(stack: TensorProto, name: str, step: int) -> TensorProto:
+    """One of the tensors of a stack; it refers to the same file."""
+    part = TensorProto(name=name, data_type=stack.data_type, dims=stack.dims[1:])
+    size = prod(part.dims) * element_bits(stack.data_type) // 8
+    if stack.data_location == TensorProto.EXTERNAL:
+        location, offset, _ = external_location(stack)
+        part.data_location = TensorProto.EXTERNAL
+        for key, value in (
+            ("location", location),
+            ("offset", offset + step * size),
+            ("length", size),
+        ):
+            part.external_data.add(key=key, value=str(value))
+    elif stack.HasField("raw_data"):
+        part.raw_data = stack.raw_data[step * size : (step + 1) * size]
+    else:
+        part.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(stack)[step], name))
+    return part
+
+
+def _copy(node: NodeProto) -> NodeProto:
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    return copy

@@ -1,0 +1,67 @@
+"""A rank's experts are nodes of its graph, which read their weights as stored matrices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from agreement import check_outputs, options, run_ranks, run_unsplit
+
+from onnxpar.ir.stored import nodes_of
+from onnxpar.lowering import unroll_experts
+from onnxpar.pipeline import pipeline
+
+MODELS = Path(__file__).parents[2] / "models" / "experts"
+LOOP = MODELS / "mixtral.loop.dynamo.onnx"
+IDS = np.arange(48).reshape(4, 12)
+
+
+def ranks_of(path: Path, layout: str, folder: Path) -> list[onnx.GraphProto]:
+    """The graphs of the ranks of a model that agrees with the unsplit one."""
+    plan = pipeline.shard(path, folder / "model.par", options(layout))
+    feeds = {port.name: IDS if port.name == "input_ids" else IDS * 0 + 1 for port in plan.inputs}
+    got = run_ranks(folder / "model.par", feeds)
+    check_outputs(got, run_unsplit(path, feeds), [port.name for port in plan.outputs])
+    files = sorted((folder / "model.par").glob("rank_*.onnx"))
+    return [onnx.load(file, load_external_data=False).graph for file in files]
+
+
+def matrices(graph: onnx.GraphProto) -> list[list[int]]:
+    """The shapes of the stored matrices that products of experts read, also after a Transpose."""
+    stored = {t.name: list(t.dims) for t in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Transpose" and node.input[0] in stored:
+            stored[node.output[0]] = stored[node.input[0]][::-1]
+    products = [n for n in graph.node if n.op_type == "MatMul" and "/experts/" in n.name]
+    return [stored[node.input[1]] for node in products]
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [("data-parallel 2", [4, 4]), ("expert-parallel 3", [2, 1, 1]), ("tensor-parallel 2", [4, 4])],
+)
+def test_ranks_read_stored_matrices(layout: str, experts: list[int], tmp_path: Path) -> None:
+    graphs = ranks_of(LOOP, layout, tmp_path)
+    columns = 12 if layout.startswith("tensor") else 24
+    each = [[16, columns], [16, columns], [columns, 16]]
+    assert [matrices(graph) for graph in graphs] == [each * count for count in experts]
+    for graph in graphs:
+        assert "Scan" not in {node.op_type for node in nodes_of(graph)}
+        assert not [t.name for t in graph.initializer if t.name.endswith((".0.1", ".3.1", ".5.1"))]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss.batched_mm.legacy", "qwen3_moe.grouped_mm.hf"])
+def test_stacks_that_are_one_weight(name: str, tmp_path: Path) -> None:
+    (graph,) = ranks_of(MODELS / f"{name}.onnx", "1", tmp_path)
+    assert matrices(graph)
+    assert Counter(node.op_type for node in graph.node)["Scan"] == 0
+
+
+def test_many_experts_stay_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unroll_experts, "MOST", 3)
+    (graph,) = ranks_of(LOOP, "1", tmp_path)
+    assert "Scan" in {node.op_type for node in graph.node}
+    assert not matrices(graph)
