@@ -1,4 +1,8 @@
-"""A time limit for searches, which could go on for minutes, and reports of their progress."""
+"""A time limit for searches, which could go on for minutes, and reports of their progress.
+
+Seconds are CPU time of this process, so that other load on the machine does not change what a
+search finds.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +22,35 @@ def _nobody(text: str) -> None:
 
 @dataclass
 class Patience:
-    """The seconds that a search may spend. The search calls `tell` with a few words on each thing
-    that it tries."""
+    """The seconds of CPU time that a search may spend, and those it has `spent`, in which `passed`
+    seconds passed on the clock. The search calls `tell` with a few words on each thing that it
+    tries."""
 
     seconds: float = SECONDS
     tell: Callable[[str], None] = _nobody
     spent: float = 0.0
-    _since: float | None = None
+    passed: float = 0.0
+    _since: tuple[float, float] | None = None
 
     @property
     def left(self) -> float:
         """Seconds that may still be spent."""
-        running = 0.0 if self._since is None else time.monotonic() - self._since
-        return max(self.seconds - self.spent - running, 0.0)
+        return max(self.seconds - self._until_now()[0], 0.0)
 
     @property
     def is_out(self) -> bool:
         """True if no time is left."""
         return self.left <= 0.0
 
+    def on_the_clock(self, seconds: float) -> float:
+        """The time on the clock in which this process spends these seconds if the machine stays as
+        busy as during the search so far."""
+        spent, passed = self._until_now()
+        return seconds * max(passed / spent, 1.0) if spent > 0 else seconds
+
     def renewed(self, seconds: float = SECONDS) -> Patience:
         """A copy with this time limit, of which nothing is spent yet."""
-        return replace(self, seconds=seconds, spent=0.0, _since=None)
+        return replace(self, seconds=seconds, spent=0.0, passed=0.0, _since=None)
 
     def telling(self, prefix: str) -> Patience:
         """A copy of which nothing is spent yet, and that tells what it is told after a prefix."""
@@ -55,9 +66,20 @@ class Patience:
         if self._since is not None:
             yield
             return
-        self._since = time.monotonic()
+        self._since = time.process_time(), time.monotonic()
         try:
             yield
         finally:
-            self.spent += time.monotonic() - self._since
+            self.spent, self.passed = self._until_now()
             self._since = None
+
+    def _until_now(self) -> tuple[float, float]:
+        """The CPU time that is spent, and the time that has passed, with that of a block that has
+        not ended."""
+        if self._since is None:
+            return self.spent, self.passed
+        spent, passed = (
+            now - start
+            for now, start in zip((time.process_time(), time.monotonic()), self._since, strict=True)
+        )
+        return self.spent + spent, self.passed + passed

@@ -63,7 +63,7 @@ def minimize_within(
             return columns.value, columns.best.values
         bound = columns.find_least() if has_mixture else 0.0
         if columns.value > bound + CLOSE * abs(bound) and not patience.is_out:
-            seconds = patience.left / 2  # another mesh may need the rest
+            seconds = patience.on_the_clock(patience.left / 2)  # another mesh may need the rest
             try:
                 found = integer_program(sizes, sums, limit, columns.steps, seconds)
             except TooMuch as error:
