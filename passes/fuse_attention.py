@@ -1,4 +1,4 @@
-"""fuse-attention: attention under masks, and gradients of attention, become ops that have rings."""
+"""fuse-attention: attention in basic ops or under masks, and gradients, become ops with rings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.canonicalize.exported_attention import ExportedAttention, find_attention
+from onnxpar.canonicalize.repeated_heads import find_unrepeated
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.grad.known_gradient import KnownGradient, find_gradient
 from onnxpar.ir.subgraphs import detach, scopes
 from onnxpar.ir.tensors import dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.attention import attention_dims
 from onnxpar.rules.attention_lowering import LENGTHS, MASK
-from onnxpar.rules.fused_attention import DOMAIN, GRADIENT
+from onnxpar.rules.fused_attention import DOMAIN, GRADIENT, SCORED
 
 _PAST = 4
 _READ = (0, 1, 2, MASK, LENGTHS)
@@ -23,12 +25,14 @@ _READ = (0, 1, 2, MASK, LENGTHS)
 
 @dataclass(frozen=True)
 class FuseAttention(Pass):
-    """Make attention under a mask, and gradients of attention, single nodes that have rings.
+    """Make attention that an op has no ring for, and gradients of attention, single nodes.
 
     Requires nothing. An Attention under a mask, or with a gradient in the graph, becomes an
     Attention of the domain onnxpar.fused, which can also return the logarithm of the sum of
-    exponentials. The nodes of its gradient become one node, which reads that. No kernel runs these
-    nodes: localize-ops lowers them. Runs by default for the preset ring-attention.
+    exponentials. The nodes of its gradient become one node, which reads that. A product, steps for
+    each score, a softmax and a product become a ScoredAttention, which has the steps as text. No
+    kernel runs these nodes: localize-ops lowers them. Runs by default for the preset
+    ring-attention.
 
     Example: shard(mesh="cp=2", preset="ring-attention")
 
@@ -78,7 +82,65 @@ class _Fusion:
                 changed = True
             elif given(node, MASK) is not None and not node.domain:
                 node.domain, changed = DOMAIN, True
+        for node in [n for n in self.graph.nodes if n.op == "Softmax" and not n.domain]:
+            exported = find_attention(node, self.graph)
+            if exported is not None:
+                self._fuse_exported(node, exported)
+                changed = True
         return changed
+
+    def _fuse_exported(self, softmax: gs.Node, found: ExportedAttention) -> None:
+        """Puts one node in the place of attention in basic ops."""
+        attrs = {
+            "steps": found.steps,
+            "guarded": int(found.is_guarded),
+            "onnxpar.opset": self.graph.opset,
+        }
+        at = self._index(found.nodes[-1])
+        for node in found.nodes:
+            detach(node)
+            node.outputs.clear()
+        gone = {id(node) for node in found.nodes}
+        fused = gs.Node(SCORED, softmax.name, attrs, found.operands, [found.result], DOMAIN)
+        self.graph.nodes.insert(at, fused)
+        self.graph.nodes = [node for node in self.graph.nodes if id(node) not in gone]
+        self._share_heads(fused)
+
+    def _index(self, node: gs.Node) -> int:
+        return next(i for i, other in enumerate(self.graph.nodes) if other is node)
+
+    def _share_heads(self, fused: gs.Node) -> None:
+        """Makes attention read keys and values before they are repeated for query heads, so that
+        fewer bytes travel."""
+        key, value = (find_unrepeated(fused.inputs[i], is_turned=i == 1) for i in (1, 2))
+        if key is None or value is None or key.heads != value.heads:
+            return
+        for i, each in ((1, key), (2, value)):
+            x = each.source
+            if i == 1:
+                x = self._before(fused, "Transpose", [x], {"perm": [0, 1, 3, 2]}, turned=True)
+            for node, number in each.scales:
+                x = self._before(fused, node.op, [x, number], {})
+            fused.inputs[i] = x
+            self._drop(each.nodes)
+
+    def _before(
+        self,
+        fused: gs.Node,
+        op: str,
+        operands: list[gs.Tensor],
+        attrs: dict[str, object],
+        turned: bool = False,
+    ) -> gs.Tensor:
+        """Adds a node before a fused one; returns its result."""
+        shape = list(operands[0].shape or ())
+        if turned:
+            shape[-2:] = shape[:-3:-1]
+        name = f"{fused.name}::{op}{len(self.graph.nodes)}"
+        result = gs.Variable(name, operands[0].dtype, shape)
+        node = gs.Node(op, name, {**attrs, "onnxpar.opset": self.graph.opset}, operands, [result])
+        self.graph.nodes.insert(self._index(fused), node)
+        return result
 
     def _fuse_gradient(self, node: gs.Node, found: KnownGradient) -> bool:
         """Puts one node in the place of those of a gradient; False if that is not possible."""

@@ -72,8 +72,12 @@ def _verify_op(op: OpFactors, ctx: PassContext) -> None:
         first, second = ({*_pieces(held.get(leaf, ()))} for leaf in (i, j))
         if first & second and first != second:
             fail(f"only some axes of the ring of {op.leaves[j].factor} split {op.leaves[i].factor}")
+
+    def of(name: str) -> list[tuple[Axis, ...]]:
+        return [held.get(i, ()) for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+
     for factor in op.rule.communicating:
-        if not _every_segment(op, factor, held):
+        if not op.rule.may_overlap(factor, of) and not _every_segment(op, factor, held):
             fail(f"only some segments of {factor} are split")
     carried = _carried(op, layouts, fail)
     for tensor in [t for body in op.bodies for t in (*body.graph.inputs, *body.graph.outputs)]:

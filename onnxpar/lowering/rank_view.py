@@ -105,6 +105,9 @@ class NodeView:
         """
         summed = [f for f, op in rule.reduce.items() if op in ("sum", "prod")]
         for factor in [*summed, *rule.communicating]:
+            is_open = factor in self.open
+            if not is_open and rule.may_overlap(factor, lambda f: dim_axes(self.factors[f])):
+                continue
             if not _segments_agree(self.factors[factor]):
                 return f"segments of {factor} are split differently"
         for factor in rule.contiguous:

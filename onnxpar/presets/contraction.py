@@ -6,13 +6,13 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.presets.recurrences import MOVES, recurrences
 from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
-from onnxpar.rules.fused_attention import GRADIENT
+from onnxpar.rules.fused_attention import GRADIENT, SCORED
 from onnxpar.sharding.factors import OpFactors
 
 _CONTRACT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "FusedMatMul", "TransposeMatMul"}
 _WEIGHT = {
     **dict.fromkeys(("MatMulInteger", "ConvInteger", "MatMulNBits", "Attention", "QAttention"), 1),
-    GRADIENT: 1,
+    **dict.fromkeys((GRADIENT, SCORED), 1),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), 3),
 }
 """The index of the weight among the operands of ops with several operands, such as scales and zero

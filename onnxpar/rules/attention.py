@@ -55,7 +55,9 @@ def attention_products(
     """Multiplications of products of queries with keys, and of scores with values, if there are so
     many of each; `seen` is the factor of the keys."""
     width = by_key * (sizes["d"] or 1) + by_value * (sizes["e"] or 1)
-    return width * math.prod(1 if sizes[v] is None else sizes[v] or 0 for v in ("bkgs" + seen))
+    return width * math.prod(
+        1 if sizes[v] is None else sizes[v] or 0 for v in (*"bkgs", seen) if v in sizes
+    )
 
 
 LOCAL_HEADS: dict[str | int, Callable[[Local], int]] = {

@@ -3,20 +3,22 @@ a model. No kernel runs them: they are always lowered."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import given, tensor_shape
+from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention import AttentionDims, attention_dims, attention_products
 from onnxpar.rules.attention_lowering import MASK, AttentionLowering, default_scale
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.ring_attention import SummarizedRing
-from onnxpar.rules.ring_gradient import DY, GradientRing
-from onnxpar.rules.rule import Rule, einsum, given_specs, rule
+from onnxpar.rules.ring_gradient import GradientRing
+from onnxpar.rules.ring_scores import ScoreRing
+from onnxpar.rules.rule import Lowering, Rule, einsum, given_specs, rule
 
 DOMAIN = "onnxpar.fused"
-GRADIENT = "AttentionGradient"
+GRADIENT, SCORED = "AttentionGradient", "ScoredAttention"
 _SUMMARY = "b (k g) s 1"
 _SUMMED = "each score is a sum over all of it"
 _CUT = "each rank cuts the columns of its keys"
@@ -30,7 +32,7 @@ def attention(node: gs.Node) -> Rule:
     The last dimension of a mask is whole, so that keys can travel in a ring.
     """
     dims = _dims(node)
-    return _rule(node, dims, [], [dims.result, _SUMMARY], SummarizedRing)
+    return _of_attention(node, dims, [], [dims.result, _SUMMARY], SummarizedRing)
 
 
 @rule(GRADIENT, domain=DOMAIN)
@@ -40,7 +42,28 @@ def attention_gradient(node: gs.Node) -> Rule:
     both results."""
     dims = _dims(node)
     more = [dims.result, dims.result, _SUMMARY]
-    return _rule(node, dims, more, [dims.query, dims.key, dims.value], GradientRing)
+    return _of_attention(node, dims, more, [dims.query, dims.key, dims.value], GradientRing)
+
+
+@rule(SCORED, domain=DOMAIN)
+def scored_attention(node: gs.Node) -> Rule:
+    """`b (k g) s d, b k d t, b k t e, b (k g) s m -> b (k g) s e`: attention in basic ops, with
+    steps for each score (`canonicalize/exported_attention.py`); `(k g) s d, ...` with three
+    dimensions."""
+    query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
+    batch = "b " if len(query) == 4 else ""
+    sizes: dict[str, Size] = {"k": key[-3], "g": (query[-3] or 0) // (key[-3] or 1)}
+    sizes |= {"s": query[-2], "d": query[-1], "t": key[-1], "m": key[-1], "e": value[-1]}
+    result = f"{batch}(k g) s e"
+    operands = [f"{batch}(k g) s d", f"{batch}k d t", f"{batch}k t e"]
+    operands += [_aligned(t) for t in node.inputs[3:]]
+    lowering = AttentionLowering(False, sizes["s"] or 0, 0, 1.0, {})
+    steps, is_guarded = node.attrs["steps"], bool(node.attrs["guarded"])
+
+    def lower(build: Lowering) -> None:
+        ScoreRing(lowering, build, steps, is_guarded).lower()
+
+    return _rule(node, operands, [result], sizes, lower)
 
 
 def _dims(node: gs.Node) -> AttentionDims:
@@ -49,22 +72,33 @@ def _dims(node: gs.Node) -> AttentionDims:
     return found
 
 
-def _rule(
+def _of_attention(
     node: gs.Node,
     dims: AttentionDims,
     more: list[str],
     results: list[str],
     ring: type[SummarizedRing] | type[GradientRing],
 ) -> Rule:
-    sizes = dims.sizes
-    operands = [dims.query, dims.key, dims.value, _mask(node), "_", "_", "b", *more]
-    operands = given_specs(operands, node.inputs)
-    mask = given(node, MASK)
+    """The rule of a node that has the operands of ONNX's Attention, and `more`."""
+    sizes, mask = dims.sizes, given(node, MASK)
+    of_mask = "_" if mask is None else _aligned(mask)
+    operands = [dims.query, dims.key, dims.value, of_mask, "_", "_", "b", *more]
     sizes["m"] = (tensor_shape(mask) or (1,))[-1] if mask is not None else 1
     scale = node.attrs.get("scale") or default_scale(sizes["d"] or 1)
-    is_gradient = len(node.inputs) > DY
-    backward = partial(attention_products, by_key=3, by_value=2)
     lowering = AttentionLowering(dims.flat, sizes["s"] or 0, 0, scale, dict(node.attrs))
+    return _rule(node, operands, results, sizes, lambda build: ring(lowering, build).lower())
+
+
+def _rule(
+    node: gs.Node,
+    operands: list[str],
+    results: list[str],
+    sizes: dict[str, Size],
+    lower: Callable[[Lowering], None],
+) -> Rule:
+    operands = given_specs(operands, node.inputs)
+    is_gradient = node.op == GRADIENT
+    backward = partial(attention_products, by_key=3, by_value=2)
     whole = {"d": _SUMMED, "m": _CUT, **({"e": _SUMMED} if is_gradient else {})}
     used = {c for text in operands for c in text}
     return einsum(
@@ -75,16 +109,17 @@ def _rule(
         reduce={},
         communicating=frozenset("st" if is_gradient else "t"),
         rings=(("s", "t"),),
+        overlapping=frozenset("t" if node.op == SCORED else ""),
         lowered=frozenset("st"),
-        lower=lambda build: ring(lowering, build).lower(),
+        lower=lower,
         products=backward if is_gradient else attention_products,
         has_kernel=False,
     )
 
 
-def _mask(node: gs.Node) -> str:
-    """The mask's dimensions as rule text, aligned at the last one."""
-    mask = given(node, MASK)
-    shape = tensor_shape(mask) or () if mask is not None else ()
+def _aligned(mask: gs.Tensor) -> str:
+    """The dimensions of what is added to scores or hides them as rule text, aligned at the last
+    one."""
+    shape = tensor_shape(mask) or ()
     dims = ["b", "(k g)", "s", "m"][4 - len(shape) :]
     return dims_text("1" if s == 1 else d for d, s in zip(dims, shape, strict=True))

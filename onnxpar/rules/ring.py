@@ -34,7 +34,10 @@ _KEYS_AXIS = {"columns": 0}
 class Ring:
     """Builds the nodes of one node with queries and keys; `queries` and `keys` are the positions
     that each rank of the ring has, None if the length is open or there is no ring; `held` those
-    that ranks had before the sequence was placed in zigzag."""
+    that ranks had before the sequence was placed in zigzag. `reads_lengths` if it has the operands
+    of ONNX's Attention, and thus may have the number of keys of each sample."""
+
+    reads_lengths = True
 
     def __init__(self, op: AttentionLowering, build: Lowering) -> None:
         self.op = op
@@ -51,9 +54,7 @@ class Ring:
             self.keys = build.of_members("t", lambda local: local.positions("t"))
         self.masks_of = [i for i in self.mask_operands() if given(node, i) is not None]
         self.mask_shapes = {i: tensor_shape(node.inputs[i]) or () for i in self.masks_of}
-        self.has_lengths = self._reads_lengths and given(node, LENGTHS) is not None
-
-    _reads_lengths = True
+        self.has_lengths = self.reads_lengths and given(node, LENGTHS) is not None
 
     def mask_operands(self) -> list[int]:
         """The operands with a row for each query, or a column for each key, or both."""
@@ -126,6 +127,19 @@ class Ring:
             for i in range(self.count)
         ]
 
+    def fresh(self, step: int) -> list[Array] | None:
+        """The indices of the keys at a step that a rank has not had before, for each rank; None if
+        all are new on all ranks."""
+        keys, n = self.keys, self.count
+        if keys is None or sum(map(len, keys)) == len(np.unique(np.concatenate(keys))):
+            return None
+        found = []
+        for i in range(n):
+            before = [keys[(i - earlier) % n] for earlier in range(step)]
+            is_new = ~np.isin(keys[(i - step) % n], np.concatenate([*before, keys[i][:0]]))
+            found.append(np.flatnonzero(is_new))
+        return found
+
     def of_rank(self, values: list[Array]) -> gs.Tensor:
         """A constant with another value for each rank of the ring."""
         return self.build.per_rank(lambda local: values[local.member("s")])
@@ -172,7 +186,17 @@ class Block:
 
     def cut_columns(self, x: gs.Tensor) -> gs.Tensor:
         """The keys that take part, in dimension 2."""
+        if self.fresh is not None:
+            at = self.ring.of_rank([index.astype(np.int64) for index in self.fresh])
+            return self.ring.build.add("Gather", [x, at], axis=2)
         return self._cut(x, self.columns, 2)
+
+    @cached_property
+    def fresh(self) -> list[Array] | None:
+        """The indices of the keys that a rank has not had before; None if it had none of them."""
+        fresh = self.ring.fresh(self.step)
+        assert fresh is None or self.columns is None, "keys that overlap are not cut by position"
+        return fresh
 
     def _cut(self, x: gs.Tensor, bounds: list[Bounds] | None, axis: int) -> gs.Tensor:
         if bounds is None:
@@ -274,6 +298,8 @@ class Block:
         if keys is None:
             return self.places if self.places is not None else held_positions(self.ring.build, "t")
         found = [keys[(i - self.step) % count] for i in range(count)]
+        if self.fresh is not None:
+            found = [k[index] for k, index in zip(found, self.fresh, strict=True)]
         if self.columns is not None:
             found = [k[slice(*b)] for k, b in zip(found, self.columns, strict=True)]
         return self.ring.of_rank([k.astype(np.int64) for k in found])

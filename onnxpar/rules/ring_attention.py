@@ -32,7 +32,7 @@ class RingAttention(AttentionLowering):
 
 
 @dataclass
-class _State:
+class State:
     """For each query: the largest score, the sum of exponentials, the weighted sum of values."""
 
     largest: gs.Tensor
@@ -49,7 +49,7 @@ class AttentionRing(Ring):
         if self.places():
             query, pair = self.placed(query, "s"), self.placed(pair, "t")
         travels = {"pair": pair}
-        state: _State | None = None
+        state: State | None = None
         for block in self.blocks(travels):
             state = self._attend(block, query, travels["pair"], state)
         assert state is not None
@@ -78,8 +78,8 @@ class AttentionRing(Ring):
         return build.add("Where", [sees, powers, like(scores, 0)])
 
     def _attend(
-        self, block: Block, query: gs.Tensor, pair: gs.Tensor, state: _State | None
-    ) -> _State:
+        self, block: Block, query: gs.Tensor, pair: gs.Tensor, state: State | None
+    ) -> State:
         """The state after the queries have attended to the keys of a block."""
         build = self.build
         key, value = self.split(
@@ -98,20 +98,20 @@ class AttentionRing(Ring):
         value = widen(build, value)
         values = block.by_head(build.add("MatMul", [block.grouped(powers), value]))
         if state is None or old is None:
-            return _State(largest, total, values)
+            return State(largest, total, values)
         share = build.add("Exp", [build.add("Sub", [old.largest, largest])])
         total = build.add("Add", [build.add("Mul", [old.total, share]), total])
         values = build.add("Add", [build.add("Mul", [old.values, share]), values])
-        return _State(
+        return State(
             block.joined_rows(state.largest, largest),
             block.joined_rows(state.total, total),
             block.joined_rows(state.values, values),
         )
 
-    def _part(self, block: Block, state: _State) -> _State:
-        return _State(*(block.cut_rows(x) for x in (state.largest, state.total, state.values)))
+    def _part(self, block: Block, state: State) -> State:
+        return State(*(block.cut_rows(x) for x in (state.largest, state.total, state.values)))
 
-    def _combined(self, state: _State) -> _State:
+    def _combined(self, state: State) -> State:
         """The state over all keys, if ranks that are no ring hold shards of them."""
         build = self.build
         if self.is_ring or not build.local.is_split("t"):
@@ -120,9 +120,9 @@ class AttentionRing(Ring):
         share = build.add("Exp", [build.add("Sub", [state.largest, largest])])
         parts = [build.add("Mul", [x, share]) for x in (state.total, state.values)]
         both = build.all_reduce(build.add("Concat", parts, axis=3), ["t"])
-        return _State(largest, *self.split(both, [1, build.local.size("e")]))
+        return State(largest, *self.split(both, [1, build.local.size("e")]))
 
-    def finish(self, state: _State) -> None:
+    def finish(self, state: State) -> None:
         """Adds the nodes that compute the results."""
         build, op = self.build, self.op
         self.finish_mean(self.restored(self.mean(state), "s"))
@@ -130,7 +130,7 @@ class AttentionRing(Ring):
             if has_output(build, i):
                 build.finish("Identity", [op.cut_heads(build, i)], i)
 
-    def mean(self, state: _State) -> gs.Tensor:
+    def mean(self, state: State) -> gs.Tensor:
         """The weighted mean of the values; zero for a query that sees no key."""
         build = self.build
         is_zero = build.add("Equal", [state.total, like(state.total, 0)])
@@ -146,7 +146,7 @@ class SummarizedRing(AttentionRing):
     """Builds the nodes of an Attention that also returns, for each query, the logarithm of the sum
     of the exponentials of its scores; infinity for a query that sees no key."""
 
-    def finish(self, state: _State) -> None:
+    def finish(self, state: State) -> None:
         """Adds the nodes that compute the results."""
         build, mean = self.build, self.mean(state)
         if not has_output(build, 1):

@@ -44,6 +44,8 @@ class Rule:
                    own: the rows before and after a window
     rings          pairs of factors that the same axes may split: each rank then has the shards of
                    the second factor one after the other, as they travel in a ring
+    overlapping    second factors of rings of which ranks may hold some elements twice, because only
+                   some segments are split; the ring counts each once
     nonempty       factors of which the kernel does not accept empty shards: these get one element
                    as a stand-in (`Factor.filled`)
     constants      operands that must be stored weights, never results of collectives: the kernel
@@ -68,10 +70,16 @@ class Rule:
     contiguous: frozenset[str] = frozenset()
     co_sharded: tuple[tuple[str, ...], ...] = ()
     rings: tuple[tuple[str, str], ...] = ()
+    overlapping: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
     constants: frozenset[int] = frozenset()
     products: Callable[[Mapping[str, Size]], int] | None = None
     has_kernel: bool = True
+
+    def may_overlap(self, factor: str, axes: Callable[[str], Sequence[object]]) -> bool:
+        """True if ranks may hold some elements of a factor twice; `axes` are those of a factor."""
+        first = [a for a, b in self.rings if b == factor and factor in self.overlapping]
+        return any(any(axes(a)) and axes(a) == axes(factor) for a in first)
 
     def text(self) -> str:
         """The rule on one line: `m k, k n -> m n {sum: k}`."""

@@ -159,7 +159,9 @@ class ShardingState:
             tree = (
                 with_axes(op.trees[name], iter([(axes[i] or (), None) for i in at])) if at else None
             )
-            if tree and (covered_axes(tree) is None or not self._is_contiguous(op, name, tree)):
+            is_covered = tree is None or covered_axes(tree) is not None
+            is_covered |= self._may_overlap(op, name, axes)
+            if tree and not (is_covered and self._is_contiguous(op, name, tree)):
                 for i in at:
                     axes[i] = ()
         for group in op.co_sharded:
@@ -169,6 +171,18 @@ class ShardingState:
         for i, j in op.rings:
             if overlaps(axes[i] or (), axes[j] or ()) and axes[i] != axes[j]:
                 axes[j] = ()
+
+    def _may_overlap(self, op: OpFactors, factor: str, axes: Sequence[Axes | None]) -> bool:
+        """True if ranks of a ring may hold some elements of a factor twice. If its size is open,
+        they could not tell which."""
+
+        def of(name: str) -> list[Axes]:
+            return [axes[i] or () for i, leaf in enumerate(op.leaves) if leaf.factor == name]
+
+        is_open = any(
+            leaf.atom in self.factors.open_atoms for leaf in op.leaves if leaf.factor == factor
+        )
+        return not is_open and op.rule.may_overlap(factor, of)
 
     def _is_contiguous(self, op: OpFactors, factor: str, tree: Dim) -> bool:
         return factor not in op.rule.contiguous or isinstance(normalize(tree), Factor)

@@ -40,12 +40,27 @@ HEADS = {"q_num_heads": 4, "kv_num_heads": 2}
             "b (k g) s d, b k t d, b k t e, _, _, _, _, b (k g) s e, b (k g) s e, b (k g) s 1"
             " -> b (k g) s d; _; b k t e {communicating: s t, whole: d e}",
         ),
+        (
+            "ScoredAttention",
+            [Q, (2, 2, 6, 5), V, (4, 1, 5), ()],
+            [Y],
+            {"steps": ["Mul . 4", "Add 3 ."], "guarded": 0},
+            "b (k g) s d, b k d t, b k t e, (k g) 1 m, () -> b (k g) s e"
+            " {communicating: t, whole: d m}",
+        ),
+        (
+            "ScoredAttention",
+            [(8, 3, 6), (8, 6, 5), (8, 5, 6)],
+            [(8, 3, 6)],
+            {"steps": [], "guarded": 1},
+            "(k g) s d, k d t, k t e -> (k g) s e {communicating: t, whole: d}",
+        ),
     ],
 )
 def test_rule(op, operands, results, attrs, text):
     def made(shapes, name):
         every = enumerate(shapes)
-        return [gs.Variable(f"{name}{i}" if s else "", np.float32, s) for i, s in every]
+        return [gs.Variable(f"{name}{i}" if s is not None else "", np.float32, s) for i, s in every]
 
     node = gs.Node(op, "a", attrs, made(operands, "x"), made(results, "y"), DOMAIN)
     rule = rule_of(node)

@@ -167,6 +167,19 @@ def test_a_cache_of_fixed_length_is_split_by_positions(
             loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
 
 
+@pytest.mark.parametrize("decoder", FIXED, ids=str)
+def test_rings_leave_caches_where_they_are(decoder: Decoder, tmp_path: Path) -> None:
+    """Attention to a cache that is split by positions is no ring: under ring-attention, too, ranks
+    combine what they attend to."""
+    loop = Loop(decoder, tmp_path, 0, "ring-attention cp=5")
+    assert cache_layouts(loop.plan, decoder) == {"[-, -, cp, -]"}
+    with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
+        for batch, *prompts in PROMPTS:
+            session.states.reset()
+            one = decoder.options.get("one")
+            loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
+
+
 def test_the_search_splits_a_cache_by_positions_where_heads_run_out(tmp_path: Path) -> None:
     """One head with a long cache: keys by positions, and values too, or by width; the scores are
     what ranks exchange, or less."""

@@ -1,0 +1,77 @@
+"""Attention over shards of queries and keys, with scales and masks that are ops of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.rules.attention_lowering import AttentionLowering
+from onnxpar.rules.communicate import finish, like
+from onnxpar.rules.ring import Block
+from onnxpar.rules.ring_attention import AttentionRing, State
+from onnxpar.rules.rule import Lowering
+
+
+class ScoreRing(AttentionRing):
+    """Builds the nodes of attention whose `steps` compute each score (`ExportedAttention`).
+
+    Unlike in ONNX's Attention, a query whose scores are all the least number attends to all keys
+    alike; one whose scores are all minus infinity gets NaN or, if `is_guarded`, zeros.
+    """
+
+    reads_lengths = False
+
+    def __init__(
+        self, op: AttentionLowering, build: Lowering, steps: Sequence[str], is_guarded: bool
+    ) -> None:
+        super().__init__(op, build)
+        self.steps = steps
+        self.is_guarded = is_guarded
+        self.is_long = len(build.shape(build.input(0))) == 4
+
+    def mask_operands(self) -> list[int]:
+        """The operands with a row for each query, or a column for each key, or both."""
+        return list(range(3, len(self.build.local.node.inputs)))
+
+    def query(self) -> gs.Tensor:
+        """The queries, (batch, heads, sequence, width)."""
+        return self._operand(0)
+
+    def pair(self) -> gs.Tensor:
+        """Keys and values beside each other, (batch, key heads, sequence, width)."""
+        key = self.build.add("Transpose", [self._operand(1)], perm=[0, 1, 3, 2])
+        return self.build.add("Concat", [key, self._operand(2)], axis=3)
+
+    def _operand(self, index: int) -> gs.Tensor:
+        """Queries, keys or values with four dimensions."""
+        x = self.build.input(index)
+        return x if self.is_long else self.build.add("Unsqueeze", [x], axes=[0])
+
+    def scored(self, block: Block, products: gs.Tensor) -> gs.Tensor:
+        """The scores from the products of queries and keys."""
+        score = products
+        for step in self.steps:
+            op, *operands = step.split()
+            read = [score if name == "." else block.mask(int(name)) for name in operands]
+            score = self.build.add(op, read)
+        return score
+
+    def powers(self, scores: gs.Tensor, largest: gs.Tensor) -> gs.Tensor:
+        """The exponentials of the scores less the largest ones."""
+        return self.build.add("Exp", [self.build.add("Sub", [scores, largest])])
+
+    def mean(self, state: State) -> gs.Tensor:
+        """The weighted mean of the values."""
+        mean = self.build.add("Div", [state.values, state.total])
+        if not self.is_guarded:
+            return mean
+        sees = self.build.add("Greater", [state.total, like(state.total, 0)])
+        return self.build.add("Where", [sees, mean, like(mean, 0)])
+
+    def finish(self, state: State) -> None:
+        """Adds the nodes that compute the result."""
+        mean = self.mean(state)
+        if not self.is_long:
+            mean = self.build.add("Squeeze", [mean], axes=[0])
+        finish(self.build, "Identity", [mean])
