@@ -45,34 +45,43 @@ testing       oracles and proofs for people who write rules and gradients
 from onnxpar.base import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)
 
 # isort: split
-from onnxpar.api import annotate as annotate
-from onnxpar.api import candidates as candidates
-from onnxpar.api import check as check
-from onnxpar.api import compare_trace as compare_trace
-from onnxpar.api import inspect as inspect
-from onnxpar.api import make_plan as plan
-from onnxpar.api import node_costs as node_costs
-from onnxpar.api import ops as ops
-from onnxpar.api import opt as opt
-from onnxpar.api import shard as shard
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from pkgutil import resolve_name as _resolve_name
+from typing import TYPE_CHECKING
+
 from onnxpar.base import moved as _moved
-from onnxpar.base.pass_times import PassTimes as PassTimes
 from onnxpar.base.version import version_of
-from onnxpar.calibration.command import calibrate as calibrate
-from onnxpar.compiler.plan import Plan as Plan
-from onnxpar.cost.topology import Topology as Topology
-from onnxpar.errors import InputError as InputError
-from onnxpar.errors import ModelError as ModelError
-from onnxpar.errors import OnnxparError as OnnxparError
-from onnxpar.errors import RankError as RankError
-from onnxpar.errors import StrategyError as StrategyError
-from onnxpar.layout.layout import Layout as Layout
-from onnxpar.layout.mesh import Mesh as Mesh
-from onnxpar.pipeline.auto_parallel_context import auto_parallel_context as auto_parallel_context
-from onnxpar.pipeline.plan_options import LayoutOptions as LayoutOptions
-from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
-from onnxpar.runtime.session import InferenceSession as InferenceSession
-from onnxpar.strategy.strategy import Strategy as Strategy
+
+if TYPE_CHECKING:
+    from onnxpar.api import annotate as annotate
+    from onnxpar.api import candidates as candidates
+    from onnxpar.api import check as check
+    from onnxpar.api import compare_trace as compare_trace
+    from onnxpar.api import inspect as inspect
+    from onnxpar.api import make_plan as plan
+    from onnxpar.api import node_costs as node_costs
+    from onnxpar.api import ops as ops
+    from onnxpar.api import opt as opt
+    from onnxpar.api import shard as shard
+    from onnxpar.base.pass_times import PassTimes as PassTimes
+    from onnxpar.calibration.command import calibrate as calibrate
+    from onnxpar.compiler.plan import Plan as Plan
+    from onnxpar.cost.topology import Topology as Topology
+    from onnxpar.errors import InputError as InputError
+    from onnxpar.errors import ModelError as ModelError
+    from onnxpar.errors import OnnxparError as OnnxparError
+    from onnxpar.errors import RankError as RankError
+    from onnxpar.errors import StrategyError as StrategyError
+    from onnxpar.layout.layout import Layout as Layout
+    from onnxpar.layout.mesh import Mesh as Mesh
+    from onnxpar.pipeline.auto_parallel_context import (
+        auto_parallel_context as auto_parallel_context,
+    )
+    from onnxpar.pipeline.plan_options import LayoutOptions as LayoutOptions
+    from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
+    from onnxpar.runtime.session import InferenceSession as InferenceSession
+    from onnxpar.strategy.strategy import Strategy as Strategy
 
 __version__ = version_of("onnxpar")
 _moved.find_moved_modules()
@@ -105,3 +114,50 @@ __all__ = [
     "plan",
     "shard",
 ]
+
+_HOMES = {
+    "InferenceSession": "onnxpar.runtime.session:InferenceSession",
+    "InputError": "onnxpar.errors:InputError",
+    "Layout": "onnxpar.layout.layout:Layout",
+    "LayoutOptions": "onnxpar.pipeline.plan_options:LayoutOptions",
+    "Mesh": "onnxpar.layout.mesh:Mesh",
+    "ModelError": "onnxpar.errors:ModelError",
+    "OnnxparError": "onnxpar.errors:OnnxparError",
+    "PassTimes": "onnxpar.base.pass_times:PassTimes",
+    "Plan": "onnxpar.compiler.plan:Plan",
+    "PlanOptions": "onnxpar.pipeline.plan_options:PlanOptions",
+    "RankError": "onnxpar.errors:RankError",
+    "Strategy": "onnxpar.strategy.strategy:Strategy",
+    "StrategyError": "onnxpar.errors:StrategyError",
+    "Topology": "onnxpar.cost.topology:Topology",
+    "annotate": "onnxpar.api:annotate",
+    "auto_parallel_context": "onnxpar.pipeline.auto_parallel_context:auto_parallel_context",
+    "calibrate": "onnxpar.calibration.command:calibrate",
+    "candidates": "onnxpar.api:candidates",
+    "check": "onnxpar.api:check",
+    "compare_trace": "onnxpar.api:compare_trace",
+    "inspect": "onnxpar.api:inspect",
+    "node_costs": "onnxpar.api:node_costs",
+    "ops": "onnxpar.api:ops",
+    "opt": "onnxpar.api:opt",
+    "plan": "onnxpar.api:make_plan",
+    "shard": "onnxpar.api:shard",
+}
+"""Where each public name is: it is imported when it is first used, so that a program that runs a
+sharded model does not wait for the compiler."""
+
+if not TYPE_CHECKING:  # a type checker should know all names
+
+    def __getattr__(name: str) -> object:
+        """Imports a public name, or a room, when it is first used."""
+        if name in _HOMES:
+            value = _resolve_name(_HOMES[name])
+        elif not name.startswith("_") and _find_spec(f"{__name__}.{name}"):
+            value = _import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,25 @@ def test_all_is_there_and_documented() -> None:
         assert module.__all__ == sorted(module.__all__)
         for name in module.__all__:
             assert inspect.getdoc(getattr(module, name)), name
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    """A program that runs a sharded model does not wait for the compiler."""
+    assert sorted(onnxpar._HOMES) == onnxpar.__all__
+    script = """
+import sys
+import onnxpar
+assert "numpy" not in sys.modules
+onnxpar.InferenceSession
+assert not {"scipy", "onnxpar.api", "onnx_graphsurgeon"} & {*sys.modules}
+onnxpar.training.train  # a room
+try:
+    onnxpar.nothing
+except AttributeError as error:
+    print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert told.stdout == "module 'onnxpar' has no attribute 'nothing'\n", told.stderr
 
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
