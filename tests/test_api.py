@@ -135,6 +135,17 @@ except AttributeError as error:
     assert told.stdout == "module 'onnxpar' has no attribute 'nothing'\n", told.stderr
 
 
+def test_run_does_not_import_the_compiler() -> None:
+    script = """
+import sys
+from onnxpar.cli import main
+assert main(["run", "nothing.par", "--inputs", "nothing.npz"]) == 2
+assert not {"scipy", "onnxpar.api", "onnx_graphsurgeon"} & {*sys.modules}
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert told.returncode == 0 and "nothing.par" in told.stderr, told.stderr
+
+
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import PackageNotFoundError, version
 

@@ -244,22 +244,13 @@ def _trained(made: Plan) -> str:
 def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
     """Yields batches without end: those of the given data, epoch after epoch, or random ones."""
     data = None if way.inputs is None else Data.given(way.inputs, trainer.data)
-    specs = [s for s in input_specs(trainer.bundle.path) if s[0] in trainer.spec.data]
+    specs = [s for s in trainer.bundle.input_specs if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
     for number in count():
         if data is not None:
             yield from data.epoch(number, way.seed)
         else:
             yield make_feeds(specs, ranges, way.seed + number)
-
-
-def input_specs(par: str | os.PathLike[str]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Returns name, type and shape of each input that must be fed to a sharded model."""
-    return [
-        (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
-        for p in Bundle.load(par).data["inputs"]
-        if not p.get("default")
-    ]
 
 
 def _sizes_to_try(made: Plan, bundle: Bundle) -> Iterator[dict[str, int]]:
@@ -292,7 +283,7 @@ def _feeds(
     shape of each random feed; and True if the user's feeds leave an open size undetermined. Such
     sizes are taken from `chosen`, unless they contradict other sizes. Errors: InputError if the
     random feeds would have too many elements."""
-    specs = input_specs(bundle.path)
+    specs = bundle.input_specs
     feeds: dict[str, Any] = {}
     if isinstance(way.inputs, Mapping):
         feeds = dict(way.inputs)

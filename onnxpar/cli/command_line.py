@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -9,10 +10,12 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
+from typing import NoReturn
 
 from onnxpar.base.interrupts import STATUSES, Terminated
+from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
-from onnxpar.cli.parser import parser
+from onnxpar.cli.run_command import add_run
 from onnxpar.errors import OnnxparError
 from onnxpar.files.write_file import cause
 from onnxpar.pipeline.overwritten import refuse_overwriting
@@ -42,7 +45,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
     status."""
     failure: Exception | None = None
     try:
-        args = parser().parse_args(argv)
+        args = _arguments(sys.argv[1:] if argv is None else argv)
         refuse_overwriting(vars(args))
         status = int(args.command(args))
     except BrokenPipeError:
@@ -62,6 +65,29 @@ def _status_of(argv: Sequence[str] | None) -> int:
             report(failure)
         return 2
     return status
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the arguments. For a correct `run`, does not import what other commands need."""
+    if argv[:1] == ["run"]:
+        with suppress(_Wrong):
+            quick = _QuickParser(prog="onnxpar")
+            add_run(quick.add_subparsers())
+            return quick.parse_args(argv)
+    from onnxpar.cli.parser import parser
+
+    return parser().parse_args(argv)
+
+
+class _Wrong(Exception):
+    """Wrong arguments, about which the parser of all commands says more."""
+
+
+class _QuickParser(CommandParser):
+    """A parser for correct arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _Wrong
 
 
 def _ended(number: signal.Signals, end: BaseException) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -22,7 +20,7 @@ from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
-from onnxpar.checking.check import Way, check_model, input_specs
+from onnxpar.checking.check import Way, check_model
 from onnxpar.cli.arguments import dims_of, states_of
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
@@ -40,14 +38,6 @@ from onnxpar.report.explain import explain
 from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
-from onnxpar.report.trace_lines import trace_lines
-from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.feeds import read_feeds, write_arrays
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.redirect import redirect_output
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.trace import check_place
-from onnxpar.runtime.values import arrays_in
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -155,49 +145,6 @@ def inspect(args: argparse.Namespace) -> int:
     return _print(saved_plan(args.par, verify=args.verify), args.json)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs `run`: runs a model.par, under a launcher as one of its ranks."""
-    rank = launched_rank()
-    if rank is not None:
-        redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
-    if args.repeat < 1:
-        raise InputError(f"--repeat {args.repeat}: must be at least 1")
-    check_timeout(args.timeout)
-    feeds = read_feeds(args.inputs, input_specs(args.par))
-    if args.profile:
-        check_place(args.profile)
-    with _session(args.par, args, profile=bool(args.profile)) as session:
-        names = [port.name for port in session.get_outputs()]
-        seconds = []
-        for _ in tqdm(range(args.repeat), "runs", disable=not _is_terminal() or args.repeat == 1):
-            start = time.perf_counter()
-            results = session.run(None, feeds)
-            seconds.append(time.perf_counter() - start)
-        trace = session.end_profile(args.profile, warm_up=1) if args.profile else None
-    if rank is not None and rank.rank:
-        return 0
-    arrays = {
-        key: array
-        for name, result in zip(names, results, strict=True)
-        for key, array in arrays_in(name, result).items()
-    }
-    if args.outputs:
-        write_arrays(args.outputs, arrays)
-    for name, array in arrays.items():
-        print(f"{name}: {array.dtype} {'x'.join(map(str, array.shape)) or 'scalar'}")
-    if args.repeat > 1:
-        first, later = seconds[0], seconds[1:]
-        print(
-            f"{args.repeat} runs: first {first * 1e3:.1f} ms, then median "
-            f"{np.median(later) * 1e3:.1f} ms "
-            f"(min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
-        )
-    if trace is not None:
-        print("\n" + "\n".join(trace_lines(trace)))
-        print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
-    return 0
-
-
 def check(args: argparse.Namespace) -> int:
     """Runs `check`: shards a model, runs it, and compares it with the unsplit model; returns 1 on a
     mismatch."""
@@ -243,13 +190,6 @@ def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
     }
     options = options_of({**asked, **read, "verify": True}, kind=kind)
     return timed(options, vars(args).get("times"))
-
-
-def _session(par: Any, args: argparse.Namespace, profile: bool = False) -> InferenceSession:
-    log_dir = args.log_dir if launched_rank() is None else None  # else `run` has redirected it
-    return InferenceSession(
-        par, timeout=args.timeout, log_dir=log_dir, profile=profile, verify=args.verify
-    )
 
 
 def _print_plan(made: Plan, full: bool = True) -> None:

@@ -8,21 +8,17 @@ from typing import Any
 from onnxpar.base.version import versions_text
 from onnxpar.calibration import command as calibration
 from onnxpar.checking.check import RATE, STEPS
-from onnxpar.cli import commands, training_commands
+from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.options import (
     add_dump,
-    add_launcher_help,
     add_lowering,
     add_model,
     add_plugin,
-    add_profile,
-    add_runtime,
     add_save,
     add_time_passes,
-    add_timeout,
-    add_verify,
 )
+from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.training_parser import add_grad, add_merge, add_train
 from onnxpar.pipeline.pass_registry import passes_help
 
@@ -48,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     _shard(to)
     _plan(to)
     _annotate(to)
-    _run(to)
+    run_command.add_run(to)
     _check(to)
     _inspect(to)
     _grad(to)
@@ -131,24 +127,6 @@ def _annotate(to: Any) -> None:
         metavar="FILE",
         help="model to write, such as annotated.onnx",
     )
-
-
-def _run(to: Any) -> None:
-    run = _command(to, "run", "run a sharded model, one process per rank", commands.run)
-    run.add_argument("par", metavar="model.par", help="folder that shard wrote")
-    run.add_argument(
-        "--inputs", required=True, metavar="NPZ", help="file with an array for each input, by name"
-    )
-    run.add_argument(
-        "--outputs", metavar="NPZ", help="file to write, with an array for each output, by name"
-    )
-    add_verify(run)
-    run.add_argument(
-        "--repeat", type=int, default=1, metavar="N", help="run N times and print the times"
-    )
-    add_profile(run, "runs")
-    add_launcher_help(run)
-    add_runtime(run)
 
 
 def _check(to: Any) -> None:

@@ -6,7 +6,8 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from onnxpar.cli.options import add_dims, add_launcher_help, add_profile, add_runtime, mesh
+from onnxpar.cli.options import add_dims, mesh
+from onnxpar.cli.rank_options import add_launcher_help, add_profile, add_runtime
 from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
 from onnxpar.training.batch_norm import STATISTICS

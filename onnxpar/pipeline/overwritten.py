@@ -1,4 +1,5 @@
-"""Refuses to write a file that the same command reads, or writes twice."""
+"""Refuses to write a file that the same command reads, or writes twice. Imports the compiler only
+for commands on a model: `run` does not wait for it."""
 
 from __future__ import annotations
 
@@ -10,9 +11,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from onnxpar.errors import InputError, ModelError
-from onnxpar.ir.stored import external_location, stored_tensors
-from onnxpar.load.load import read_proto
-from onnxpar.pipeline.dump import DUMPED, WEIGHTS
 
 READ = {
     "model": "the model",
@@ -49,6 +47,8 @@ def refuse_overwriting(options: Mapping[str, Any]) -> None:
             taken[place] = f"also the file of {flag}"
     model, dump = options.get("model"), options.get("dump")
     if _is_path(model) and dump is not None:
+        from onnxpar.pipeline.dump import DUMPED, WEIGHTS
+
         is_dump = fnmatchcase(Path(model).name, DUMPED) and _place(Path(model).parent) == _place(
             Path(dump)
         )
@@ -84,6 +84,9 @@ def _has_weights(file: Path, options: Mapping[str, Any]) -> bool:
     model = options.get("model")
     if not _is_path(model) or not file.is_file():
         return False
+    from onnxpar.ir.stored import external_location, stored_tensors
+    from onnxpar.load.load import read_proto
+
     folder, place = Path(model).parent, _place(file)
     with suppress(ModelError):  # the command itself reports it
         tensors = stored_tensors(read_proto(Path(model)).graph)

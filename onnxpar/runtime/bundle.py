@@ -260,6 +260,15 @@ class Bundle:
         return found
 
     @property
+    def input_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and shape of each input that must be fed."""
+        return [
+            (p["name"], p["dtype"] or p["type"], tuple(p["shape"] or ()))
+            for p in self.data["inputs"]
+            if not p.get("default")
+        ]
+
+    @property
     def apart(self) -> frozenset[str]:
         """The outputs that only the evaluation program computes."""
         return frozenset(self.step.evaluation if self.step else ())

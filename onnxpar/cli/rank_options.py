@@ -1,0 +1,51 @@
+"""Options of commands that start ranks. `onnxpar run` imports these and not the compiler."""
+
+from __future__ import annotations
+
+import argparse
+
+from onnxpar.runtime.launch import HELP as LAUNCH_HELP
+
+
+def add_runtime(to: argparse.ArgumentParser) -> None:
+    """Adds options for running ranks."""
+    add_timeout(to)
+    to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")
+
+
+def add_timeout(to: argparse.ArgumentParser) -> None:
+    """Adds the option for the longest wait for a rank."""
+    to.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="longest wait for a rank, in seconds; default %(default)g",
+    )
+
+
+def add_launcher_help(to: argparse.ArgumentParser) -> None:
+    """Adds a text about launchers to the help."""
+    to.epilog, to.formatter_class = LAUNCH_HELP, argparse.RawDescriptionHelpFormatter
+
+
+def add_verify(to: argparse.ArgumentParser) -> None:
+    """Adds the option to compare files with their digests."""
+    to.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every byte of the folder with the SHA-256 that shard wrote; without this "
+        "option, only 8 parts of 1 MiB each are compared of files above 8 MiB",
+    )
+
+
+def add_profile(to: argparse.ArgumentParser, runs: str) -> None:
+    """Adds the option to record a trace of all ranks; `runs` is the help's word for the recorded
+    runs."""
+    to.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="write what each rank did to a file for Perfetto or chrome://tracing: each node that "
+        f"onnxruntime ran, and each collective with its waiting time, of all {runs}; if there are "
+        "several, the first is a warm-up and left out",
+    )
