@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from onnxpar.canonicalize.bodies_for_training import add_bodies
+from onnxpar.canonicalize.embedding_bags import add_up_bags
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.sequences import split_sequences
@@ -181,7 +182,11 @@ def load(
             sizes = infer_open(proto, open_dims, least, importer.graph, typical)
             graph = sizes.graph(0)
         else:
-            infer(proto, stored if for_training else None)
+            keep = stored if for_training else None
+            infer(proto, keep)
+            if add_up_bags(proto):
+                infer(proto, keep)  # shapes behind the bags
+                show("add-up-bags", proto)
             graph = importer.graph(proto)
         pairs = _state_pairs(graph, step, states, find_others)
         whole = sizes.whole if sizes is not None else {}

@@ -1,0 +1,195 @@
+"""Replaces the loops that PyTorch's exporters write for `nn.EmbeddingBag` by lookups and sums.
+
+Such a loop cannot be split. Where all bags have the same size, a Reshape and a reduction replace
+it; otherwise a ScatterElements adds each row to its bag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+
+from onnxpar.canonicalize.bag_loops import Array, Bags, Names, bags_of
+from onnxpar.ir.stored import graphs_of, subgraphs_of
+
+_ADDS_WHEN_SCATTERING = 16
+"""The opset since which ScatterElements can add."""
+_AXES_AS_OPERAND = {"ReduceSum": 13, "ReduceMean": 18, "ReduceMax": 18}
+
+
+def add_up_bags(model: ModelProto) -> bool:
+    """Replaces the loops of bags, in place; returns True if there was one. Requires a model whose
+    sizes are inferred. Offsets must ascend, as PyTorch requires."""
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    graph = Names(model.graph, opset)
+    made: dict[str, list[NodeProto]] = {}
+    gone: set[str] = set()
+    for node in model.graph.node:
+        bags = bags_of(node, graph)
+        nodes = [] if bags is None else _Sums(graph, bags).nodes()
+        if bags is not None and nodes:
+            made[bags.nodes[-1].output[0]] = nodes
+            gone |= {n.output[0] for n in bags.nodes}
+    if made:
+        kept: list[NodeProto] = []
+        for node in model.graph.node:
+            first = node.output[0] if node.output else ""
+            kept += made.get(first, [] if first in gone else [node])
+        del model.graph.node[:]
+        model.graph.node.extend(kept)
+        _drop_unread(model.graph)
+    return bool(made)
+
+
+def _drop_unread(graph: GraphProto) -> None:
+    """Removes the nodes of which nothing reads a result."""
+    read = {port.name for port in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if any(name in read for name in node.output if name):
+            kept.append(node)
+            read.update(node.input)
+            read.update(n for body in subgraphs_of(node) for n in _read_in(body))
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
+
+
+def _read_in(body: GraphProto) -> Iterator[str]:
+    """Yields the names that a body reads, with those of tensors of its own."""
+    for graph in graphs_of(body):
+        yield from (name for node in graph.node for name in node.input)
+        yield from (port.name for port in graph.output)
+
+
+class _Sums:
+    """Makes the nodes that replace a loop of bags."""
+
+    def __init__(self, names: Names, bags: Bags) -> None:
+        self.names, self.bags = names, bags
+        self.made: list[NodeProto] = []
+        self.result = bags.nodes[-1].output[0]
+        self.lifted: dict[str, str] = {}
+
+    def nodes(self) -> list[NodeProto]:
+        """The nodes, in order; none if the sizes of the bags are not known and cannot be added
+        up."""
+        bags, names = self.bags, self.names
+        source, width = self._sizes()
+        if source is None or width is None:
+            return []
+        known = names.value(bags.offsets)
+        size = source // bags.count
+        is_even = known is not None and np.array_equal(
+            known, np.arange(bags.count + 1, dtype=np.int64) * size
+        )
+        if is_even and size and size * bags.count == source:
+            rows = self._add("Reshape", [self._lift(bags.rows), [bags.count, size, width]])
+            self._reduce(rows)
+        elif bags.op == "ReduceMax" or names.opset < _ADDS_WHEN_SCATTERING:
+            return []
+        else:
+            self._scatter(source, width)
+        return self.made
+
+    def _sizes(self) -> tuple[int | None, int | None]:
+        """The number of all rows, and their width."""
+        source = table = None
+        todo = [self.bags.rows]
+        while todo:
+            name = todo.pop()
+            node = self.names.made[self.names.usual.get(name, name)]
+            if node.op_type == "Slice":
+                shape = self.names.shape(node.input[0]) or []
+                source = shape[0] if shape else None
+                table = shape[1] if len(shape) == 2 and table is None else table
+            elif node.op_type == "Gather":
+                shape = self.names.shape(node.input[0]) or []
+                table = shape[1] if len(shape) == 2 else None
+                todo.append(node.input[1])
+            else:
+                todo += node.input[: 2 if node.op_type == "Mul" else 1]
+        return source, table
+
+    def _lift(self, name: str) -> str:
+        """The rows of all bags, computed as the body computes those of one."""
+        node = self.names.made[self.names.usual.get(name, name)]
+        if node.op_type == "Slice":
+            return self._weighted(node.input[0])
+        if name not in self.lifted:
+            copy = NodeProto()
+            copy.CopyFrom(node)
+            rows = {t: self._lift(t) for t in self._rows_of(node)}
+            copy.input[:] = [rows.get(t, t) for t in node.input]
+            copy.output[:] = [f"{self.result}/{node.output[0]}"]
+            copy.name = f"{self.result}/{node.name}"
+            self.made.append(copy)
+            self.lifted[name] = copy.output[0]
+        return self.lifted[name]
+
+    def _weighted(self, rows: str) -> str:
+        """The rows, without a product by ones, which the dynamo exporter writes for bags without
+        weights, and which would be trained."""
+        product = self.names.node(rows, "Mul")
+        ones = [] if product is None else [n for n in product.input if self.names.is_ones(n)]
+        if product is None or len(ones) != 1 or (self.names.shape(ones[0]) or [])[1:] != [1]:
+            return rows
+        return next(str(name) for name in product.input if name != ones[0])
+
+    def _rows_of(self, node: NodeProto) -> Sequence[str]:
+        if node.op_type == "Gather":
+            return list(node.input[1:2])
+        return list(node.input[: 2 if node.op_type == "Mul" else 1])
+
+    def _reduce(self, rows: str) -> None:
+        op = self.bags.op
+        if self.names.opset >= _AXES_AS_OPERAND[op]:
+            self._add(op, [rows, [1]], self.result, keepdims=0)
+        else:
+            self._add(op, [rows], self.result, axes=[1], keepdims=0)
+
+    def _scatter(self, source: int, width: int) -> None:
+        """Adds each row to its bag; rows before the first bag and after the last one go to one more
+        bag, which is sliced off."""
+        count, offsets = self.bags.count, self.bags.offsets
+        rows = self._lift(self.bags.rows)
+        ones = np.ones(count + 1, np.int64)
+        starts = self._add(
+            "ScatterElements", [[0] * (source + 1), offsets, ones], axis=0, reduction="add"
+        )
+        number = self._add("CumSum", [starts, np.array(0, np.int64)])
+        number = self._add("Slice", [number, [0], [source], [0]])
+        number = self._add("Sub", [number, [1]])
+        is_before = self._add("Less", [number, [0]])
+        number = self._add("Where", [is_before, [count], number])
+        number = self._add("Unsqueeze", [number, [1]])
+        number = self._add("Expand", [number, [source, width]])
+        zeros = self._add("CastLike", [np.zeros((count + 1, width), np.float32), rows])
+        sums = self._add("ScatterElements", [zeros, number, rows], axis=0, reduction="add")
+        if self.bags.op == "ReduceSum":
+            self._add("Slice", [sums, [0], [count], [0]], self.result)
+            return
+        sums = self._add("Slice", [sums, [0], [count], [0]])
+        ends = self._add("Slice", [offsets, [1], [count + 1], [0]])
+        begins = self._add("Slice", [offsets, [0], [count], [0]])
+        sizes = self._add("Max", [self._add("Sub", [ends, begins]), [1]])
+        sizes = self._add("CastLike", [self._add("Unsqueeze", [sizes, [1]]), rows])
+        self._add("Div", [sums, sizes], self.result)
+
+    def _add(
+        self, op: str, inputs: Sequence[str | Sequence[int] | Array], result: str = "", **attrs: Any
+    ) -> str:
+        name = f"{self.result}/bags.{len(self.made)}"
+        operands = []
+        for i, operand in enumerate(inputs):
+            if isinstance(operand, str):
+                operands.append(operand)
+                continue
+            value = operand if isinstance(operand, np.ndarray) else np.array(operand, np.int64)
+            operands.append(f"{name}.{i}")
+            self.names.graph.initializer.append(numpy_helper.from_array(value, operands[-1]))
+        result = result or name
+        self.made.append(helper.make_node(op, operands, [result], name, **attrs))
+        return result
