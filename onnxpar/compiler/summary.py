@@ -54,7 +54,23 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         lookups=lookups(graph, ctx.model.sizes is not None),
         unpaired=missing_states(graph, ctx.model.states),
         loads=loads,
+        notes=list(_assumptions(ctx)),
     )
+
+
+def _assumptions(ctx: PassContext) -> Iterator[str]:
+    """What FLOPs, memory and times of mixtures of experts assume."""
+    found: dict[str, None] = {}
+    for op in filter(is_contraction, ctx.sharding.factors.ops):
+        share = op.computed(ctx.sharding.op_axes(op))
+        if share < 1 and op.chosen is not None:
+            (experts,) = {leaf.size for leaf in op.leaves if leaf.atom == op.chosen.atom}
+            found[f"{share * experts:g} of {experts} experts"] = None
+    if found:
+        yield (
+            f"each token has {' or '.join(found)}; FLOPs, activations and times are of a router "
+            "that chooses all of them equally often"
+        )
 
 
 def _memory(graph: gs.Graph, ctx: PassContext, loads: Sequence[RankLoad]) -> dict[str, int]:
@@ -317,9 +333,10 @@ def _held(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
     layout = ctx.layouts.get(tensor.name)
     if layout is None or tensor.name in ctx.model.on_host:
         return 0
+    share = ctx.sharding.factors.share(tensor.name, layout)
     if rank is None:
-        return largest_shard_bytes(tensor, layout)
-    return shard_bytes(tensor, layout, ctx.sharding.mesh, rank)
+        return math.ceil(largest_shard_bytes(tensor, layout) * share)
+    return math.ceil(shard_bytes(tensor, layout, ctx.sharding.mesh, rank) * share)
 
 
 def _peak_activations(graph: gs.Graph, ctx: PassContext, rank: int | None) -> int:

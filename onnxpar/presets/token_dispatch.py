@@ -10,11 +10,9 @@ from collections.abc import Iterator
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.subgraphs import all_nodes
-from onnxpar.ir.tensors import tensor_shape
 from onnxpar.layout.layout import default_parts
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.sharding.chosen_rows import ChosenRows, Shapes, find_chosen_rows
+from onnxpar.sharding.chosen_rows import ChosenRows, find_chosen_rows, known_shapes
 from onnxpar.sharding.expert_part import ExpertPart, chosen_share, expert_part
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
@@ -32,7 +30,7 @@ def exchanged_parts(
     over    the axes that split experts
     others  the axes beside them that split tokens
     """
-    shapes = _shapes(graph)
+    shapes = known_shapes(graph)
     for found in find_chosen_rows(graph, shapes):
         part, share = expert_part(found, shapes), chosen_share(found, shapes)
         if (
@@ -45,17 +43,6 @@ def exchanged_parts(
             found, share, sharding, over, others
         ):
             yield part
-
-
-def _shapes(graph: gs.Graph) -> Shapes:
-    shapes = {}
-    for node in all_nodes(graph):
-        for tensor in (*node.inputs, *node.outputs):
-            shape = tensor_shape(tensor) if tensor.name else None
-            known = tuple(size for size in shape or () if isinstance(size, int))
-            if shape is not None and len(known) == len(shape):
-                shapes[tensor.name] = known
-    return shapes
 
 
 def _exchange(

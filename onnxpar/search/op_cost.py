@@ -37,6 +37,8 @@ _ROW_AXIS = {
     "RMSNormalization": -1,
 }
 """The default axis of ops that process contiguous rows, which extend from that axis to the last."""
+_MATRICES = 3
+"""The dimensions of the tensors of a mixture: expert, row, column."""
 _NODE = 64
 """Bytes of a node of a tree in the attributes of a forest."""
 _VISIT = 40
@@ -122,6 +124,9 @@ def _op_cost(
     part = partial(_part, sharding=sharding, at=at, rank=rank)
     held = [part(t, strategy.operand(op, i)) for i, t in enumerate(node.inputs)]
     produced = [part(t, strategy.result(op, i)) for i, t in enumerate(node.outputs)]
+    share = op.computed(strategy.axes)
+    if share < 1:
+        held, produced = _of_chosen(op, share, held, produced, sharding)
     read, written = sum(part.bytes for part in held), sum(part.bytes for part in produced)
     if node.op in _VIEWS:
         read = written = 0.0
@@ -136,7 +141,7 @@ def _op_cost(
     elif is_contraction(op):
         count = flops_over(op, strategy.axes, sharding, rank)
     seconds = costs.compute(count, read + written, convolves(op), device) + costs.rows(
-        _rows(op, held, produced), device
+        round(_rows(op, held, produced) * share), device
     )
     split = [i for i, over in enumerate(strategy.axes) if over]
     lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
@@ -158,6 +163,29 @@ def _op_cost(
             )
             between += (parts_over(over) - 1) * costs.collective("CollectivePermute", over, travels)
     return seconds, between
+
+
+def _of_chosen(
+    op: OpFactors, share: float, held: Sequence[_Part], produced: Sequence[_Part],
+    sharding: ShardingState,
+) -> tuple[list[_Part], list[_Part]]:  # fmt: skip
+    """The operands and results of a node of a mixture, with the bytes of the chosen rows, and of
+    the weights of those experts that have rows."""
+    assert op.chosen is not None
+    of_experts = partial(sharding.factors.is_of_experts, chosen=op.chosen)
+    rows = [part.shape[1] for part in (*produced, *held) if len(part.shape) == _MATRICES]
+    filled = min(1.0, share * max(rows, default=1))
+    found = [
+        replace(part, bytes=part.bytes * (share if of_experts(tensor) else filled))
+        for tensor, part in zip(op.node.inputs, held, strict=True)
+    ]
+    if op.node.op == "Transpose":  # onnxruntime transposes weights when it loads them
+        return [replace(part, bytes=0) for part in held], [replace(p, bytes=0) for p in produced]
+    made = [
+        replace(part, bytes=part.bytes * share) if of_experts(tensor) else part
+        for tensor, part in zip(op.node.outputs, produced, strict=True)
+    ]
+    return found, made
 
 
 def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:

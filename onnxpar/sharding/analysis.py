@@ -7,7 +7,7 @@ refines each dimension to atoms, which no op cuts further.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
@@ -20,7 +20,8 @@ from onnxpar.rules.rule import rule_of, whole_rule
 from onnxpar.sharding.apart import apart_in_dims
 from onnxpar.sharding.atoms import Atoms, unsplit_tree
 from onnxpar.sharding.bonds import edges_of, not_alike
-from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
+from onnxpar.sharding.expert_part import computed_shares
+from onnxpar.sharding.factors import Chosen, GraphFactors, OpFactors, TensorFactors
 from onnxpar.sharding.narrow import narrowed
 from onnxpar.sharding.op_factors import Joined, op_factors
 from onnxpar.sharding.unify import IndexVar, compose, unify
@@ -70,7 +71,8 @@ class _Analysis:
             if tensor.name not in tensors and tensor_shape(tensor) is not None:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
         fused = fused_tensors(self.graph) | attribute_weights(self.graph)
-        return GraphFactors(tensors, self._ops(tensors, fused), fused=fused)
+        ops = _with_chosen(self.graph, self._ops(tensors, fused), tensors)
+        return GraphFactors(tensors, ops, fused=fused)
 
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
         """The factors of all nodes.
@@ -140,3 +142,16 @@ class _Analysis:
             tuple(i for i, found in enumerate(per_dim) for _ in found),
             apart_in_dims(trees, [len(found) for found in per_dim]),
         )
+
+
+def _with_chosen(
+    graph: gs.Graph, ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]
+) -> list[OpFactors]:
+    """The factors of the nodes; those of mixtures of experts know which part of their rows is
+    computed."""
+    chosen: dict[int, Chosen] = {}
+    for found, share in computed_shares(graph):
+        leaves = tensors[found.chosen.name].leaves if found.chosen.name in tensors else ()
+        if leaves:
+            chosen.update((id(node), Chosen(share, leaves[0].atom)) for node in found.nodes)
+    return [replace(op, chosen=chosen[id(op.node)]) if id(op.node) in chosen else op for op in ops]

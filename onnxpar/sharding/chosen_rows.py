@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.canonicalize.row_program import BINARY, UNARY
 from onnxpar.ir.lazy_values import peeked
+from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import constant, given, numel, tensor_shape
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -48,6 +49,18 @@ class ChosenRows:
     def nodes(self) -> list[gs.Node]:
         """All nodes that the Scan replaces."""
         return [*self.enter, *self.inside, self.leave, self.total]
+
+
+def known_shapes(graph: gs.Graph) -> Shapes:
+    """The shapes of a graph's tensors without open sizes."""
+    shapes = {}
+    for node in all_nodes(graph):
+        for tensor in (*node.inputs, *node.outputs):
+            shape = tensor_shape(tensor) if tensor.name else None
+            known = tuple(size for size in shape or () if isinstance(size, int))
+            if shape is not None and len(known) == len(shape):
+                shapes[tensor.name] = known
+    return shapes
 
 
 def find_chosen_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ChosenRows]:

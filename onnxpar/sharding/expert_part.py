@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.subgraphs import scopes
 from onnxpar.model.interchange import is_weight
-from onnxpar.sharding.chosen_rows import RANK, ChosenRows, Shapes, find_chosen_rows
+from onnxpar.sharding.chosen_rows import (
+    RANK,
+    ChosenRows,
+    Shapes,
+    find_chosen_rows,
+    known_shapes,
+)
 
 _MATCHES = ("Equal", "OneHot")
 """Ops that compare the numbers of a router's choices with the numbers of experts."""
@@ -104,6 +110,17 @@ def chosen_shares(graph: gs.Graph, shapes: Shapes) -> dict[str, float]:
                 moved = [node.outputs[0] for node in mixture.enter] + [part.result]
                 found.update({tensor.name: share for tensor in moved})
     return found
+
+
+def computed_shares(graph: gs.Graph) -> Iterator[tuple[ChosenRows, float]]:
+    """The mixtures of a graph and its bodies, each with the part of its rows that a router
+    chooses."""
+    shapes = known_shapes(graph)
+    for scope in scopes(graph):
+        for found in find_chosen_rows(scope, shapes):
+            share = chosen_share(found, shapes)
+            if share is not None:
+                yield found, share
 
 
 def _reads_weight(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.layout.layout import Dim, Factor, SizedFactor
+from onnxpar.layout.layout import Dim, Factor, Layout, SizedFactor
 from onnxpar.layout.layout import leaves as leaves_of
-from onnxpar.layout.mesh import Axes
+from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.layout.shares import Shares
+from onnxpar.model.interchange import is_weight
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.bonds import edges_of, groups
 
@@ -80,6 +81,15 @@ class BodyFactors:
     outputs: tuple[Links, ...]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What a router chooses: the part of all pairs of an expert and a row, if it chooses each
+    expert equally often; `atom` numbers the experts."""
+
+    share: float
+    atom: int
+
+
 @dataclass(eq=False)
 class OpFactors:
     """A node's rule over atoms.
@@ -95,6 +105,7 @@ class OpFactors:
     bodies     subgraphs that are split together with the node
     result     name of the first result before passes replace it
     priced     the node at the sizes for which costs are computed, as in `TensorFactors`
+    chosen     of a node of a mixture of experts: the rows that ranks compute
     """
 
     node: gs.Node
@@ -112,6 +123,7 @@ class OpFactors:
     result: str = ""
     atoms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     priced: tuple[tuple[float, OpFactors], ...] = ()
+    chosen: Chosen | None = None
 
     @property
     def costed(self) -> tuple[tuple[float, OpFactors], ...]:
@@ -126,6 +138,16 @@ class OpFactors:
         for body in self.bodies:
             yield from zip(body.graph.outputs, body.outputs, strict=True)
             yield from zip(body.graph.inputs, body.inputs, strict=True)
+
+    def computed(self, axes: Sequence[Axes]) -> float:
+        """The part of the node's rows that a rank computes, if its leaves are split over these
+        axes: all of them, unless the pass compact-experts leaves some out."""
+        if self.chosen is None:
+            return 1.0
+        each = zip(self.leaves, axes, strict=True)
+        experts = [(leaf.size, over) for leaf, over in each if leaf.atom == self.chosen.atom]
+        fits = all(parts_over(over) <= size for size, over in experts)
+        return self.chosen.share if fits else 1.0
 
     def extent(self, leaf: int) -> int:
         """The number of elements of a leaf in the node's trees, whose sizes may differ from that of
@@ -164,6 +186,13 @@ class GraphFactors:
 
     def __post_init__(self) -> None:
         self._by_name = {op.node.name: op for op in self.ops}
+        self._shares = {
+            tensor.name: op.chosen.share
+            for op in self.ops
+            if op.chosen is not None
+            for tensor in op.node.outputs
+            if self.is_of_experts(tensor, op.chosen)
+        }
         self._bonded: dict[tuple[str, int], list[tuple[OpFactors, int]]] = {}
         for group in groups(self.ops, edges_of(self.ops, self.fused)):
             members = [(self.ops[n], leaf) for n, leaf in sorted(group)]
@@ -174,6 +203,20 @@ class GraphFactors:
         its node."""
         return self._bonded.get((op.node.name, leaf)) or [(op, leaf)]
 
+    def share(self, name: str, layout: Layout) -> float:
+        """The part of a tensor that ranks compute: less than 1 for the rows of experts, if each
+        rank has an expert; `name` may be that of its copy in another layout."""
+        share = self._shares.get(name) or self._shares.get(name.rpartition("@")[0]) or 1.0
+        return share if share < 1 and all(map(min, _parts(layout.dims[0]))) else 1.0
+
+    def is_of_experts(self, tensor: gs.Tensor, chosen: Chosen) -> bool:
+        """True if the first dimension of a tensor is that of the experts, of which the rows are
+        chosen; not if it is a weight."""
+        factors = self.tensors.get(tensor.name)
+        if factors is None or is_weight(tensor) or not factors.leaves:
+            return False
+        return factors.leaves[0].atom == chosen.atom and factors.dim_of_leaf[0] == 0
+
     def opened(self, other: GraphFactors) -> GraphFactors:
         """The same factors; atoms that have another size in `other` are marked as open."""
         sizes = {leaf.atom: leaf.size for op in other.ops for leaf in op.leaves}
@@ -181,6 +224,10 @@ class GraphFactors:
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
         tensors = {name: replace(t, open=_open(t, atoms)) for name, t in self.tensors.items()}
         return GraphFactors(tensors, self.ops, atoms, self.fused)
+
+
+def _parts(dim: Dim) -> list[tuple[int, ...]]:
+    return [leaf.part_sizes() for leaf in leaves_of(dim)]
 
 
 def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:

@@ -18,7 +18,8 @@ def flops(op: OpFactors, sharding: ShardingState | None = None) -> int:
     """Multiplications and additions of a contraction: of the unsplit op, or of the rank with the
     largest shards if `sharding` is given."""
     if sharding is None:
-        return 2 * _products(op.rule, op.rule.sizes)
+        whole: Axes = ()
+        return _counted(op, op.rule.sizes, [whole] * len(op.leaves))
     return flops_over(op, sharding.op_axes(op), sharding)
 
 
@@ -36,9 +37,8 @@ def flops_of_ranks(op: OpFactors, sharding: ShardingState, ranks: Sequence[int])
     found = []
     for sizes in zip(*held.values(), strict=True) if held else [()] * len(ranks):
         if sizes not in known:
-            known[sizes] = 2 * _products(
-                op.rule, {**op.rule.sizes, **dict(zip(held, sizes, strict=True))}
-            )
+            local = {**op.rule.sizes, **dict(zip(held, sizes, strict=True))}
+            known[sizes] = _counted(op, local, axes)
         found.append(known[sizes])
     return found
 
@@ -61,7 +61,12 @@ def flops_over(
             sizes[name] = largest_size(tree)
         else:
             sizes[name] = estimated_size(tree, sharding.mesh, rank)
-    return 2 * _products(op.rule, sizes)
+    return _counted(op, sizes, axes)
+
+
+def _counted(op: OpFactors, sizes: Mapping[str, Size], axes: Sequence[Axes]) -> int:
+    """Multiplications and additions for shards of these sizes, of the rows that are computed."""
+    return round(2 * _products(op.rule, sizes) * op.computed(axes))
 
 
 def without_rings(op: OpFactors, axes: Sequence[Axes]) -> list[Axes]:
