@@ -41,6 +41,11 @@ class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
         return np.stack([numpy_helper.to_array(p, str(self.folder)) for p in self.parts])
 
 
+def stack_of(tensor: gs.Constant) -> StackedValues | None:
+    """The values of a constant that stacks weights; None for any other constant."""
+    return tensor._values if isinstance(tensor._values, StackedValues) else None
+
+
 def stacked_parts(tensor: gs.Constant) -> list[TensorProto]:
     """The weights that a constant stacks; none for any other constant."""
     values: Any = tensor._values

@@ -26,7 +26,7 @@ from onnx import (
 
 from onnxpar.errors import ModelError
 from onnxpar.ir.attribute_weights import AT, conceal, expose, has_attribute_weights
-from onnxpar.ir.lazy_values import ExternalValues, stacked_parts, stored_proto
+from onnxpar.ir.lazy_values import ExternalValues, StackedValues, stack_of, stored_proto
 from onnxpar.ir.stored import graphs_of, subgraphs_of
 
 gs.logger.G_LOGGER.severity = gs.logger.G_LOGGER.ERROR  # it warns of types that we keep ourselves
@@ -152,8 +152,11 @@ def import_graph(
     return graph
 
 
-def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
-    """Exports a graph as a model; objects that were imported keep their docs and metadata.
+def export_graph(
+    graph: gs.Graph, header: onnx.ModelProto, stacks: dict[str, StackedValues] | None = None
+) -> onnx.ModelProto:
+    """Exports a graph as a model; objects that were imported keep their docs and metadata. If
+    `stacks` is given, it gets the values of stacked weights by name; the model has none of these.
 
     Constants that subgraphs capture are written once, in the graph that has them. The types of
     intermediate values are left to the runtime to infer.
@@ -163,7 +166,10 @@ def export_graph(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
     conceal(node for node, _ in shown)
     for inner in graphs:
         for tensor in _constants(inner):
-            if not isinstance(tensor._values, gs.ir.tensor.LazyValues) or stacked_parts(tensor):
+            stack = stack_of(tensor)
+            if stack is not None and stacks is not None:
+                stacks[tensor.name] = stack
+            elif stack is not None or not isinstance(tensor._values, gs.ir.tensor.LazyValues):
                 proto = numpy_helper.from_array(tensor.values, tensor.name)
                 tensor._values = gs.ir.tensor.LazyValues(proto)
             elif tensor._values.tensor.name != tensor.name:  # shared with another constant

@@ -20,12 +20,15 @@ from typing import Any
 
 import onnx
 import onnx_graphsurgeon as gs
+from onnx import numpy_helper
 
+from onnxpar.base.arrays import Array
 from onnxpar.compiler.pass_ import Choices, Pass, PassContext, Request
 from onnxpar.compiler.text import graph_text
 from onnxpar.cost.cost import Costs
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.files.write_file import new_file, writing
+from onnxpar.ir.lazy_values import StackedValues
 from onnxpar.ir.reshards import is_reshard, reshard_of, set_reshard
 from onnxpar.ir.stored import check_stored, stored_tensors
 from onnxpar.ir.subgraphs import all_nodes, constants
@@ -73,7 +76,7 @@ class Dump:
         rewrite changed anything; the loader calls this after each rewrite."""
         if isinstance(graph, gs.Graph):
             with _exportable(graph):
-                graph = export_model(graph, onnx.ModelProto())
+                graph = export_model(graph, onnx.ModelProto(), {})
         text = loaded_text(graph)
         if name == "read":
             self._rewrites, self._loaded = 0, ""
@@ -97,20 +100,26 @@ class Dump:
             text.write_text(graph_text(model.graph, ctx), encoding="utf-8")
         if ctx.lowered.localized or model.sizes is not None:
             return
-        proto = _described(model, ctx)
+        proto, stacks = _described(model, ctx)
         with writing(self.folder / WEIGHTS):
-            self._move_weights(proto, model.folder)
+            self._move_weights(proto, model.folder, stacks)
         with new_file(f"{file}.onnx") as written:
             written.write_bytes(proto.SerializeToString())
 
-    def _move_weights(self, proto: onnx.ModelProto, source: Path) -> None:
-        """Moves large weights to the file that all dumps share; each weight is written once."""
+    def _move_weights(
+        self, proto: onnx.ModelProto, source: Path, stacks: Mapping[str, StackedValues]
+    ) -> None:
+        """Moves large weights to the file that all dumps share; each weight is written once, and
+        read only then."""
         with (self.folder / WEIGHTS).open("ab") as sink:
             for tensor in stored_tensors(proto.graph):
-                if not goes_apart(tensor):
-                    continue
                 key = f"{tensor.name} {tensor.data_type} {list(tensor.dims)}"
                 place = self._at.get(key)
+                if tensor.name in stacks and place is None:
+                    values = stacks[tensor.name].load()
+                    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+                if not goes_apart(tensor):
+                    continue
                 self._at[key] = move_data(tensor, source, sink, WEIGHTS, place)
 
 
@@ -122,7 +131,12 @@ def write_graph(model: Model, ctx: PassContext, output: Path) -> None:
             f"{output}: after localize-ops each rank has a graph of its own; `onnxpar shard` "
             "writes them"
         )
-    write_model(_described(model, ctx), model.folder, output)
+    proto, stacks = _described(model, ctx)
+
+    def values(name: str) -> Array | None:
+        return stacks[name].load() if name in stacks else None
+
+    write_model(proto, model.folder, output, values)
 
 
 def is_dump(path: Path) -> bool:
@@ -166,14 +180,16 @@ def _state_of(proto: onnx.ModelProto) -> dict[str, Any] | None:
     return found if found is None or isinstance(found, dict) else {}
 
 
-def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
-    """The graph as a model; if anything is decided, with the decisions in its metadata."""
+def _described(model: Model, ctx: PassContext) -> tuple[onnx.ModelProto, dict[str, StackedValues]]:
+    """The graph as a model; if anything is decided, with the decisions in its metadata. And the
+    values of stacked weights, of which the model has no data."""
+    stacks: dict[str, StackedValues] = {}
     with _exportable(model.graph) as graph:
-        proto = export_model(graph, model.header)
+        proto = export_model(graph, model.header, stacks)
         declare_types(graph, proto.graph)
     sharding = ctx.sharding
     if not ctx.facts:
-        return proto
+        return proto, stacks
     state = {
         "mesh": encode(sharding.mesh),
         "topology": encode(sharding.costs.topology),
@@ -191,7 +207,7 @@ def _described(model: Model, ctx: PassContext) -> onnx.ModelProto:
         "format": FORMAT,
     }
     proto.metadata_props.add(key=KEY, value=json.dumps(state))
-    return proto
+    return proto, stacks
 
 
 @contextmanager

@@ -14,6 +14,8 @@ import pytest
 
 import onnxpar
 from onnxpar.cli.command_line import main
+from onnxpar.ir.lazy_values import StackedValues
+from onnxpar.model import write_model
 from onnxpar.model.write_model import INLINE
 from onnxpar.pipeline import plugins
 
@@ -293,3 +295,42 @@ def test_the_only_fusion_may_be_one_with_options_of_its_own(step: Path) -> None:
     with pytest.raises(onnxpar.StrategyError, match="runs only once"):
         onnxpar.plan(step, **how, passes=own)  # type: ignore[arg-type]
     assert not onnxpar.plan(step, **how, fusion="none").fused  # type: ignore[arg-type]
+
+
+def test_stacked_weights_of_a_dump_are_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read when they are written, not with each dumped graph."""
+    loads = []
+    load = StackedValues.load
+
+    def counted(self: StackedValues) -> np.ndarray:
+        loads.append(self.tensor.name)
+        return load(self)
+
+    monkeypatch.setattr(StackedValues, "load", counted)
+    monkeypatch.setattr(write_model, "INLINE", 1024)
+    model = MODELS / "experts" / "mixtral.loop.legacy.onnx"
+    where = ["--devices", "2", "--preset", "expert-parallel"]
+    dumped = tmp_path / "dump"
+    assert main(["plan", str(model), *where, "--dump", str(dumped)]) == 0
+    assert len(loads) == len(set(loads)) == 3
+    after = onnx.load(dumped / "03-insert-collectives.onnx", load_external_data=False)
+    stacks = [t for t in after.graph.initializer if "/experts/weight" in t.name]
+    assert len(stacks) == 3 and all(t.external_data and not t.raw_data for t in stacks)
+    whole = onnx.load(dumped / "03-insert-collectives.onnx")
+    parts = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(model).graph.initializer}
+    found = {t.name: onnx.numpy_helper.to_array(t) for t in whole.graph.initializer}
+    first = found[next(name for name in found if name.endswith("/experts/weight.0.1"))]
+    np.testing.assert_array_equal(first[1], parts["onnx::MatMul_718"])
+
+
+def test_opt_writes_stacked_weights_apart(tmp_path: Path) -> None:
+    model = MODELS / "experts" / "mixtral.loop.legacy.onnx"
+    where = ["--devices", "2", "--preset", "expert-parallel"]
+    made = tmp_path / "made.onnx"
+    assert opt(model, *where, "--passes", "annotate-strategy", "-o", str(made)) == 0
+    parts = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(model).graph.initializer}
+    found = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(made).graph.initializer}
+    first = found[next(name for name in found if name.endswith("/experts/weight.0.1"))]
+    np.testing.assert_array_equal(first[3], parts["onnx::MatMul_726"])
