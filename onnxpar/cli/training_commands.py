@@ -58,7 +58,7 @@ def grad(args: argparse.Namespace) -> int:
         args.recompute,
         args.lazy,
         args.recompute_nodes,
-        Margin(args.margin, args.logit_scale),
+        Margin(args.margin, args.logit_scale, args.interclass_filtering_threshold),
         Sampling(args.sample_rate, args.sample_groups),
     )
     options = StepOptions(

@@ -12,7 +12,7 @@ from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
 from onnxpar.training.batch_norm import STATISTICS
 from onnxpar.training.losses import IGNORED, LOSSES
-from onnxpar.training.margins import SCALE
+from onnxpar.training.margins import FILTER, SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
 from onnxpar.training.precision import PRECISIONS
 
@@ -68,6 +68,13 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help=f"factor of the cosines, for arcface and cosface; default: {SCALE:g}",
+    )
+    to.add_argument(
+        FILTER,
+        type=float,
+        metavar="T",
+        help="for arcface and cosface: cosines of classes other than the label's that are above T "
+        "become 0, as such samples may have a wrong label; default: all count",
     )
     to.add_argument(
         "--sample-rate",

@@ -44,6 +44,7 @@ def grad(
     class_axis: int | None = None,
     margin: float | None = None,
     logit_scale: float | None = None,
+    interclass_filtering_threshold: float | None = None,
     sample_rate: float = 1.0,
     sample_groups: int | None = None,
     params: Sequence[str] = (),
@@ -78,6 +79,8 @@ def grad(
     margin      what arcface adds to the angle of the label's class (by default 0.5, in radians), or
                 what cosface takes from its cosine (by default 0.4)
     logit_scale the factor of the cosines of arcface and cosface; 64 by default
+    interclass_filtering_threshold  cosines of arcface and cosface above it become 0, except those
+                of the labels' classes: such samples may have a wrong label
     sample_rate the fraction of classes that a step computes: those of its labels, others at random
     sample_groups  number of groups of consecutive classes, of each of which a step samples as many;
                 a divisor of the number of classes. At most as many ranks can share the classes
@@ -128,7 +131,7 @@ def grad(
         recompute,
         lazy,
         recompute_nodes,
-        Margin(margin, logit_scale),
+        Margin(margin, logit_scale, interclass_filtering_threshold),
         Sampling(sample_rate, sample_groups),
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh

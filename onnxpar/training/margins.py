@@ -18,6 +18,8 @@ from onnxpar.grad.value import Value
 
 SCALE = 64.0
 """The default factor of the cosines; InsightFace calls it s."""
+FILTER = "--interclass-filtering-threshold"
+"""The option for `Margin.threshold`, under InsightFace's name."""
 _TINY = 1e-12
 """The least square of a sine, so that its root has a gradient; above 0, no float32 is less."""
 
@@ -57,16 +59,18 @@ MARGINS = tuple(_KINDS)
 class Margin:
     """The numbers of a margin softmax; None for the default of the loss.
 
-    margin  what arcface adds to the angle of the label's class, or cosface takes from its cosine
-    scale   the factor of all cosines
+    margin     what arcface adds to the angle of the label's class, or cosface takes from its cosine
+    scale      the factor of all cosines
+    threshold  cosines of other classes above it become 0: these samples may have a wrong label
     """
 
     margin: float | None = None
     scale: float | None = None
+    threshold: float | None = None
 
     def check(self, loss: str) -> None:
         """Checks the numbers for a loss. Errors: StrategyError."""
-        given = {"--margin": self.margin, "--logit-scale": self.scale}
+        given = {"--margin": self.margin, "--logit-scale": self.scale, FILTER: self.threshold}
         if loss not in _KINDS:
             for option, value in given.items():
                 if value is not None:
@@ -81,6 +85,11 @@ class Margin:
             raise StrategyError(f"--margin {self.margin}: must be 0 or more{most}")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise StrategyError(f"--logit-scale {self.scale}: must be above 0")
+        if self.threshold is not None and not 0 < self.threshold < 1:
+            raise StrategyError(
+                f"{FILTER} {self.threshold}: must be above 0 and below 1, as it is a cosine; leave "
+                "it out to keep all"
+            )
 
     def logits(self, loss: str, cosines: Value, labels: Value) -> Value:
         """Returns the logits of a loss: the scaled cosines, with the margin at the labels' classes.
@@ -91,6 +100,8 @@ class Margin:
         cosines = cosines.wide().op("Clip", -1.0, 1.0)
         is_label = labels.unsqueeze([1]).equal(_classes(cosines, labels.dtype))
         own = is_label.where(cosines, 0.0).sum([1], keepdims=True)
+        if self.threshold is not None:
+            cosines = (cosines > self.threshold).where(0.0, cosines)
         changed = is_label.where(kind.change(own, margin), cosines)
         return changed * (SCALE if self.scale is None else self.scale)
 

@@ -13,6 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy, linear, normalize
 
 CASES = [("arcface", None, None), ("cosface", None, None), ("arcface", 0.3, 8), ("cosface", 0.1, 4)]
+FILTERED = [("arcface", 0.3, 8, 0.4), ("cosface", 0.1, 4, 0.2)]
+"""With InsightFace's interclass_filtering_threshold."""
 
 
 def arcface(cosine: torch.Tensor, margin: float) -> torch.Tensor:
@@ -35,7 +37,7 @@ def main() -> None:
     embeddings[1] = (centres[7] + 0.3 * embeddings[1]).round(2)
     inputs = {"e": embeddings.tolist(), "w": centres.tolist(), "labels": labels}
     cases = []
-    for kind, margin, scale in CASES:
+    for kind, margin, scale, threshold in [*((*case, None) for case in CASES), *FILTERED]:
         e, w = (torch.tensor(x, requires_grad=True) for x in (embeddings, centres))
         cosines = linear(normalize(e), normalize(w)).clamp(-1, 1)
         rows = torch.arange(len(labels))
@@ -45,10 +47,17 @@ def main() -> None:
         else:
             changed = cosface(own, 0.4 if margin is None else margin)
         logits = cosines.clone()
+        if threshold is not None:
+            with torch.no_grad():
+                dirty = (cosines > threshold).double()
+                dirty[rows, labels] = 0
+            assert dirty.sum() >= 3
+            logits = (1 - dirty) * logits
         logits[rows, labels] = changed
         loss = cross_entropy(logits * (scale or 64), torch.tensor(labels))
         loss.backward()
         case = {"loss": kind, "margin": margin, "scale": scale, "value": loss.item()}
+        case |= {} if threshold is None else {"threshold": threshold}
         cases.append(case | {"e.grad": e.grad.tolist(), "w.grad": w.grad.tolist()})
     text = json.dumps({"inputs": inputs, "cases": cases})
     Path(__file__).with_name("margins.json").write_text(text + "\n")

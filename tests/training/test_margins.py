@@ -17,6 +17,13 @@ from onnxpar.training import grad
 
 NUMBERS = json.loads(Path(__file__).with_name("margins.json").read_text())
 """Written by margins_in_torch.py."""
+FILTERED = "interclass_filtering_threshold"
+
+
+def str_of(case: dict[str, Any]) -> str:
+    return f"{case['loss']}-{case['margin']}-{case.get('threshold')}"
+
+
 NORMS = {
     "LpNormalization": "n = LpNormalization<axis = 1>(w)  f = LpNormalization<axis = 1>(e)",
     "ReduceL2": """a = ReduceL2<keepdims = 1>(w, one)  b = Clip(a, tiny)  n = Div(w, b)
@@ -43,12 +50,13 @@ def write(folder: Path, dtype: str, norm: str, loss: str, **how: Any) -> Path:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 1e-5)])
-@pytest.mark.parametrize("case", NUMBERS["cases"], ids=lambda c: f"{c['loss']}-{c['margin']}")
+@pytest.mark.parametrize("case", NUMBERS["cases"], ids=str_of)
 def test_losses_and_gradients_of_torch(
     case: dict[str, Any], dtype: str, tolerance: float, norm: str, tmp_path: Path
 ) -> None:
     """In float32, errors are relative to the largest gradient."""
     how = {"margin": case["margin"], "logit_scale": case["scale"]}
+    how["interclass_filtering_threshold"] = case.get("threshold")
     step = write(tmp_path, dtype, norm, case["loss"], **how)
     feeds = {"x": np.zeros((6, 5), dtype), "labels": np.array(NUMBERS["inputs"]["labels"])}
     ((told,), _) = run_unsplit(step, [feeds], [0.0])
@@ -90,6 +98,8 @@ def test_scores_that_are_no_cosines(tmp_path: Path, recwarn: pytest.WarningsReco
         ("cosface", {"margin": -0.1}, "--margin -0.1: must be 0 or more$"),
         ("cosface", {"margin": float("nan")}, "--margin nan: must be 0 or more$"),
         ("cosface", {"logit_scale": 0.0}, "--logit-scale 0.0: must be above 0"),
+        ("arcface", {FILTERED: 1.0}, "--interclass-filtering-threshold 1.0: must be above 0 and"),
+        ("mse", {FILTERED: 0.4}, "threshold 0.4: the loss 'mse' has no margin; only arcface"),
     ],
 )
 def test_errors(loss: str, how: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def test_ranks_sample_what_one_samples(
         ("hybrid dp=2,tp=2", {"head": "columns", "optimizer": "adam"}),
         ("tensor-parallel 2", {"precision": "bfloat16", "optimizer": "sgd"}),
         ("class-parallel 3", {"accumulate": 3, "clip_norm": 0.5, "optimizer": "momentum"}),
+        ("class-parallel 3", {"interclass_filtering_threshold": 0.2, "optimizer": "adam"}),
         ("zero3 2", {"recompute": True, "optimizer": "adamw"}),
         ("zero2 3", {"lazy": ["w"], "optimizer": "adam"}),
         ("tp=3", {"optimizer": "sgd"}),
