@@ -16,8 +16,10 @@ from onnxpar.errors import ModelError
 from onnxpar.ir.reshards import Reshard
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
+from onnxpar.presets.context_parallel import SplitSequences
 from onnxpar.presets.expert_parallel import SplitExperts
 from onnxpar.presets.split_alone import CloseOpen, SplitAlone, SplitUpdate
+from onnxpar.presets.split_caches import SplitCaches
 from onnxpar.presets.table_parallel import FeedWhole, HoldTable
 from onnxpar.presets.training_presets import Closed, SplitSums, SplitTogether
 from onnxpar.reshard.steps import ReshardStep
@@ -44,7 +46,9 @@ TYPES: dict[str, type[Any]] = {
         FactorSharding,
         Product,
         SplitAlone,
+        SplitCaches,
         SplitExperts,
+        SplitSequences,
         SplitSums,
         SplitTogether,
         SplitUpdate,

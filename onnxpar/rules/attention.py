@@ -10,7 +10,7 @@ from typing import NamedTuple
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, given, tensor_shape
-from onnxpar.rules.attention_lowering import default_scale, sees_by_place
+from onnxpar.rules.attention_lowering import LENGTHS, default_scale, sees_by_place
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.ring_attention import RingAttention
 from onnxpar.rules.rule import FIRST, Local, Rule, einsum, given_specs, rule, whole_rule
@@ -105,6 +105,7 @@ def attention(node: gs.Node) -> Rule:
         local=LOCAL_HEADS if flat else {},
         communicating=across,
         rings=(("s", "t"),) if across and {*operands[3:4], *results[3:]} <= {"_"} else (),
+        balanced=bool(node.attrs.get("is_causal")) and given(node, LENGTHS) is None,
         lowered=across | (frozenset("s") if sees_by_place(node.attrs) else frozenset()),
         lower=lowering.lower,
         products=partial(attention_products, seen=seen),

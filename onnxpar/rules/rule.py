@@ -44,6 +44,8 @@ class Rule:
                    own: the rows before and after a window
     rings          pairs of factors that the same axes may split: each rank then has the shards of
                    the second factor one after the other, as they travel in a ring
+    balanced       True if ranks of a ring exchange their shards before and after it, so that all
+                   have the same work
     overlapping    second factors of rings of which ranks may hold some elements twice, because only
                    some segments are split; the ring counts each once
     nonempty       factors of which the kernel does not accept empty shards: these get one element
@@ -70,6 +72,7 @@ class Rule:
     contiguous: frozenset[str] = frozenset()
     co_sharded: tuple[tuple[str, ...], ...] = ()
     rings: tuple[tuple[str, str], ...] = ()
+    balanced: bool = False
     overlapping: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
     constants: frozenset[int] = frozenset()

@@ -155,14 +155,36 @@ def _op_cost(
         )
     largest = max((part.bytes for part in produced), default=0.0)
     between = _communication(op, strategy, sharding, largest)
-    for i, j in op.rings:
-        over = strategy.axes[j]
-        if over and strategy.axes[i] == over:
-            travels = sum(
-                part.bytes for part, links in zip(held, op.inputs, strict=True) if j in links
-            )
-            between += (parts_over(over) - 1) * costs.collective("CollectivePermute", over, travels)
-    return seconds, between
+    of_rings = (_ring(op, i, j, strategy, sharding, held, produced) for i, j in op.rings)
+    return seconds, between + sum(of_rings)
+
+
+def _ring(
+    op: OpFactors,
+    i: int,
+    j: int,
+    strategy: OpStrategy,
+    sharding: ShardingState,
+    held: Sequence[_Part],
+    produced: Sequence[_Part],
+) -> float:
+    """Seconds in which the shards of leaf `j` travel in the ring of leaves `i` and `j`; with the
+    exchanges that give all ranks the same work."""
+    over, costs = strategy.axes[j], sharding.costs
+    if not over or strategy.axes[i] != over:
+        return 0.0
+    ranks = parts_over(over)
+    travels = sum(part.bytes for part, links in zip(held, op.inputs, strict=True) if j in links)
+    seconds = (ranks - 1) * costs.collective("CollectivePermute", over, travels)
+    size, is_open = op.extent(i), op.leaves[i].atom in sharding.factors.open_atoms
+    if not op.rule.balanced or is_open or op.extent(j) != size or size < 2 * ranks:
+        return seconds
+    rows = [
+        part.bytes
+        for part, links in zip((*held, *produced), (*op.inputs, *op.outputs), strict=True)
+        if i in links
+    ]
+    return seconds + sum(costs.collective("AllToAll", over, size) for size in (travels, *rows))
 
 
 def _of_chosen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama_heads9.dynamo.static.onnx", ["--mesh", "tp=4", "--preset", "tensor-parallel"]),
         ("resnet.legacy.static.onnx", ["--mesh", "dp=4"]),
         ("step", ["--devices", "3", "--preset", "zero3"]),
+        ("llama.legacy.static.onnx", ["--mesh", "dp=2,cp=2", "--preset", "context-parallel"]),
     ],
 )
 def test_later_passes_make_the_same_of_a_dump(
@@ -79,6 +81,19 @@ def test_later_passes_make_the_same_of_a_dump(
         assert opt(dump, "--passes", ",".join(rest), "--dump", str(again)) == 0
         found = (again / f"{len(rest):02d}-order-collectives.onnxtxt").read_text()
         assert found == wanted, made
+
+
+def test_ops_of_the_compiler_are_read_again(tmp_path: Path) -> None:
+    model = MODELS / "bert.legacy.static.onnx"
+    how = ["--mesh", "cp=2", "--preset", "ring-attention", "--dump", str(tmp_path / "d")]
+    passes = ",".join(("fuse-attention", "annotate-strategy", *PASSES))
+    assert opt(model, *how, "--passes", passes) == 0
+    wanted = (tmp_path / "d" / "09-order-collectives.onnxtxt").read_text()
+    wanted = re.sub(r"(?m)^(const .*float32 scalar \[\]) = .*", r"\1", wanted)  # read when needed
+    assert "CollectivePermute" in wanted
+    dump, rest = tmp_path / "d" / "02-annotate-strategy.onnx", PASSES
+    assert opt(dump, "--passes", ",".join(rest), "--dump", str(tmp_path / "e")) == 0
+    assert (tmp_path / "e" / "07-order-collectives.onnxtxt").read_text() == wanted
 
 
 def test_weights_are_written_once(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from committed import MODELS
 from small_models import write_text
 from training.steps import check_training
 
+import onnxpar
 from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
@@ -120,6 +121,25 @@ def test_what_has_no_ring_is_split_as_by_context_parallel(tmp_path: Path) -> Non
     """Attention in basic ops of 16 bits."""
     plan = check_agrees(MODELS / "gpt2_fp16.dynamo.static.onnx", tmp_path, ring("2"))
     assert calls(plan).keys() == {"AllGather"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("attrs", ["", CAUSAL])
+def test_the_search_knows_what_a_ring_costs(attrs: str, ranks: int, tmp_path: Path) -> None:
+    """As many seconds as the collectives of the plan: with three all-to-alls if it is causal."""
+    model = layer(tmp_path, attrs, n=16)
+    costs = onnxpar.node_costs(model, "Attention_a", mesh=f"cp={ranks}").to_json()
+    split = "[-, cp, -]"
+    of_ring = [
+        strategy["communication"]["inside"]["seconds"]
+        for strategy in costs["nodes"][0]["strategies"]
+        if {*strategy["inputs"], *strategy["outputs"]} == {split}
+    ]
+    plan, ctx = pipeline.plan(model, ring(str(ranks)))
+    axes = (plan.mesh.axis("cp"),)
+    spent = [ctx.sharding.costs.collective(c.kind, axes, c.bytes) for c in plan.collectives]
+    assert len(spent) == (ranks - 1 + (3 if attrs else 0))
+    assert of_ring == [pytest.approx(sum(spent), rel=0.05)]
 
 
 def test_queries_and_keys_over_axes_of_their_own(tmp_path: Path) -> None:
