@@ -226,7 +226,7 @@ def _stack(tensors: Sequence[gs.Constant], folder: Path, name: str) -> gs.Consta
         parts.append(part)
     values = [t._values for t in tensors if isinstance(t._values, ExternalValues)]
     source = values[0].folder if values else folder
-    return gs.Constant(name, StackedValues(name, parts, source))
+    return gs.Constant(name, StackedValues(name, parts, source, tensors))
 
 
 def put(

@@ -22,26 +22,20 @@ import onnx_graphsurgeon as gs
 from onnxpar.canonicalize.dense_experts import DenseExperts, merged, put
 from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
 from onnxpar.canonicalize.pair_indices import MOVES, Index
-from onnxpar.canonicalize.row_program import Own, Stacked
+from onnxpar.canonicalize.row_program import Stacked
 from onnxpar.canonicalize.scattered_expert import ScatteredExpert, Weight, follow, is_zero
 from onnxpar.ir.lazy_values import stacked_parts
 from onnxpar.ir.tensors import constant, tensor_shape
 
 
-def scattered_mixtures(graph: gs.Graph, folder: Path, apart: bool) -> None:
-    """Rewrites the mixtures of a graph in place; those whose experts have weights of their own only
-    if `apart`."""
+def scattered_mixtures(graph: gs.Graph, folder: Path) -> None:
+    """Rewrites the mixtures of a graph in place."""
     order, guards = _places(graph)
     for mask, axis, seeds in _seeds(graph):
         experts = [_traced(seed, order, guards) for seed in seeds]
         if all(e is not None for e in experts):
             found = [e for e in experts if e is not None]
-            if apart or not any(_has_own(e) for e in found):
-                _rewrite(graph, mask, axis, found, folder, order)
-
-
-def _has_own(expert: ScatteredExpert) -> bool:
-    return any(isinstance(o, Own) for step in expert.steps for o in step.operands)
+            _rewrite(graph, mask, axis, found, folder, order)
 
 
 def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:

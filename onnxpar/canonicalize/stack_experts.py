@@ -10,17 +10,51 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.canonicalize.dense_experts import OPSET
 from onnxpar.canonicalize.gathered_experts import gathered_mixtures
 from onnxpar.canonicalize.scattered_experts import scattered_mixtures
+from onnxpar.ir.lazy_values import StackedValues, stack_of
+from onnxpar.ir.subgraphs import all_nodes
+
+IN_NODES = "/experts/weight."
+"""In the names of the nodes that stack weights."""
 
 
-def stack_experts(graph: gs.Graph, folder: Path, apart: bool = True) -> None:
+def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None:
     """Rewrites each mixture of the graph whose experts compute the same steps, in place. `folder`
-    has the model's external data. Without `apart`, mixtures whose experts have weights of their own
-    stay as they are: trained weights keep their names and shapes."""
+    has the model's external data. With `in_nodes`, nodes stack the weights that experts have of
+    their own: trained weights keep their names and shapes."""
     if graph.opset >= OPSET:
-        scattered_mixtures(graph, folder, apart)
+        scattered_mixtures(graph, folder)
         gathered_mixtures(graph, folder)
+    if in_nodes:
+        _stack_in_nodes(graph)
+
+
+def _stack_in_nodes(graph: gs.Graph) -> None:
+    """Replaces each stack of weights by nodes that stack these."""
+    stacks: dict[int, tuple[gs.Constant, StackedValues]] = {}
+    for node in all_nodes(graph):
+        for tensor in node.inputs:
+            stack = stack_of(tensor) if isinstance(tensor, gs.Constant) else None
+            if stack is not None:
+                stacks[id(tensor)] = tensor, stack
+    made: list[gs.Node] = []
+    for tensor, stack in stacks.values():
+        row = [1, *tensor.shape[1:]]
+        rows = []
+        for i, weight in enumerate(stack.weights):
+            name = f"{tensor.name}/Reshape.{i}"
+            shape = gs.Constant(f"{name}/shape", np.array(row, np.int64))
+            rows.append(gs.Variable(name, tensor.dtype, row))
+            made.append(gs.Node("Reshape", name, {}, [weight, shape], rows[-1:]))
+        joined = gs.Variable(tensor.name, tensor.dtype, list(tensor.shape))
+        made.append(gs.Node("Concat", f"{tensor.name}/Concat", {"axis": 0}, rows, [joined]))
+        for node in list(tensor.outputs):
+            for i, operand in enumerate(node.inputs):
+                if operand is tensor:
+                    node.inputs[i] = joined
+    graph.nodes[:0] = made

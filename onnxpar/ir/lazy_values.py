@@ -25,15 +25,20 @@ class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
 
 class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
     """Values of several weights of one shape, stacked along a new first dimension; they are read on
-    first use. `tensor` has no data: `parts` have it, in the model or in files of `folder`."""
+    first use. `tensor` has no data: `parts` have it, in the model or in files of `folder`.
+    `weights` are the graph's constants that are stacked; their shapes may begin with further
+    dimensions of one element."""
 
-    def __init__(self, name: str, parts: Sequence[TensorProto], folder: Path) -> None:
+    def __init__(
+        self, name: str, parts: Sequence[TensorProto], folder: Path, weights: Sequence[gs.Constant]
+    ) -> None:
         first = parts[0]
         dims = [len(parts), *first.dims]
         tensor = TensorProto(name=name, data_type=first.data_type, dims=dims)
         tensor.data_location = TensorProto.EXTERNAL
         super().__init__(tensor)
         self.parts = list(parts)
+        self.weights = list(weights)
         self.folder = folder
 
     def load(self) -> np.ndarray[Any, Any]:

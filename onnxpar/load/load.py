@@ -264,7 +264,7 @@ class _Importer:
         if not self.for_training:
             _unshare_vectors(graph)
             separate_dequantized(graph)
-        stack_experts(graph, self.path.parent, apart=not self.for_training)
+        stack_experts(graph, self.path.parent, in_nodes=self.for_training)
         mark_opset(graph)
         self.show("import", graph)
         self.show = unseen  # other bindings get the same rewrites

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.canonicalize.stack_experts import IN_NODES
 from onnxpar.errors import StrategyError
 from onnxpar.ir.subgraphs import constants
 from onnxpar.layout.mesh import Axes, parts_over
@@ -51,6 +52,11 @@ def expert_annotations(
     ]
     if not fitting:
         has = "only one expert" if annotations else "no weight with a matrix for each expert"
+        if any(op.node.op == "Concat" and IN_NODES in op.node.name for op in sharding.factors.ops):
+            has = (
+                "experts with weights of their own, which a training step keeps whole; use another "
+                "preset, or export the experts as one weight (transformers 5)"
+            )
         raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
     return fitting
 
