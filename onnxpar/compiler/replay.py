@@ -101,7 +101,7 @@ def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> 
 def _analysed(model: Model, number: int) -> Variant:
     assert model.sizes is not None
     graph = model.sizes.graph(number)
-    factors = analyse(graph, model.states, in_bodies=False, whole=model.whole)
+    factors = analyse(graph, model.states, False, model.whole, model.on_host)
     return Variant(number, model.sizes.bindings[number], graph, factors)
 
 

@@ -118,7 +118,8 @@ def make_context(model: Model, options: Options) -> PassContext:
     if not options.compared:
         refuse_without_search(options)
     refuse_collectives(model.graph)
-    factors = analyse(model.graph, model.states, model.sizes is None, model.whole)
+    given = (model.states, model.sizes is None, model.whole, model.on_host)
+    factors = analyse(model.graph, *given)
     others = variants(model, factors)
     factors = opened(model, factors, others)
     options = replace(options, topology=balanced(options, model, factors))

@@ -130,6 +130,8 @@ def _op_cost(
     read, written = sum(part.bytes for part in held), sum(part.bytes for part in produced)
     if node.op in _VIEWS:
         read = written = 0.0
+    elif node.op == "ScatterND" and node.outputs[0].name in sharding.factors.on_host:
+        read = written = sum(part.bytes for part in held[1:])  # the session writes these rows alone
     elif node.op in _LOOK_UP:
         read = written + sum(part.bytes for part in held[1:])
     count = 0

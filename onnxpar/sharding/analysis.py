@@ -7,7 +7,7 @@ refines each dimension to atoms, which no op cuts further.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
@@ -35,15 +35,16 @@ def analyse(
     pairs: Iterable[tuple[str, str]] = (),
     in_bodies: bool = True,
     whole: Whole | None = None,
+    on_host: Collection[str] = (),
 ) -> GraphFactors:
     """Refines every dimension of the graph to atoms; with `in_bodies`, also the dimensions in
     bodies of control flow.
 
     `pairs` are tensors whose dimensions correspond although no op connects them (state pairs);
     dimensions whose sizes differ (a cache that grows) stay separate. `whole` maps the first result
-    of a node to the factors that the node must not split.
+    of a node to the factors that the node must not split. `on_host` is for the result.
     """
-    return _Analysis(graph, pairs, in_bodies, whole or {}).run()
+    return _Analysis(graph, pairs, in_bodies, whole or {}).run(frozenset(on_host))
 
 
 class _Analysis:
@@ -58,7 +59,7 @@ class _Analysis:
         self.joined: list[Joined] = []
         self.atoms = Atoms()
 
-    def run(self) -> GraphFactors:
+    def run(self, on_host: frozenset[str]) -> GraphFactors:
         self._join_all(self.graph)
         for a, b in self.pairs:
             for x, y in zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False):
@@ -72,7 +73,7 @@ class _Analysis:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
         fused = fused_tensors(self.graph) | attribute_weights(self.graph)
         ops = _with_chosen(self.graph, self._ops(tensors, fused), tensors)
-        return GraphFactors(tensors, ops, fused=fused)
+        return GraphFactors(tensors, ops, fused=fused, on_host=on_host)
 
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
         """The factors of all nodes.

@@ -169,12 +169,14 @@ class GraphFactors:
     open_atoms  atoms whose size is data-dependent
     fused       tensors between nodes that onnxruntime fuses, and weights in attributes; they are
                 never resharded
+    on_host     tables that stay in files, and the results that replace them
     """
 
     tensors: dict[str, TensorFactors]
     ops: list[OpFactors]
     open_atoms: frozenset[int] = frozenset()
     fused: frozenset[str] = frozenset()
+    on_host: frozenset[str] = frozenset()
 
     def op(self, name: str) -> OpFactors:
         """The factors of the node of that name. Errors: KeyError."""
@@ -223,7 +225,7 @@ class GraphFactors:
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
         tensors = {name: replace(t, open=_open(t, atoms)) for name, t in self.tensors.items()}
-        return GraphFactors(tensors, self.ops, atoms, self.fused)
+        return GraphFactors(tensors, self.ops, atoms, self.fused, self.on_host)
 
 
 def _parts(dim: Dim) -> list[tuple[int, ...]]:

@@ -44,7 +44,7 @@ def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
     the same leaves can be split."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
     ops = [_op(op, sizes) for op in factors.ops]
-    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
+    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused, factors.on_host)
 
 
 def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphFactors:
@@ -58,7 +58,7 @@ def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphF
         replace(op, priced=tuple((w, at.ops[i]) for w, at in sized))
         for i, op in enumerate(factors.ops)
     ]
-    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused)
+    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused, factors.on_host)
 
 
 def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:

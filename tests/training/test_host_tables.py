@@ -121,6 +121,20 @@ def test_memory_counts_no_table(tmp_path: Path) -> None:
     assert [c.bytes for c in with_.collectives] == [c.bytes for c in without.collectives]
 
 
+def test_the_search_knows_tables_on_the_host(tmp_path: Path) -> None:
+    """They take no memory, and an update takes the time of its rows."""
+    text = MODEL.replace("BATCH", "4").replace("40", "400000")
+    step = write_step(text, tmp_path, "mse", "adagrad", lazy=["w"])
+    limit: dict[str, Any] = {"devices": 2, "memory_limit": "1MB"}
+    plan = onnxpar.plan(step, **limit, place=["w=host"])
+    assert plan.on_host is not None and sum(plan.memory.values()) < 1e6
+    with pytest.raises(StrategyError, match="a rank would need 24"):
+        onnxpar.plan(step, **limit)
+    both = [onnxpar.plan(step, mesh="dp=1", place=place) for place in ([], ["w=host"])]
+    seconds = [one.predicted.compute for one in both if one.predicted]
+    assert seconds[1] < seconds[0] / 10
+
+
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[ThreadTrainer]:
     par, _ = shard(step_of(tmp_path), "tp=3", strategy={**BY_ROWS, **HOST})
