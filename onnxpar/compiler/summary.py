@@ -15,12 +15,13 @@ from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.lazy_values import stacked_parts
 from onnxpar.ir.reshards import is_reshard, operands_of
 from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.ir.tensors import numpy_dtype, tensor_shape
 from onnxpar.layout.layout import Layout, leaves
 from onnxpar.layout.mesh import Mesh
 from onnxpar.model.interchange import declared_shape, default_of, type_text
 from onnxpar.model.state_pairs import missing_states
 from onnxpar.presets.contraction import is_contraction
+from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
 from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.first_states import STORED, ZERO
 from onnxpar.search.search import AUTO, EXHAUSTIVE
@@ -62,6 +63,9 @@ def _assumptions(ctx: PassContext) -> Iterator[str]:
     """What FLOPs, memory and times of mixtures of experts assume."""
     found: dict[str, None] = {}
     for op in filter(is_contraction, ctx.sharding.factors.ops):
+        if op.node.op in EXPERT_WEIGHTS:
+            experts = (tensor_shape(op.node.inputs[1]) or ())[-1]
+            found[f"{op.node.attrs.get('k', 1)} of {experts} experts"] = None
         share = op.computed(ctx.sharding.op_axes(op))
         if share < 1 and op.chosen is not None:
             (experts,) = {leaf.size for leaf in op.leaves if leaf.atom == op.chosen.atom}

@@ -48,6 +48,7 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
             op.rings,
             tuple(sorted(op.whole.items())),
             tuple(sorted(op.rule.sizes.items())),
+            None if op.chosen is None else op.chosen.share,
         ),
         tuple(map(str, sharding.ops[op.node.name])),
         tuple(_operand(t, sharding, kinds) for t in (*op.node.inputs, *op.node.outputs)),

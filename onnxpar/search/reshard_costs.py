@@ -154,13 +154,16 @@ class ReshardCosts:
         """Bytes of the shard of each holder, by profile of typical sizes and within it by holder
         (rows), and by the shardings of a domain (columns); one row if all are alike."""
         held: list[Array] = []
+        factors, name = self.sharding.factors, self.tensor.name
+        parts = [factors.share_over(name, at.leaves) for at in domain.factor_shardings]
         for rank, weight in self.holders.ranks:
             each = [
                 self.sharding.costed_shapes(self.tensor.name, at, rank)
                 for at in domain.factor_shardings
             ]
             sizes = [
-                [weight * shape_bytes(self.tensor, shape) for _, shape in some] for some in each
+                [weight * part * shape_bytes(self.tensor, shape) for _, shape in some]
+                for part, some in zip(parts, each, strict=True)
             ]
             held.append(np.array(sizes, float).T)
         if len(held) == 1:

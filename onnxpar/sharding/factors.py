@@ -211,6 +211,12 @@ class GraphFactors:
         share = self._shares.get(name) or self._shares.get(name.rpartition("@")[0]) or 1.0
         return share if share < 1 and all(map(min, _parts(layout.dims[0]))) else 1.0
 
+    def share_over(self, name: str, axes: Sequence[Axes]) -> float:
+        """Like `share`, for a tensor whose leaves are split over these axes."""
+        share = self._shares.get(name, 1.0)
+        fits = share == 1 or parts_over(axes[0]) <= self.tensors[name].leaves[0].size
+        return share if fits else 1.0
+
     def is_of_experts(self, tensor: gs.Tensor, chosen: Chosen) -> bool:
         """True if the first dimension of a tensor is that of the experts, of which the rows are
         chosen; not if it is a weight."""

@@ -89,6 +89,10 @@ def test_activations_are_of_the_chosen_rows() -> None:
     for name in results:
         assert factors.share(name, ctx.layouts[name]) == CHOSEN / EXPERTS
         assert dense.share(name, ctx.layouts[name]) == 1.0
+        whole = [()] * len(factors.tensors[name].leaves)
+        assert factors.share_over(name, whole) == CHOSEN / EXPERTS
+        split = [(Mesh.of([("ep", 5)]).axis("ep"),), *whole[1:]]
+        assert factors.share_over(name, split) == 1.0
 
 
 def test_a_plan_says_what_it_assumes() -> None:
