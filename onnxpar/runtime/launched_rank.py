@@ -266,7 +266,8 @@ def _ports(bundle: Bundle) -> dict[str, Port]:
 def _threads(local_size: int) -> tuple[int, bool]:
     """Returns the number of this rank's threads, and whether they may spin. A process that is bound
     to some of the host's cores uses all of these; else the ranks on the host share the cores."""
-    own, present = len(own_cores()), os.cpu_count() or 1
-    if own < present:
-        return own, True
-    return max(1, own // local_size), local_size <= own
+    cores = own_cores()
+    hardware_threads = sum(len(core.threads) for core in cores)
+    if hardware_threads < (os.cpu_count() or 1):
+        return len(cores), True
+    return max(1, len(cores) // local_size), local_size <= hardware_threads

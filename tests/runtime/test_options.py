@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from runtime.bundles import Tensor, pids, write_par
 
 from onnxpar.errors import RankError
 from onnxpar.runtime import ranks
-from onnxpar.runtime.cores import Share, own_cores, shares
+from onnxpar.runtime.cores import Core, Share, own_cores, shares
 from onnxpar.runtime.options import SessionSpec, run_options, run_spec
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
@@ -127,22 +128,61 @@ def test_run_options_are_carried() -> None:
     assert not default.only_execute_path_to_fetches and default.log_verbosity_level == 0
 
 
+def machine(folder: Path, nodes: int, cores: int, hyperthreads: int) -> Path:
+    """What Linux tells of a machine: so many nodes of so many cores; the second hardware threads of
+    all cores follow the first ones."""
+    total = nodes * cores
+    for node in range(nodes):
+        first = [f"{node * cores + total * i}-{(node + 1) * cores + total * i - 1}" for i in (0, 1)]
+        at = folder / f"node/node{node}"
+        at.mkdir(parents=True)
+        (at / "cpulist").write_text(",".join(first[:hyperthreads]) + "\n")
+    for thread in range(total * hyperthreads):
+        at = folder / f"cpu/cpu{thread}/topology"
+        at.mkdir(parents=True)
+        siblings = [str(thread % total + total * i) for i in range(hyperthreads)]
+        (at / "thread_siblings_list").write_text(",".join(siblings) + "\n")
+    return folder
+
+
+def plain(threads: Iterable[int]) -> list[Core]:
+    return [Core(0, (thread,)) for thread in threads]
+
+
 def test_shares_of_cores() -> None:
-    assert shares(2, range(8)) == [
+    assert shares(2, plain(range(8))) == [
         Share((0, 1, 2, 3), 4, True),
         Share((4, 5, 6, 7), 4, True),
     ]
-    assert shares(3, range(8)) == [
+    assert shares(3, plain(range(8))) == [
         Share((0, 1, 2), 3, True),
         Share((3, 4, 5), 3, True),
         Share((6, 7), 2, True),
     ]
-    assert shares(2, [4, 9]) == [Share((), 1, True)] * 2
-    assert shares(3, [4, 9]) == [Share((), 1, False)] * 3
+    assert shares(2, plain([4, 9])) == [Share((), 1, True)] * 2
+    assert shares(3, plain([4, 9])) == [Share((), 1, False)] * 3
+
+
+def test_cores_of_linux(tmp_path: Path) -> None:
+    system = machine(tmp_path, nodes=2, cores=2, hyperthreads=2)
+    both = [Core(0, (0, 4)), Core(0, (1, 5)), Core(1, (2, 6)), Core(1, (3, 7))]
+    assert own_cores(system, range(8)) == both
+    assert own_cores(system, [1, 6, 7]) == [Core(0, (1,)), Core(1, (6,)), Core(1, (7,))]
+    assert own_cores(tmp_path / "elsewhere", [3, 5]) == [Core(0, (3,)), Core(0, (5,))]
+
+
+def test_ranks_stay_on_a_node(tmp_path: Path) -> None:
+    """A thread for each core, and memory of one node."""
+    cores = own_cores(machine(tmp_path, nodes=2, cores=2, hyperthreads=2), range(8))
+    first, second = (0, 1, 4, 5), (2, 3, 6, 7)
+    assert shares(2, cores) == [Share(first, 2, True), Share(second, 2, True)]
+    assert shares(4, cores) == [Share(first, 1, True)] * 2 + [Share(second, 1, True)] * 2
+    assert shares(8, cores) == [Share(first, 1, True)] * 4 + [Share(second, 1, True)] * 4
+    assert shares(9, cores) == [Share((), 1, False)] * 9
 
 
 def test_ranks_are_bound_to_their_share(doubling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, last = own_cores()[0], own_cores()[-1]
+    first, last = own_cores()[0].threads[0], own_cores()[-1].threads[-1]
     bound = [Share((first,), 1, True), Share((last,), 1, True)]
     monkeypatch.setattr(ranks, "shares", lambda size: bound)
     with InferenceSession(doubling) as session:
