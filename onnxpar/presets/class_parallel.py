@@ -18,11 +18,12 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.tensors import numel, numpy_dtype
 from onnxpar.ir.training_spec import Step
+from onnxpar.layout.layout import Concat, leaves
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.contraction import convolves, is_contracted, is_contraction
 from onnxpar.presets.recurrences import MOVES
-from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.factors import Leaf, OpFactors, TensorFactors
 from onnxpar.sharding.state import ShardingState
 
 CLASS = "class-parallel"
@@ -43,22 +44,23 @@ def class_annotations(
             f"{CLASS} over {parts}: the model has no classifier, a product with a weight that "
             "alone has the classes of a loss (or of an output); use data-parallel"
         )
-    _, _, size, atom, name = found
+    _, _, size, atoms, name = found
     if size < parts:
         raise StrategyError(
             f"{CLASS} over {parts}: {name!r} has only {size} classes, or groups of classes to "
             f"sample from; use at most {size} ranks, or give more --sample-groups to grad"
         )
-    return [SplitClasses(atom, axes)]
+    return [SplitClasses(atoms, axes)]
 
 
 def _classifiers(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
-) -> Iterator[tuple[int, int, int, int, str]]:
-    """Yields (elements, products, classes, atom of the classes, name) of each weight that is a
+) -> Iterator[tuple[int, int, int, tuple[int, ...], str]]:
+    """Yields (elements, products, classes, atoms of the classes, name) of each weight that is a
     classifier: products keep its classes, which a loss or an output has, and neither another weight
     of two or more dimensions nor an input. The classes may be groups of classes: where some are
-    sampled, fewer products keep the positions in a group."""
+    sampled, fewer products keep the positions in a group. Groups of two sizes are two segments, of
+    one atom each."""
     known = sharding.factors.tensors
     slots = {slot.input for slot in step.slots} if step else set()
     data = [t for t in graph.inputs if not is_weight(t) and t.name not in slots]
@@ -69,10 +71,24 @@ def _classifiers(
     weights = [t for t in stored if t.name in known and len(t.shape) > 1 and is_contracted(t)]
     for weight in weights:
         others = {leaf.atom for t in weights if t is not weight for leaf in known[t.name].leaves}
-        for leaf in known[weight.name].leaves:
-            if leaf.atom in (kept.keys() & scored) - others - of_data and leaf.size > 1:
-                name = str(weight.name)
-                yield numel(weight.shape), kept[leaf.atom], leaf.size, leaf.atom, name
+        fitting = (kept.keys() & scored) - others - of_data
+        for segments in _segments(known[weight.name]):
+            best = [
+                max(((kept[leaf.atom], leaf.size, leaf.atom) for leaf in own), default=None)
+                for own in ([e for e in each if e.atom in fitting] for each in segments)
+            ]
+            found = [each for each in best if each is not None]
+            if found:
+                products, sizes, atoms = zip(*found, strict=True)
+                yield numel(weight.shape), max(products), sum(sizes), atoms, str(weight.name)
+
+
+def _segments(factors: TensorFactors) -> Iterator[list[list[Leaf]]]:
+    """Yields, for each dimension of a tensor, the leaves of each of its segments."""
+    numbers = iter(factors.leaves)
+    for dim in factors.dims:
+        children = dim.children if isinstance(dim, Concat) else (dim,)
+        yield [[next(numbers) for each in leaves(child) if each.is_leaf] for child in children]
 
 
 def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
@@ -102,24 +118,24 @@ def _kept_atoms(op: OpFactors) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SplitClasses:
-    """Splits all nodes and tensors along an atom of classes. Whole stay the labels with what is
+    """Splits all nodes and tensors along the atoms of classes. Whole stay the labels with what is
     computed from them alone, and the moved embeddings: so each is gathered once, at its source."""
 
-    atom: int
+    atoms: tuple[int, ...]
     axes: Axes
 
     def apply(self, sharding: ShardingState) -> bool:
-        """Decides the leaves of the atom, and those of the nodes between, that are still open."""
+        """Decides the leaves of the atoms, and those of the nodes between, that are still open."""
         changed = False
         ops = sharding.factors.ops
-        split = [op for op in ops if any(leaf.atom == self.atom for leaf in op.leaves)]
+        split = [op for op in ops if any(leaf.atom in self.atoms for leaf in op.leaves)]
         for op in split:
             for i, own in enumerate(op.leaves):
-                if own.atom == self.atom:
+                if own.atom in self.atoms:
                     changed |= sharding.assign_op(op, i, self.axes)
         for name, factors in sharding.factors.tensors.items():
             for i, leaf in enumerate(factors.leaves):
-                if leaf.atom == self.atom:
+                if leaf.atom in self.atoms:
                     changed |= sharding.assign_tensor(name, i, self.axes)
         inside = {op.node.name for op in split}
         read = {t.name for op in split for t in op.node.inputs}

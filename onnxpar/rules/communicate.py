@@ -159,6 +159,15 @@ def global_positions(build: Lowering, index: gs.Tensor, factor: str) -> gs.Tenso
     return build.add("Gather", [build.per_rank(held), index], axis=0)
 
 
+def local_places(local: Local, factor: str, size: int) -> np.ndarray[Any, Any]:
+    """For each global position along a factor of this size, the position in the rank's shard; -1
+    for those of other ranks."""
+    held = local.positions(factor)
+    table = np.full(size, -1, np.int64)
+    table[held] = np.arange(len(held))
+    return table
+
+
 def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -> gs.Tensor:
     """The global positions of the rank's shard of a factor (int64): dimension `axis` of a tensor
     with `rank` dimensions, the others of size 1.

@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import Size, constant, dtype_of, numel, tensor_shape
-from onnxpar.rules.communicate import like
+from onnxpar.rules.communicate import like, local_places
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
@@ -187,7 +187,7 @@ def _constant_rows(
 
     def row(local: Local) -> Array:
         part = index[np.ix_(*(_positions(local, dim) for dim in at))] if at else index
-        return np.asarray(_row_map(local, rows)[part])
+        return np.asarray(local_places(local, "v", rows)[part])
 
     def mask(local: Local) -> Array:
         held = row(local) >= 0
@@ -222,7 +222,7 @@ def local_rows(
         exists = _between(build, row, np.array(rows, dtype))
         other = build.add("Where", [exists, other, np.array(rows + 1, dtype)])
     else:
-        table = build.per_rank(lambda at: _row_map(at, rows).astype(dtype))
+        table = build.per_rank(lambda at: local_places(at, "v", rows).astype(dtype))
         found = build.add("Gather", [table, build.input(1)], axis=0)
     count = build.per_rank(lambda at: np.array(at.size("v"), dtype))
     held = _between(build, found, count)
@@ -234,14 +234,6 @@ def _between(build: Lowering, row: gs.Tensor, count: Any) -> gs.Tensor:
     dtype = dtype_of(build.local.node.inputs[1])
     above = build.add("Greater", [row, np.array(-1, dtype)])
     return build.add("And", [build.add("Less", [row, count]), above])
-
-
-def _row_map(local: Local, rows: int) -> Array:
-    """The position in the rank's shard of each global position; -1 for those of other ranks."""
-    held = local.positions("v")
-    table = np.full(rows, -1, np.int64)
-    table[held] = np.arange(len(held))
-    return table
 
 
 @rule("Compress")

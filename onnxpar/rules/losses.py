@@ -12,7 +12,16 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
-from onnxpar.rules.communicate import communicating, finish, has_output, like, number, total, widen
+from onnxpar.rules.communicate import (
+    communicating,
+    finish,
+    has_output,
+    like,
+    local_places,
+    number,
+    total,
+    widen,
+)
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
 
@@ -35,7 +44,6 @@ def class_loss(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{', '.join([scores, labels, *weights, *rest])} -> {'; '.join(results)}",
-        contiguous=frozenset("c"),
         reduce={},
         **communicating(node, ["c", *rows], shape if rows else shape[1:2], lower, since=12),
     )
@@ -88,9 +96,9 @@ class _Loss:
         return build.all_reduce(build.add("ReduceSum", [x], keepdims=0), ["c", *self.rows])
 
     def _local_labels(self, build: Lowering) -> tuple[gs.Tensor, gs.Tensor]:
-        """Labels relative to the rank's first class (0 for classes of other ranks), and a mask that
-        is True for labels that the rank counts. A label beyond all classes stays so, and the kernel
-        refuses it."""
+        """Labels as positions among the rank's classes (0 for classes of other ranks), and a mask
+        that is True for labels that the rank counts. A label beyond all classes stays so, and the
+        kernel refuses it."""
         label = build.input(1)
         classes = build.local.node.inputs[0].shape[1]
         dtype = dtype_of(label)
@@ -98,10 +106,16 @@ class _Loss:
         def number(value: Callable[[Local], int]) -> gs.Tensor:
             return build.per_rank(lambda local: np.array(value(local), dtype))
 
-        start = number(lambda local: local.interval("c")[0] if local.is_split("c") else 0)
-        found = build.add("Sub", [label, start])
-        held = _within(build, found, number(lambda local: local.size("c")))
         exists = _within(build, label, np.array(classes, dtype))
+        if build.local.is_split("c") and not build.local.is_run("c"):
+            places = build.per_rank(lambda local: local_places(local, "c", classes).astype(dtype))
+            known = build.add("Where", [exists, label, np.array(0, dtype)])
+            found = build.add("Gather", [places, known], axis=0)
+            held = build.add("And", [exists, build.add("Greater", [found, np.array(-1, dtype)])])
+        else:
+            start = number(lambda local: local.interval("c")[0] if local.is_split("c") else 0)
+            found = build.add("Sub", [label, start])
+            held = _within(build, found, number(lambda local: local.size("c")))
         if self.ignored is not None:
             is_ignored = build.add("Equal", [label, np.array(self.ignored, dtype)])
             held = build.add("And", [held, build.add("Not", [is_ignored])])

@@ -83,7 +83,8 @@ def grad(
                 of the labels' classes: such samples may have a wrong label
     sample_rate the fraction of classes that a step computes: those of its labels, others at random
     sample_groups  number of groups of consecutive classes, of each of which a step samples as many;
-                a divisor of the number of classes. At most as many ranks can share the classes
+                by default a divisor of the number of classes. At most as many ranks can share the
+                classes
     params      globs of the weights to train; by default, onnxpar finds them
     frozen      globs of weights not to train
     lazy        globs of tables of which a step updates only the rows that it looks up, with their

@@ -18,6 +18,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.training_spec import SEED
+from onnxpar.training.class_groups import ClassGroups
 from onnxpar.training.draws import integers_of
 from onnxpar.training.losses import BY_CLASS, IGNORED, LossSettings, Targets
 from onnxpar.training.sampled_head import Head, find_head
@@ -55,22 +56,30 @@ class Sampling:
         """True if not all classes are computed."""
         return self.rate < 1
 
-    def groups_of(self, classes: int, samples: int) -> int:
-        """Returns the number of groups: by default the largest divisor of the number of classes, up
-        to 64, at which a group's share of the sample has room for a whole batch of different
-        labels; else the largest up to 8. Errors: StrategyError if the number that is given does not
-        divide the classes."""
-        if self.groups is not None:
-            if classes % self.groups:
-                raise StrategyError(
-                    f"--sample-groups {self.groups}: does not divide the {classes} classes; give a "
-                    "divisor, or pad the weight of the head with classes that no label has"
-                )
-            return self.groups
-        divisors = [n for n in range(1, min(_MOST, classes) + 1) if classes % n == 0]
-        roomy = [n for n in divisors if int(self.rate * (classes // n)) >= samples]
-        few = [n for n in divisors if n <= 8]
-        return max(roomy[-1:] + few[-1:])
+    def groups_of(self, classes: int, samples: int) -> ClassGroups:
+        """Returns the groups: by default as many as the largest divisor of the number of classes,
+        up to 64, at which a group's share of the sample has room for a whole batch of different
+        labels; else the largest up to 8. Errors: StrategyError if there are more groups than
+        classes, or if a batch may have more labels of a group than a smaller group has classes."""
+        if self.groups is None:
+            divisors = [n for n in range(1, min(_MOST, classes) + 1) if classes % n == 0]
+            roomy = [n for n in divisors if int(self.rate * (classes // n)) >= samples]
+            few = [n for n in divisors if n <= 8]
+            return ClassGroups(classes, max(roomy[-1:] + few[-1:]))
+        if self.groups > classes:
+            raise StrategyError(
+                f"--sample-groups {self.groups}: the head has only {classes} classes; give at most "
+                "as many groups"
+            )
+        found = ClassGroups(classes, self.groups)
+        kept = self.kept(found.size, samples)
+        if kept > found.least:
+            raise StrategyError(
+                f"--sample-groups {self.groups}: some groups of {classes} classes have only "
+                f"{found.least}, but a step keeps {kept} of each, because a batch of {samples} may "
+                f"have as many labels; give fewer groups, or a divisor of {classes}"
+            )
+        return found
 
     def kept(self, size: int, samples: int) -> int:
         """Returns how many classes are kept of a group of this size: at least as many as there may
@@ -87,12 +96,14 @@ class Sample:
     """The sampled classes of a head.
 
     head     the nodes from the weight to the scores
+    groups   the groups of its classes
     chosen   the positions of the sampled rows in their groups, of shape [groups, kept]
     labels   the labels as positions among the sampled classes; ignored ones stay so
     readers  the nodes from the weight to its sampled rows
     """
 
     head: Head
+    groups: ClassGroups
     chosen: Value
     labels: gs.Tensor
     readers: Sequence[gs.Node]
@@ -110,14 +121,14 @@ class Sample:
 
     def rows(self, table: Value) -> Value:
         """Returns the sampled rows of a table of the weight's shape: [groups, kept, width]."""
-        return _rows(table, self.head.axis, self.chosen)
+        return _rows(table, self.head.axis, self.groups, self.chosen)
 
     def written(self, table: Value, rows: Value) -> Value:
         """Returns a table of the weight's shape with the sampled rows replaced."""
         at = self.chosen.reshape([*self.chosen.shape, *[1] * (rows.rank - 2)]).expand(rows.shape)
-        changed = _by_group(table, self.head.axis, self.chosen)
+        changed = _by_group(table, self.head.axis, self.groups)
         changed = changed.op("ScatterElements", at, rows, axis=1)
-        return _joined(changed, self.head.axis)
+        return _with_classes(self.groups.joined(changed), self.head.axis)
 
 
 def sample_loss(
@@ -164,7 +175,6 @@ def sample_classes(
     head = find_head(graph, output, weights)
     samples = int(output.shape[0])
     groups = sampling.groups_of(head.classes, samples)
-    size = head.classes // groups
     before = len(graph.nodes)
     builder = Builder(graph, "sample")
     given = builder.value(labels)
@@ -172,16 +182,17 @@ def sample_classes(
     # labels that are no classes must be refused, so they become a number that is too large
     known = ignored.where(0, (given < 0).where(head.classes, given))
     seed = builder.value(_seed(graph))
-    chosen = _chosen(seed, known, (groups, size), sampling.kept(size, samples))
-    position = _positions(chosen, size).op("Gather", known, axis=0)
+    chosen = _chosen(seed, known, groups, sampling.kept(groups.size, samples))
+    position = _positions(chosen, groups).op("Gather", known, axis=0)
     sampled = ignored.where(IGNORED, position)
     first = len(graph.nodes)
-    rows = _rows(builder.value(head.weight), head.axis, chosen)
+    rows = _rows(builder.value(head.weight), head.axis, groups, chosen)
     readers = [node for node in graph.nodes[first:] if node.op != "Unsqueeze"]
-    joined = _joined(rows, head.axis)
+    flat = rows.reshape([rows.shape[0] * rows.shape[1], *rows.shape[2:]])
+    joined = _with_classes(flat, head.axis)
     graph.nodes = [*graph.nodes[before:], *graph.nodes[:before]]
     head.read(graph, joined.tensor)
-    return Sample(head, chosen, sampled.tensor, readers)
+    return Sample(head, groups, chosen, sampled.tensor, readers)
 
 
 def _seed(graph: gs.Graph) -> gs.Variable:
@@ -193,42 +204,42 @@ def _seed(graph: gs.Graph) -> gs.Variable:
     return graph.inputs[-1]
 
 
-def _chosen(seed: Value, labels: Value, shape: tuple[int, int], kept: int) -> Value:
+def _chosen(seed: Value, labels: Value, groups: ClassGroups, kept: int) -> Value:
     """The positions of the kept classes in each group, in ascending order."""
     builder = seed.builder
-    groups, size = shape
-    drawn = integers_of(seed, builder.arange(groups * size, np.int64))
+    drawn = integers_of(seed, builder.arange(groups.classes, np.int64))
     score = builder.constant(np.full(labels.shape, _KEPT, np.int64))
-    scores = drawn.op("ScatterElements", labels, score, axis=0).reshape(shape)
+    scores = drawn.op("ScatterElements", labels, score, axis=0)
+    if groups.size > groups.least:  # above the zeros where a group is smaller
+        scores = scores + np.array(1, np.int64)
     count = np.array([kept], np.int64)
+    scores = groups.apart(scores)
     _, best = builder.add_each("TopK", [scores, count], 2, axis=1, largest=1, sorted=0)
     found, _ = builder.add_each("TopK", [best, count], 2, axis=1, largest=0, sorted=1)
     return found
 
 
-def _by_group(table: Value, axis: int, chosen: Value) -> Value:
+def _by_group(table: Value, axis: int, groups: ClassGroups) -> Value:
     """A table as [groups, classes of a group, width]; `axis` is its dimension of classes."""
-    groups, rest = chosen.shape[0], [a for a in range(table.rank) if a != axis]
-    first = table.transpose([axis, *rest])
-    return first.reshape([groups, first.shape[0] // groups, *first.shape[1:]])
+    rest = [a for a in range(table.rank) if a != axis]
+    return groups.apart(table.transpose([axis, *rest]))
 
 
-def _rows(table: Value, axis: int, chosen: Value) -> Value:
+def _rows(table: Value, axis: int, groups: ClassGroups, chosen: Value) -> Value:
     """The chosen rows of a table: [groups, kept, width]."""
-    by_group = _by_group(table, axis, chosen)
+    by_group = _by_group(table, axis, groups)
     return by_group.op("GatherND", chosen.unsqueeze([2]), batch_dims=1)
 
 
-def _joined(rows: Value, axis: int) -> Value:
-    """Rows by group as a table whose dimension of classes is `axis`."""
-    table = rows.reshape([rows.shape[0] * rows.shape[1], *rows.shape[2:]])
-    return table.transpose([*range(1, axis + 1), 0, *range(axis + 1, table.rank)])
+def _with_classes(rows: Value, axis: int) -> Value:
+    """Rows of classes as a table whose dimension of classes is `axis`."""
+    return rows.transpose([*range(1, axis + 1), 0, *range(axis + 1, rows.rank)])
 
 
-def _positions(chosen: Value, size: int) -> Value:
+def _positions(chosen: Value, groups: ClassGroups) -> Value:
     """For each class, its position among the sampled ones; 0 for others."""
-    groups, kept = chosen.shape
+    count, kept = chosen.shape
     builder = chosen.builder
-    numbers = builder.arange(groups * kept, np.int64).reshape([groups, kept])
-    empty = builder.zeros([groups, size], np.int64)
-    return empty.op("ScatterElements", chosen, numbers, axis=1).reshape([groups * size])
+    numbers = builder.arange(count * kept, np.int64).reshape([count, kept])
+    empty = builder.zeros([count, groups.size], np.int64)
+    return groups.joined(empty.op("ScatterElements", chosen, numbers, axis=1))

@@ -10,7 +10,15 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument, RuntimeException
-from training.steps import Array, ThreadTrainer, batches, check_training, run_unsplit, shard
+from training.steps import (
+    Array,
+    ThreadTrainer,
+    batches,
+    check_training,
+    plan_of,
+    run_unsplit,
+    shard,
+)
 
 from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
@@ -80,6 +88,30 @@ def test_a_step_is_that_of_the_classes_it_samples(head: str, tmp_path: Path) -> 
     expected = run(step, {name: given[name] for name in ("x", "labels")})
     np.testing.assert_allclose(told["loss"], expected["loss"], rtol=1e-6)
     np.testing.assert_allclose(told["w1.grad"], expected["w1.grad"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_head[sample], expected["w.grad"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("groups", "larger", "kept"), [(10, 8, 4), (5, 3, 5), (9, 3, 4)])
+@pytest.mark.parametrize("head", ["rows", "columns"])
+def test_groups_need_not_divide_the_classes(
+    head: str, groups: int, larger: int, kept: int, tmp_path: Path
+) -> None:
+    """The first groups have a class more than others; as many are drawn from each."""
+    least = CLASSES // groups
+    starts = np.cumsum([0] + [least + 1] * larger + [least] * (groups - larger))
+    assert starts[-1] == CLASSES
+    labels = [0, CLASSES - 1, CLASSES - 1, 7]
+    step = write(tmp_path, model(head=head), sample_groups=groups)
+    told = run(step, feeds(labels))
+    of_head = told["w.grad"].T if head == "columns" else told["w.grad"]
+    sample = touched(of_head)
+    assert {*labels} <= {*sample.tolist()}
+    assert (np.histogram(sample, starts)[0] == kept).all()
+    alone = tmp_path / "alone.onnx"
+    grad(model(rows=sample), alone, **FULL)
+    given = feeds(np.searchsorted(sample, labels).tolist())
+    expected = run(alone, {name: given[name] for name in ("x", "labels")})
+    np.testing.assert_allclose(told["loss"], expected["loss"], rtol=1e-6)
     np.testing.assert_allclose(of_head[sample], expected["w.grad"], rtol=1e-5, atol=1e-6)
 
 
@@ -155,6 +187,29 @@ def test_ranks_sample_what_one_samples(
     how: dict[str, Any] = {"loss": loss, "optimizer": "adam", "lazy": lazy}
     how["logit_scale"] = None if loss == "softmax-cross-entropy" else 8.0
     check_training(write(tmp_path, model(), **how), layout, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "lazy"),
+    [
+        ("class-parallel 2", 10, ["w"]),
+        ("class-parallel 3", 10, []),
+        ("class-parallel 5", 10, []),
+        ("class-parallel 2", 5, []),
+        ("class-parallel 2", 7, ["w"]),
+        ("hybrid dp=2,tp=2", 10, []),
+    ],
+)
+def test_ranks_share_groups_of_two_sizes(
+    layout: str, groups: int, lazy: list[str], tmp_path: Path
+) -> None:
+    """No more is sent than for groups of one size. One group alone is on every rank, however."""
+    how: dict[str, Any] = {"optimizer": "adam", "lazy": lazy, "logit_scale": 8.0}
+    plan = check_training(write(tmp_path, model(), sample_groups=groups, **how), layout, 3)
+    if groups != 7 and layout.startswith("class"):
+        even = plan_of(write(tmp_path, model(), sample_groups=6, **how), layout)
+        assert [c.kind for c in plan.collectives] == [c.kind for c in even.collectives]
+        assert plan.collectives[0].bytes == even.collectives[0].bytes
 
 
 @pytest.mark.parametrize(
@@ -251,7 +306,8 @@ def parsed(text: str) -> onnx.ModelProto:
         (None, {"sample_rate": 1.5}, "--sample-rate 1.5: must be above 0"),
         (None, {"sample_rate": 1.0}, "--sample-groups 6: classes are sampled only with"),
         (None, {"sample_groups": 0}, "--sample-groups 0: must be 1 or more"),
-        (None, {"sample_groups": 5}, "--sample-groups 5: does not divide the 48 classes"),
+        (None, {"sample_groups": 49}, "--sample-groups 49: the head has only 48 classes; give at"),
+        (None, {"sample_groups": 13}, "some groups of 48 classes have only 3, but a step keeps 4"),
         (None, {"loss": "mse", "logit_scale": None}, "the loss 'mse' has no classes"),
         (None, {"class_axis": 0}, "--class-axis 0: classes are sampled of scores of shape"),
         (BIAS, {}, "Add '.*' reads 'b' by class, too, besides 'w'"),
