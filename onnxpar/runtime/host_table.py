@@ -12,6 +12,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,13 +70,14 @@ class HostTable:
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self._file.close)  # the map keeps the content
             if size:  # a hole would end the process at the write for which the disk has no room
                 os.posix_fallocate(self._file.fileno(), 0, size)
-            self._map = mmap.mmap(self._file.fileno(), max(size, 1)) if size else None
+            self._map = mmap.mmap(self._file.fileno(), size) if size else None
         except OSError as error:
             raise InputError(
-                f"cannot make the file of {size:,} bytes for {name!r} in {folder}: {cause(error)}; "
-                "the session's option table_dir (--table-dir) names another folder"
+                f"cannot make the file of {size:,} bytes for {name!r} in {folder}: {cause(error)} "
+                "with --table-dir (table_dir)"
             ) from None
         if self._map is not None:
             self._map.madvise(mmap.MADV_RANDOM)
