@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,9 +17,9 @@ from onnxpar.ir.subgraphs import detach, scopes
 from onnxpar.ir.tensors import dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.attention import attention_dims
 from onnxpar.rules.attention_lowering import LENGTHS, MASK
+from onnxpar.rules.cached_attention import CACHED, PAST, can_split_cache
 from onnxpar.rules.fused_attention import DOMAIN, GRADIENT, SCORED
 
-_PAST = 4
 _READ = (0, 1, 2, MASK, LENGTHS)
 """Indices of the operands that a fused Attention may have."""
 
@@ -33,6 +34,10 @@ class FuseAttention(Pass):
     each score, a softmax and a product become a ScoredAttention, which has the steps as text. No
     kernel runs these nodes: localize-ops lowers them. Runs by default for the preset
     ring-attention.
+
+    A GroupQueryAttention over caches of fixed length becomes a CachedAttention, whose caches may
+    be split along positions. With `only_caches`, nothing else changes; so the pass runs for the
+    preset context-parallel.
 
     Example: shard(mesh="cp=2", preset="ring-attention")
 
@@ -62,9 +67,25 @@ class FuseAttention(Pass):
 
     name: ClassVar[str] = "fuse-attention"
     stage = Stage.REWRITE
+    only_caches: bool = False
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        return any([_Fusion(scope).run() for scope in scopes(graph)])
+        changed = [_fuse_cached(graph, ctx.model.states)]
+        if not self.only_caches:
+            changed += [_Fusion(scope).run() for scope in scopes(graph)]
+        return any(changed)
+
+
+def _fuse_cached(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> bool:
+    """Turns GroupQueryAttention over states of fixed length into an op that can split them along
+    positions."""
+    pairs = set(states)
+    found = [node for node in graph.nodes if can_split_cache(node, pairs)]
+    for node in found:
+        node.op, node.domain = CACHED, DOMAIN
+        for i in (0, 1):
+            node.outputs[1 + i].shape = list(node.inputs[PAST + i].shape)
+    return bool(found)
 
 
 class _Fusion:

@@ -257,6 +257,8 @@ class _Importer:
         _name_nodes(inferred.graph)
         self.show("infer-shapes", inferred)
         graph = import_graph(inferred, self.defaults, self.path.parent)
+        for tensor in graph.outputs:
+            tensor.onnx_declared = self.declared[tensor.name]
         if self.is_open:
             reopen(graph, self.declared)
         else:

@@ -23,7 +23,8 @@ from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.placed_passes import Placed, insert
-from onnxpar.presets.context_parallel import RING
+from onnxpar.presets.context_parallel import CONTEXT, RING
+from onnxpar.rules.cached_attention import can_split_cache
 
 DEFAULT_PASSES: tuple[type[Pass], ...] = (
     AnnotateStrategy,
@@ -65,6 +66,9 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
     own_fusion = fusion.by == "none" and FuseAllReduces in added  # --add-pass has it, with options
     kept = [p for p in DEFAULT_PASSES if not (own_fusion and p is FuseAllReduces)]
     rings = [FuseAttention()] if options.preset == RING else []
+    states = set(model.states)
+    if options.preset == CONTEXT and any(can_split_cache(n, states) for n in model.graph.nodes):
+        rings = [FuseAttention(only_caches=True)]
     return [*rings, *(given.get(p) or p() for p in kept)]
 
 

@@ -2,6 +2,7 @@
 function begins with its rule, in the notation of `notation.py`."""
 
 from onnxpar.rules import attention as attention
+from onnxpar.rules import cached_attention as cached_attention
 from onnxpar.rules import channel_normalization as channel_normalization
 from onnxpar.rules import construction as construction
 from onnxpar.rules import contraction as contraction

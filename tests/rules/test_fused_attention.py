@@ -66,3 +66,17 @@ def test_rule(op, operands, results, attrs, text):
     rule = rule_of(node)
     assert rule.text() == text
     assert rule.rings == (("s", "t"),) and not rule.has_kernel
+
+
+def test_rule_of_cached_attention():
+    shapes = [(2, 3, 64), None, None, (2, 2, 9, 8), (2, 2, 9, 8), (2,), (), (9, 4), (9, 4)]
+    every = enumerate(shapes)
+    operands = [gs.Variable(f"x{i}" if s is not None else "", np.float32, s) for i, s in every]
+    results = [(2, 3, 32), (2, 2, 9, 8), (2, 2, 9, 8)]
+    outputs = [gs.Variable(f"y{i}", np.float32, s) for i, s in enumerate(results)]
+    attrs = {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}
+    rule = rule_of(gs.Node("CachedAttention", "a", attrs, operands, outputs, DOMAIN))
+    assert rule.text() == (
+        "b s (k g d) + (k d) + (k d), _, _, b k p d, b k p d, b, (), m r, m r"
+        " -> b s (k g d); b k p d; b k p d {communicating: p, whole: s d m r}"
+    )

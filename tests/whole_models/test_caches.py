@@ -167,6 +167,75 @@ def test_a_cache_of_fixed_length_is_split_by_positions(
             loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
 
 
+INSIDE = [
+    Decoder(GQA, length=48),
+    Decoder(GQA, "float16", length=48),
+    Decoder(GQA, length=48, shared=4, options={"packed": False}),
+    Decoder(GQA, length=48, options={"lengths": "vector"}),
+    Decoder(GQA, length=48, options={"lengths": "column"}),
+]
+"""Decoders whose op has a cache of fixed length inside."""
+
+
+@pytest.mark.parametrize("how", ["context-parallel cp=2", "ring-attention cp=5", "cp=2,tp=2"])
+@pytest.mark.parametrize("decoder", INSIDE, ids=str)
+def test_a_cache_inside_an_op_is_split_by_positions(
+    decoder: Decoder, how: str, tmp_path: Path
+) -> None:
+    """A long request, and others with a cache of their own. Each rank writes the new tokens that
+    have its positions; ranks exchange two numbers and a result for each head."""
+    how = how if " " in how else f"context-parallel {how}"
+    loop = Loop(decoder, tmp_path, 0, how)
+    heads = "tp" if "tp" in how else "-"
+    assert cache_layouts(loop.plan, decoder) == {f"[-, {heads}, cp, -]"}
+    one = Typical.given({"batch": 1, "seq": 1})
+    made = pipeline.plan(loop.model_file, replace(options(how), typical=one))[0]
+    assert max(c.bytes for c in made.collectives) <= 4 * decoder.hidden * 4
+    with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
+        for batch, *prompts in PROMPTS:
+            session.states.reset()
+            loop.request(session, batch, tuple(prompts))
+
+
+def test_padded_prompts_and_full_caches_inside_an_op(tmp_path: Path) -> None:
+    """A token after the end of its sample sees what the sample has. More tokens than a cache has
+    places for are an error on ranks as in onnxruntime."""
+    decoder = Decoder(GQA, length=48, options={"lengths": "vector"})
+    loop = Loop(decoder, tmp_path, 0, "context-parallel cp=3")
+    caches = empty_caches(decoder, loop.model, 2)
+    names = ["logits", *loop.pairs.values()]
+
+    def feeds(ids: np.ndarray, lengths: list[int], total: int) -> dict[str, np.ndarray]:
+        found = dict(feeds_of(decoder, loop.model, ids, 0)) | caches
+        found["seqlens_k"] = np.array(lengths, np.int32) - 1
+        return found | {"total_sequence_length": np.array(total, np.int32)}
+
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, 5))
+    with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
+        for lengths in ([5, 3], [1, 5]):
+            fed = feeds(ids, lengths, 5)
+            check_outputs(session.run(names, fed), loop.whole.run(names, fed), names)
+            session.states.reset()
+        late = feeds(ids[:, :1], [51, 51], 51)
+        with pytest.raises(Exception, match="total_sequence_length"):
+            loop.whole.run(names, late)
+        with pytest.raises(OnnxparError, match="out of range"):
+            session.run(names, late)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [Decoder(GQA), Decoder(GQA, length=48, options={"window": 8}), Decoder("MultiHeadAttention")],
+    ids=str,
+)
+def test_other_caches_inside_ops_stay_whole_along_positions(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    loop = Loop(decoder, tmp_path, 0, "context-parallel cp=2")
+    with ThreadSession(loop.folder, timeout=TIMEOUT) as session:
+        loop.request(session, 1, (3,))
+
+
 @pytest.mark.parametrize("decoder", FIXED, ids=str)
 def test_rings_leave_caches_where_they_are(decoder: Decoder, tmp_path: Path) -> None:
     """Attention to a cache that is split by positions is no ring: under ring-attention, too, ranks
