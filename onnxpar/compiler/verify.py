@@ -143,24 +143,29 @@ def _pending(
         for i, t in enumerate(op.node.inputs)
         if t.name in layouts and layouts[t.name].partial
     }
-    if own:
-        for i in range(len(op.node.inputs)):
-            additive = i in op.rule.additive and op.node.inputs[i].name
-            if bool(additive) != (i in carried):
-                fail(f"operand {i} must {'count once' if additive else 'be reduced first'}")
+    given = {i for i, t in enumerate(op.node.inputs) if t.name}
+    once = {i for i in op.rule.additive if i in given} if own else set()
+    for i in once:
+        if i not in carried:
+            fail(f"operand {i} must count once")
+    passed = {i: layout for i, layout in carried.items() if i not in once}
+    if own and (not passed or once or reduce != "sum"):
+        if passed:
+            fail(f"operand {min(passed)} must be reduced first")
         return own, reduce
-    if not carried:
+    if not passed:
         return (), "sum"
-    kinds = {(frozenset(_pieces(x.partial)), x.reduce) for x in carried.values()}
+    kinds = {(frozenset(_pieces(x.partial)), x.reduce) for x in passed.values()}
     if len(kinds) > 1:
         fail("the operands are partial by different reductions")
-    first = next(iter(carried.values()))
-    present = {i for i, t in enumerate(op.node.inputs) if t.name}
-    groups = [g & present for g in op.rule.linear] if first.reduce == "sum" else []
+    first = next(iter(passed.values()))
+    if {*_pieces(own)} & {*_pieces(first.partial)} or (own and first.reduce != "sum"):
+        fail("the operands are partial over the axes of the node's own sum, or not by a sum")
+    groups = [g & given for g in op.rule.linear] if first.reduce == "sum" else []
     groups += [frozenset({i}) for i in op.rule.monotone] if first.reduce in ("max", "min") else []
-    if set(carried) not in [set(g) for g in groups]:
-        fail(f"a partial {first.reduce} does not pass through operands {sorted(carried)}")
-    return first.partial, first.reduce
+    if set(passed) not in [set(g) for g in groups]:
+        fail(f"a partial {first.reduce} does not pass through operands {sorted(passed)}")
+    return own + first.partial, first.reduce
 
 
 def _every_segment(op: OpFactors, factor: str, held: dict[int, tuple[Axis, ...]]) -> bool:

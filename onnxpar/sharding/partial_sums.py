@@ -31,6 +31,7 @@ class _Candidate:
     through  True if, to reduce it, this result is reduced and not its operands
     group    the node's operands that are partial then, or are masked to count once
     carried  those operands in `group` that are partial already
+    passed   the axes over which they are; the others are the node's own
     """
 
     graph: gs.Graph
@@ -41,13 +42,15 @@ class _Candidate:
     through: bool
     group: frozenset[int] = frozenset()
     carried: frozenset[int] = frozenset()
+    passed: Axes = ()
 
 
 @dataclass
 class PartialSums:
     """The decision which values stay partial.
 
-    results   by tensor, and by `node::tensor` for the inputs and outputs of a node's bodies
+    results   by tensor, the axes over which it is partial beside the node's own; and by
+              `node::tensor`, those of the inputs and outputs of a node's bodies
     operands  by node and operand index
     """
 
@@ -75,8 +78,8 @@ class PartialSums:
         base = self.sharding.operand_sharding(op, op.outputs[index])
         own, reduce = self.sharding.own_partial(op)
         passed = self.results.get(op.node.outputs[index].name)
-        if passed and not own:
-            own, reduce = passed
+        if passed:
+            own, reduce = own + passed[0], passed[1]
         return FactorSharding(base.leaves, own, reduce)
 
 
@@ -110,22 +113,32 @@ class _Chooser:
             return
         result = op.node.outputs[0]
         own, reduce = self.sharding.own_partial(op)
-        if own:
-            seconds = self._reduction(op, own, reduce)
-            found = _Candidate(op.graph, own, reduce, 0.0, seconds, through=False)
-            self.candidates[result.name] = found
-            return
-        offers = [self._through(op, group) for group in self._groups(op)]
-        best = min((o for o in offers if o), key=lambda c: c.keep, default=None)
+        best = self._passing(op, own, reduce)
         if best is None:
+            if own:
+                seconds = self._reduction(op, own, reduce)
+                found = _Candidate(op.graph, own, reduce, 0.0, seconds, through=False)
+                self.candidates[result.name] = found
             return
-        reduced_first = sum(
-            c.reduce for i in range(len(op.node.inputs)) if (c := self._operand(op, i))
-        )
+        before = sum(c.reduce for i in range(len(op.node.inputs)) if (c := self._operand(op, i)))
+        reduced_first = before + (self._reduction(op, own, reduce) if own else 0.0)
+        best.axes = own + best.passed
         reduced_here = best.keep + self._reduction(op, best.axes, best.op)
         best.through = reduced_here < reduced_first * 0.999
         best.reduce = min(reduced_here, reduced_first)
+        if own and not best.through:
+            best = _Candidate(op.graph, own, reduce, before, reduced_first, through=False)
         self.candidates[result.name] = best
+
+    def _passing(self, op: OpFactors, own: Axes, reduce: ReduceOp) -> _Candidate | None:
+        """The best candidate for a result whose operands pass the node as partial values. Beside
+        sums of its own, only sums may, and no operand may count once for these."""
+        once = any(i < len(op.node.inputs) and op.node.inputs[i].name for i in op.rule.additive)
+        if own and (reduce != "sum" or once):
+            return None
+        offers = [self._through(op, group) for group in self._groups(op)]
+        fitting = [o for o in offers if o and (not own or o.op == "sum")]
+        return min(fitting, key=lambda c: c.keep, default=None)
 
     def _carry(self, op: OpFactors, carried: Accumulator) -> None:
         """Lets a loop carry a sum as a partial value; one reduction after the loop is enough."""
@@ -183,7 +196,9 @@ class _Chooser:
                 seconds += select + (operand.reduce if operand else 0.0)
         if not carried:
             return None
-        return _Candidate(op.graph, axes, reduce, seconds, 0.0, False, group, frozenset(carried))
+        return _Candidate(
+            op.graph, axes, reduce, seconds, 0.0, False, group, frozenset(carried), axes
+        )
 
     def _operand(self, op: OpFactors, index: int) -> _Candidate | None:
         """The candidate of an operand; None if other nodes read the operand, or its layout is
@@ -216,10 +231,10 @@ class _Chooser:
         """Records that a result stays partial, and which of its operands stay partial for that."""
         if not candidate.group:
             return
-        self.decided.results[op.node.outputs[0].name] = (candidate.axes, candidate.op)
+        self.decided.results[op.node.outputs[0].name] = (candidate.passed, candidate.op)
         for i in candidate.group:
             if op.node.inputs[i].name:
-                self.decided.operands[op.node.name, i] = (candidate.axes, candidate.op)
+                self.decided.operands[op.node.name, i] = (candidate.passed, candidate.op)
             if i not in candidate.carried:
                 continue
             producer = op.node.inputs[i].inputs[0]

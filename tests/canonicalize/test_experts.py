@@ -121,14 +121,18 @@ def test_experts_beside_the_batch_and_columns() -> None:
     assert layouts == {"[ep, -, tp]", "[ep, tp, -]"}
 
 
-def test_a_rank_computes_its_experts_rows_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout, width", [("expert-parallel 2", 24), ("expert-parallel ep=2,tp=2", 12)]
+)
+def test_a_rank_computes_its_experts_rows_alone(layout: str, width: int, tmp_path: Path) -> None:
     path = MODELS / "mixtral.loop.legacy.onnx"
-    pipeline.shard(path, tmp_path / "model.par", options("expert-parallel 2"))
+    pipeline.shard(path, tmp_path / "model.par", options(layout))
     graph = onnx.load(tmp_path / "model.par/rank_0000.onnx", load_external_data=False).graph
     products = [n for n in graph.node if n.op_type == "MatMul" and "/experts/" in n.name]
     stored = {t.name: list(t.dims) for t in graph.initializer}
     assert Counter(node.op_type for node in graph.node)["NonZero"] == 2
-    assert [stored[n.input[1]] for n in products] == [[16, 24], [16, 24], [24, 16]] * 2
+    sizes = [[16, width], [16, width], [width, 16]]
+    assert [stored[n.input[1]] for n in products] == sizes * 2
 
 
 def test_weights_in_another_file(tmp_path: Path) -> None:

@@ -38,10 +38,19 @@ def traced(folder: Path, how: Options, runs: int) -> Trace:
         exchanging("expert-parallel dp=2,ep=3"),
         options("expert-parallel 2"),
         options("expert-parallel dp=2,ep=2"),
+        options("expert-parallel ep=2,tp=2"),
         options("tensor-parallel 2"),
         options("data-parallel 3"),
     ],
-    ids=["exchange", "exchange beside dp", "gather", "gather beside dp", "columns", "rows"],
+    ids=[
+        "exchange",
+        "exchange beside dp",
+        "gather",
+        "gather beside dp",
+        "gather beside tp",
+        "columns",
+        "rows",
+    ],
 )
 def test_each_token_counts_once(how: Options, tmp_path: Path) -> None:
     pairs = {(row, expert) for row, chosen in enumerate(IDS.tolist()) for expert in chosen}
