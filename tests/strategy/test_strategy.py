@@ -198,7 +198,7 @@ def test_a_file_and_its_mesh(tmp_path: Path) -> None:
         ({"shard": {"fc": {"m": "tp", "n": "tp"}}}, ["Gemm 'fc'", "use each axis once"]),
         (
             {"shard": {"fc": [[1, 1]]}, "sharding": {}},
-            ["'sharding'", "use mesh, shard, tensors, groups"],
+            ["'sharding'", "use mesh, shard, tensors, place, groups"],
         ),
     ],
 )
