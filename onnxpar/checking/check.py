@@ -37,6 +37,7 @@ from onnxpar.report.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_array, check_timeout
 from onnxpar.runtime.feeds import make_feeds, read_given
+from onnxpar.runtime.first_states import ZERO
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.symbols.symbols import Polynomial
 from onnxpar.trainer.data import Data
@@ -289,6 +290,12 @@ def _feeds(
         feeds = dict(way.inputs)
     elif way.inputs is not None:
         feeds = read_given(way.inputs, specs)
+    zeros = [n for n, kind in bundle.initial.items() if kind == ZERO and n not in feeds]
+    if made.step is not None and zeros:
+        raise InputError(
+            f"{model} is a training step, whose states start with zeros ({zeros[0]!r}); give "
+            "--train, which compares several steps from there"
+        )
     for name, value in feeds.items():
         if name in bundle.inputs:
             check_array(bundle.inputs[name], value)

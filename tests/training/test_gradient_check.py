@@ -74,6 +74,13 @@ def test_an_encoder_whose_key_biases_have_no_gradient(
     assert "all outputs agree" in capsys.readouterr().out
 
 
+def test_a_step_with_states_needs_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = str(write_step(MLP, tmp_path, optimizer="adamw"))
+    assert main(["check", step, "--devices", "2"]) == 2
+    assert "whose states start with zeros ('step'); give --train" in capsys.readouterr().err
+    assert main(["check", step, "--devices", "2", "--train", "--steps", "2"]) == 0
+
+
 def test_an_evaluation_of_weights_that_are_fed(tmp_path: Path) -> None:
     """Or are as they were stored."""
     step = write_step(MLP, tmp_path, optimizer="none")
