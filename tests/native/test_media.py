@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
 import re
 import resource
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
-from native.ranks import collective, run
-from onnx import TensorProto
+from native.media import results_over
 
 from onnxpar.errors import RankError
-from onnxpar.runtime.groups import World, thread_worlds
-
-_context = multiprocessing.get_context("forkserver")
-
-COLLECTIVES: dict[str, tuple[str, dict[str, object]]] = {
-    "all-reduce": ("AllReduce", {}),
-    "reduce-scatter": ("ReduceScatter", {"axis": 0}),
-    "all-gather": ("AllGather", {"axis": 1}),
-    "all-to-all": ("AllToAll", {"split_axis": 1, "concat_axis": 0}),
-    "broadcast": ("Broadcast", {"root": 2}),
-    "permute": ("CollectivePermute", {"sources": [2, 0, 1]}),
-    "neighbours": ("NeighborExchange", {"axis": 0, "before": [0, 1, 2], "after": [1, 1, 0]}),
-}
-SHAPES = [(4, 3), (5, 7), (300, 501), (700, 800)]
-"""In one cell, in one message, and in many, with rows that are not contiguous."""
+from onnxpar.runtime.groups import thread_worlds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,47 +25,9 @@ def every_medium() -> None:
     """These tests set it themselves."""
 
 
-def _serve(
-    rank: int, media: Sequence[str], store: str, results: multiprocessing.SimpleQueue[object]
-) -> None:
-    os.environ["ONNXPAR_TRANSPORT"] = media[rank]
-    size = len(media)
-    try:
-        with World.create(f"rank-{rank}", rank, size, store, timeout=20) as world:
-            shared = [world.shares_memory_with(other) for other in range(size)]
-            digests = [
-                [_result(world, name, shape).tobytes() for shape in SHAPES] for name in COLLECTIVES
-            ]
-        results.put((rank, shared, digests))
-    except RankError as error:
-        results.put((rank, str(error), None))
-
-
-def _result(world: World, name: str, shape: tuple[int, int]) -> np.ndarray:
-    kind, attributes = COLLECTIVES[name]
-    xs = [np.random.default_rng(rank).standard_normal(shape, "f4") for rank in range(world.size)]
-    return run(world, collective(kind, TensorProto.FLOAT, list(shape), **attributes), *xs)
-
-
-def worlds_over(folder: Path, *media: str) -> list[tuple[object, object]]:
-    """For each rank, a process with its own ONNXPAR_TRANSPORT: with whom it shares memory, and the
-    bytes of its results; or the text of its error."""
-    results = _context.SimpleQueue()
-    processes = [
-        _context.Process(target=_serve, args=(rank, media, f"file:{folder}", results))
-        for rank in range(len(media))
-    ]
-    for process in processes:
-        process.start()
-    answers = sorted(results.get() for _ in media)  # type: ignore[type-var]
-    for process in processes:
-        process.join()
-    return [answer[1:] for answer in answers]  # type: ignore[index]
-
-
 @pytest.fixture(scope="module")
 def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    answers = worlds_over(tmp_path_factory.mktemp("gloo"), "gloo", "gloo", "gloo")
+    answers = results_over(tmp_path_factory.mktemp("gloo"), "gloo", "gloo", "gloo")
     assert [shared for shared, _ in answers] == [[False] * 3] * 3
     return [digests for _, digests in answers]
 
@@ -102,7 +47,7 @@ def test_each_pair_has_its_medium_and_all_the_same_bits(
     over_gloo: list[object],
     tmp_path: Path,
 ) -> None:
-    answers = worlds_over(tmp_path, *media)
+    answers = results_over(tmp_path, *media)
     both = {*pairs, *((b, a) for a, b in pairs)}
     assert [shared for shared, _ in answers] == [
         [(rank, other) in both for other in range(3)] for rank in range(3)
@@ -111,8 +56,8 @@ def test_each_pair_has_its_medium_and_all_the_same_bits(
 
 
 def test_shared_memory_alone(tmp_path: Path) -> None:
-    for said, _ in worlds_over(tmp_path, "shared-memory", "gloo"):
-        assert "ONNXPAR_TRANSPORT=shared-memory, but not all ranks" in str(said)
+    for said in results_over(tmp_path, "shared-memory", "gloo"):
+        assert "ONNXPAR_TRANSPORT=shared-memory, but not all ranks" in said
 
 
 def test_an_unknown_medium(monkeypatch: pytest.MonkeyPatch) -> None:
