@@ -1,4 +1,4 @@
-// The interface of implementations that move bytes between ranks; gloo_transport.h has one.
+// The interface of implementations that move bytes between ranks; message_transport.h has one.
 #pragma once
 
 #include <cstddef>
