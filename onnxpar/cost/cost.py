@@ -1,8 +1,8 @@
 """The cost model of communication, memory traffic and compute: latency, bytes and operations.
 
-A collective is modelled by the messages that the plugin sends (`native/message_transport.cc`): rounds
-in which every member sends to every other at once. Its speed is that of the slowest link that the
-group crosses.
+A collective is modelled by the messages that the plugin sends (`native/message_transport.cc`):
+rounds in which every member sends to every other at once. Its speed is that of the slowest link
+that the group crosses.
 """
 
 from __future__ import annotations
