@@ -290,8 +290,9 @@ def _feeds(
         feeds = dict(way.inputs)
     elif way.inputs is not None:
         feeds = read_given(way.inputs, specs)
-    zeros = [n for n, kind in bundle.initial.items() if kind == ZERO and n not in feeds]
-    if made.step is not None and zeros:
+    states = made.step.unsplit.slots if made.step else ()
+    unfed = [s.input for s in states if s.input not in feeds]
+    if zeros := [name for name in unfed if bundle.initial.get(name) == ZERO]:
         raise InputError(
             f"{model} is a training step, whose states start with zeros ({zeros[0]!r}); give "
             "--train, which compares several steps from there"
