@@ -186,7 +186,8 @@ def _scatter(output: gs.Variable, table: str) -> gs.Node:
     if node.op != "ScatterND":
         raise StrategyError(
             f"--place {table}=host: {node.op} '{node.name}' exchanges the whole table after each "
-            "step; split the table by rows or columns, or give --preset table-parallel"
+            "step; split the table and its optimizer state alike, by rows or columns, or give "
+            "--preset table-parallel"
         )
     return node
 

@@ -127,7 +127,8 @@ def _check(model: Model, name: str, asked: str) -> None:
             raise StrategyError(f"{asked}: {name} is a state that each run replaces; leave it out")
         if slot.of in step.sampled or slot.of not in step.rows:
             why = (
-                "its classes are sampled, which is not possible on the host; leave it out"
+                "a step draws its rows from all of its classes, which must be in memory; leave it "
+                "out: --preset class-parallel splits the classes over the ranks"
                 if slot.of in step.sampled
                 else "each step changes all its rows; write the step with `onnxpar grad --lazy "
                 f"'{slot.of or name}'`, or leave it out"

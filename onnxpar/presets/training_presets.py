@@ -128,7 +128,8 @@ def zero_rounds(
 
     Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 shards the
     parameter, too. Stages 1 and 2 of one step are the same program, as both reduce-scatter the
-    gradient. Errors: StrategyError if the model is not a training step.
+    gradient. A table on the host stays whole, because a step neither gathers nor scatters all its
+    rows. Errors: StrategyError if the model is not a training step.
     """
     if step is None:
         raise StrategyError(
@@ -137,6 +138,9 @@ def zero_rounds(
     first: list[Annotation] = []
     last: list[Annotation] = []
     for slot in step.parameters:
+        if slot.input in sharding.factors.on_host:
+            first.append(Closed(slot.input))
+            continue
         parts = updated_with(graph, step, slot)
         if ZERO_STAGES[preset] == 3:
             parts = (slot.input, *parts)
