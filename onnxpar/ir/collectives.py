@@ -51,6 +51,7 @@ class Kind:
     by_data        True if data decide how much each rank sends
     is_late        True if it runs right before its first reader, and not as early as possible
     is_fused       True if several tensors may share one such collective
+    is_started     True if a thread of the plugin may run it, between a Start and a Complete
     is_measured    True if `onnxpar calibrate` measures it
     has_link       True if a topology may give it a link of its own
     by_hand        True if a program per rank may have it
@@ -69,6 +70,7 @@ class Kind:
     by_data: bool = False
     is_late: bool = False
     is_fused: bool = False
+    is_started: bool = False
     is_measured: bool = False
     has_link: bool = True
     by_hand: bool = True
@@ -101,6 +103,7 @@ _ROWS = (
         traffic=2.0,
         ends_together=True,
         is_fused=True,
+        is_started=True,
         is_measured=True,
     ),
     Kind(
@@ -111,6 +114,7 @@ _ROWS = (
         ends_together=True,
         is_late=True,
         is_fused=True,
+        is_started=True,
         is_measured=True,
     ),
     Kind(
@@ -119,6 +123,7 @@ _ROWS = (
         traffic=1.0,
         cuts=Along("axis", "sizes"),
         is_fused=True,
+        is_started=True,
         is_measured=True,
     ),
     Kind(
@@ -128,6 +133,7 @@ _ROWS = (
         joins=Along("concat_axis", "concat_sizes"),
         cuts=Along("split_axis", "split_sizes"),
         is_fused=True,
+        is_started=True,
         is_measured=True,
     ),
     Kind("AllToAllV", traffic=1.0, by_data=True, by_hand=False),  # nodes compute its sizes
@@ -161,6 +167,12 @@ KINDS = {kind.name: kind for kind in _ROWS}
 LOCAL_STEPS = tuple(kind.name for kind in _ROWS if kind.is_local)
 """Steps of reshards that send nothing: they become ordinary ops, and the plugin does not know
 them."""
+
+START, COMPLETE = "Start", "Complete"
+"""A collective in two ops: the op that starts one has this before the name of its kind, and the op
+that waits for its result has this name."""
+AFTER = "After"
+"""The op that passes a token on once its operand has been computed."""
 
 RANK_CONSTANTS = ("Rank", "GroupSize")
 """The plugin's ops that compute a constant of a rank, and communicate with nobody."""

@@ -19,6 +19,10 @@ class Collective : public Kernel {
   /// none waits for this one.
   void Compute(KernelContext& context) final;
 
+  /// The shape of output 0 on this rank for an operand; 0 stands for a size that only the members
+  /// together know.
+  virtual Shape ResultShape(const Tensor& x) const { return x.shape; }
+
  protected:
   Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world);
   /// For a message between the two ranks of `pair`.

@@ -9,6 +9,7 @@
 #include "block.h"
 #include "collective.h"
 #include "message_kernels.h"
+#include "started.h"
 
 namespace onnxpar {
 namespace {
@@ -74,6 +75,10 @@ class AllGather : public Collective {
     });
   }
 
+  Shape ResultShape(const Tensor& x) const override {
+    return WithExtent(x.shape, NormalizeAxis(axis_, x.shape), SumOf(sizes_));
+  }
+
   const int64_t axis_;
   const Sizes sizes_;
 };
@@ -98,6 +103,12 @@ class ReduceScatter : public Collective {
       transport.ReduceScatter(call, {x.type, op_}, x.data,
                               SlicesOf(x.shape, axis, ElementSize(x.type), sizes), y);
     });
+  }
+
+  Shape ResultShape(const Tensor& x) const override {
+    const size_t axis = NormalizeAxis(axis_, x.shape);
+    const Sizes sizes = sizes_.empty() ? EqualParts(x.shape[axis], group_.ranks.size()) : sizes_;
+    return WithExtent(x.shape, axis, sizes[group_.me]);
   }
 
   const int64_t axis_;
@@ -147,6 +158,15 @@ class AllToAll : public Collective {
     });
   }
 
+  Shape ResultShape(const Tensor& x) const override {
+    const size_t split = NormalizeAxis(split_axis_, x.shape);
+    const Sizes sizes =
+        split_sizes_.empty() ? EqualParts(x.shape[split], group_.ranks.size()) : split_sizes_;
+    Shape y_shape = WithExtent(x.shape, split, sizes[group_.me]);
+    y_shape[NormalizeAxis(concat_axis_, x.shape)] = SumOf(concat_sizes_);
+    return y_shape;
+  }
+
   const int64_t split_axis_;
   const int64_t concat_axis_;
   const Sizes split_sizes_;
@@ -190,6 +210,10 @@ class Redistribute : public Collective {
       transport.Exchange(call, x.data, SlicesOf(x.shape, axis, element, gives_), y,
                          SlicesOf(y_shape, axis, element, takes_));
     });
+  }
+
+  Shape ResultShape(const Tensor& x) const override {
+    return WithExtent(x.shape, NormalizeAxis(axis_, x.shape), SumOf(takes_));
   }
 
   const int64_t axis_;
@@ -299,10 +323,9 @@ class Scalar : public Kernel {
   const int64_t value_;
 };
 
-}  // namespace
-
-std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& info,
-                                   std::shared_ptr<World> world) {
+/// Creates the kernel of a collective that may be started in the background; null for other ops.
+std::unique_ptr<Collective> MakeCollective(const std::string& kind, const KernelInfo& info,
+                                           std::shared_ptr<World> world) {
   if (kind == "AllReduce") return std::make_unique<AllReduce>(info, world);
   if (kind == "AllGather") return std::make_unique<AllGather>(info, world);
   if (kind == "ReduceScatter") return std::make_unique<ReduceScatter>(info, world);
@@ -310,6 +333,22 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
     return std::make_unique<Redistribute>(info, world);
   }
   if (kind == "AllToAll") return std::make_unique<AllToAll>(info, world);
+  return nullptr;
+}
+
+constexpr char kStart[] = "Start";
+
+}  // namespace
+
+std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& info,
+                                   std::shared_ptr<World> world) {
+  if (kind.rfind(kStart, 0) == 0) {
+    const std::string started = kind.substr(sizeof(kStart) - 1);
+    return MakeStart(MakeCollective(started, info, world), started == "AllReduce", world);
+  }
+  if (auto kernel = MakeCollective(kind, info, world)) return kernel;
+  if (kind == "Complete") return MakeComplete();
+  if (kind == "After") return MakeAfter();
   if (kind == "AllToAllV") return std::make_unique<AllToAllV>(info, world);
   if (kind == "Broadcast") return std::make_unique<Broadcast>(info, world);
   if (auto kernel = MakeMessageKernel(kind, info, world)) return kernel;

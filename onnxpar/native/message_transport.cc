@@ -7,16 +7,10 @@
 #include "chunks.h"
 #include "links.h"
 #include "ort.h"
+#include "slow_link.h"
 
 namespace onnxpar {
 namespace {
-
-/// An AllReduce that sends at most this many bytes takes one step, in which every member sends its
-/// whole operand to every other one, instead of two steps.
-constexpr size_t kDirectBytes = 384 * 1024;
-/// In a Broadcast of more bytes, the root sends a part to each member, and the members exchange the
-/// parts.
-constexpr size_t kScatteredBytes = 64 * 1024;
 
 class MessageTransport : public Transport {
  public:
@@ -78,7 +72,7 @@ void MessageTransport::AllReduce(const Call& call, const Reduction& reduction, c
                                  void* out, size_t elements) {
   const size_t element_size = ElementSize(reduction.type);
   const size_t bytes = elements * element_size;
-  if (bytes * (call.ranks.size() - 1) <= kDirectBytes) {
+  if (IsDirect(call, bytes)) {
     return Reduce(call, reduction, in, ToEach(call, {0, bytes}), out, [](size_t) {});
   }
   const std::vector<Block> parts = PartsOf(call, elements, element_size);
@@ -140,7 +134,7 @@ void MessageTransport::AllGather(const Call& call, const void* in, void* out,
 /// If there are many bytes, the root sends a different part to each member, and the members then
 /// exchange these parts.
 void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
-  const bool dealt = bytes > kScatteredBytes && call.size() > 2;
+  const bool dealt = IsDealt(call, bytes);
   std::vector<Block> chunks;  // of all members but the root
   for (int member = 0; member < call.size(); ++member) {
     if (member == root) continue;
@@ -178,10 +172,17 @@ void MessageTransport::Move(const Call& call, Phase phase, const void* in,
 
 }  // namespace
 
+bool IsDirect(const Call& call, size_t bytes) {
+  return bytes * (call.ranks.size() - 1) <= kDirectBytes;
+}
+
+bool IsDealt(const Call& call, size_t bytes) { return bytes > kScatteredBytes && call.size() > 2; }
+
 std::unique_ptr<Transport> ConnectRanks(int rank, int size, gloo::rendezvous::Store& store,
                                         const std::string& address,
                                         std::chrono::milliseconds timeout) {
-  return std::make_unique<MessageTransport>(rank, size, store, address, timeout);
+  return SlowedByEnvironment(
+      std::make_unique<MessageTransport>(rank, size, store, address, timeout));
 }
 
 }  // namespace onnxpar

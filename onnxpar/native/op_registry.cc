@@ -36,6 +36,12 @@ const Schema kSchemas[] = {
     {"CollectivePermute", 2, 2, DataType::kAny, InferCollectivePermute, false},
     {"NeighborExchange", 2, 2, DataType::kAny, InferNeighborExchange, false},
     {"HaloExchange", 3, 2, DataType::kAny, InferOpenAxis, false},
+    {"StartAllReduce", 2, 2, DataType::kAny, InferStart<InferSameShape>, false},
+    {"StartAllGather", 2, 2, DataType::kAny, InferStart<InferAllGather>, false},
+    {"StartReduceScatter", 2, 2, DataType::kAny, InferStart<InferReduceScatter>, false},
+    {"StartAllToAll", 2, 2, DataType::kAny, InferStart<InferAllToAll>, false},
+    {"Complete", 2, 2, DataType::kAny, InferComplete, false},
+    {"After", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
@@ -84,7 +90,7 @@ OrtStatus* NewKernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* 
 
 OrtStatus* Compute(void* kernel, OrtKernelContext* context) {
   return Guard([&] {
-    KernelContext node(context);
+    NodeContext node(context);
     static_cast<Kernel*>(kernel)->Compute(node);
   });
 }

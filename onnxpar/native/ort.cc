@@ -236,7 +236,7 @@ size_t Tensor::Elements() const {
   return count;
 }
 
-Tensor KernelContext::Input(size_t index) const {
+Tensor NodeContext::Input(size_t index) const {
   const OrtValue* value = nullptr;
   Call(kKernelContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value);
   OwnedInfo owned;
@@ -246,13 +246,13 @@ Tensor KernelContext::Input(size_t index) const {
   return tensor;
 }
 
-size_t KernelContext::OutputCount() const {
+size_t NodeContext::OutputCount() const {
   size_t count = 0;
   Call(kKernelContextGetOutputCount, static_cast<const OrtKernelContext*>(context_), &count);
   return count;
 }
 
-void* KernelContext::Output(size_t index, const Shape& shape) {
+void* NodeContext::Output(size_t index, const Shape& shape) {
   OrtValue* value = nullptr;
   void* data = nullptr;
   Call(kKernelContextGetOutput, context_, index, shape.data(), shape.size(), &value);
@@ -289,11 +289,13 @@ void ShapeContext::SetOutput(size_t index, DataType type,
                              const std::vector<Dimension>& dimensions) {
   Shape shape;
   std::vector<std::string> symbols;
-  for (const Dimension& dimension : dimensions) {
+  const auto append = [&](const Dimension& dimension) {
     shape.push_back(dimension.size);
     const bool unnamed = dimension.size < 0 && dimension.symbol.empty();
     symbols.push_back(unnamed ? NewSymbol() : dimension.symbol);
-  }
+  };
+  if (index == 0) std::for_each(prefix_.begin(), prefix_.end(), append);
+  std::for_each(dimensions.begin(), dimensions.end(), append);
   std::vector<const char*> names;
   for (const std::string& symbol : symbols) names.push_back(symbol.c_str());
 

@@ -62,14 +62,23 @@ struct Tensor {
   size_t Bytes() const { return Elements() * ElementSize(type); }
 };
 
-/// The inputs and outputs of a node; valid only while its kernel runs.
+/// The inputs and outputs of a node, as its kernel sees them.
 class KernelContext {
  public:
-  explicit KernelContext(OrtKernelContext* context) : context_(context) {}
-  Tensor Input(size_t index) const;
-  size_t OutputCount() const;
+  virtual ~KernelContext() = default;
+  virtual Tensor Input(size_t index) const = 0;
+  virtual size_t OutputCount() const = 0;
   /// Allocates output `index`, whose type the schema determines; returns its memory.
-  void* Output(size_t index, const Shape& shape);
+  virtual void* Output(size_t index, const Shape& shape) = 0;
+};
+
+/// Those of a node of a session; valid only while onnxruntime runs the kernel.
+class NodeContext : public KernelContext {
+ public:
+  explicit NodeContext(OrtKernelContext* context) : context_(context) {}
+  Tensor Input(size_t index) const override;
+  size_t OutputCount() const override;
+  void* Output(size_t index, const Shape& shape) override;
 
  private:
   OrtKernelContext* context_;
@@ -85,6 +94,8 @@ struct Dimension {
 class ShapeContext {
  public:
   explicit ShapeContext(OrtShapeInferContext* context) : context_(context) {}
+  /// Puts dimensions before those that are set for output 0.
+  void PrefixOutput(const std::vector<Dimension>& dimensions) { prefix_ = dimensions; }
   /// Returns the dimensions of an input; empty for a scalar or if their number is unknown, because
   /// onnxruntime presents both alike.
   std::vector<Dimension> Input(size_t index) const;
@@ -95,6 +106,7 @@ class ShapeContext {
 
  private:
   OrtShapeInferContext* context_;
+  std::vector<Dimension> prefix_;
 };
 
 }  // namespace onnxpar

@@ -123,6 +123,14 @@ void InferAllToAllV(ShapeContext& node, const World* world) {
   node.SetOutput(1, DataType::kBool, {{0, ""}, Dimension{}});
 }
 
+void InferComplete(ShapeContext& node, const World*) {
+  const Dimensions pending = node.Input(0);
+  if (pending.size() >= 2) {
+    node.SetOutput(0, node.InputType(0), {pending.begin() + 2, pending.end()});
+  }
+  node.SetOutput(1, DataType::kBool, {{0, ""}, {}, {}});
+}
+
 void InferTokenOnly(ShapeContext& node, const World*) { SetToken(node, 0); }
 
 void InferScalar(ShapeContext& node, const World*) { node.SetOutput(0, DataType::kInt64, {}); }

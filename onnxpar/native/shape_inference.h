@@ -18,7 +18,15 @@ void InferCollectivePermute(ShapeContext& node, const World* world);
 void InferNeighborExchange(ShapeContext& node, const World* world);
 void InferOpenAxis(ShapeContext& node, const World* world);
 void InferAllToAllV(ShapeContext& node, const World* world);
+void InferComplete(ShapeContext& node, const World* world);
 void InferTokenOnly(ShapeContext& node, const World* world);
 void InferScalar(ShapeContext& node, const World* world);
+
+/// For an op that starts a collective, of which `infer` sets the shape of the result.
+template <InferShapes infer>
+void InferStart(ShapeContext& node, const World* world) {
+  node.PrefixOutput({{0, ""}, {}});  // and the number of the started collective
+  infer(node, world);
+}
 
 }  // namespace onnxpar

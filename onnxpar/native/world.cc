@@ -256,6 +256,7 @@ void World::Interrupt(const std::string& message) {
 }
 
 std::string World::Renew() {
+  background_.Await();  // what was started fails at once, because the run was interrupted
   std::lock_guard<std::mutex> no_collective_runs(run_mutex_);
   const std::shared_ptr<Control> control = Channel();
   if (!control) {
@@ -361,6 +362,7 @@ std::map<std::vector<int>, uint64_t> World::Runs() {
 
 void World::Close() {
   OnFailure("this rank has left the world");
+  background_.Await();
   std::lock_guard<std::mutex> no_collective_runs(run_mutex_);
   std::shared_ptr<Control> control = Channel();
   if (!control) return;

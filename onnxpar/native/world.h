@@ -3,14 +3,17 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "background.h"
 #include "control.h"
 #include "ort.h"
 #include "transport.h"
@@ -80,8 +83,10 @@ class World : public ControlListener {
 
   /// Runs a collective: calls body(transport, call). Throws a WorldFailure with the reason if the
   /// collective fails or cannot run.
+  /// First waits until those in the background have ended.
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
+    background_.Await();
     std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
     const Running running(*this, operation);
     try {
@@ -90,6 +95,10 @@ class World : public ControlListener {
       Fail(operation, error.what());
     }
   }
+
+  /// Adds a job that runs a collective; a thread of this world runs these one after the other, in
+  /// the order in which they were added. The job must not throw.
+  void InBackground(std::function<void()> job) { background_.Add(std::move(job)); }
 
   /// True if messages to this rank of the world go through memory that both ranks share. Throws if
   /// the world has no such rank.
@@ -159,6 +168,8 @@ class World : public ControlListener {
   const Operation* running_ = nullptr;
   Clock::time_point began_;
   bool reported_ = false;
+
+  Background background_;  // the last member: its jobs use the others
 };
 
 }  // namespace onnxpar

@@ -10,7 +10,16 @@ import pytest
 import onnxpar.grad  # noqa: F401  (registers gradients)
 from onnxpar.compiler import verify
 from onnxpar.grad.vjp import registered
-from onnxpar.ir.collectives import DOMAIN, KINDS, LOCAL_STEPS, RANK_CONSTANTS, Kind
+from onnxpar.ir.collectives import (
+    AFTER,
+    COMPLETE,
+    DOMAIN,
+    KINDS,
+    LOCAL_STEPS,
+    RANK_CONSTANTS,
+    START,
+    Kind,
+)
 
 ROOT = Path(__file__).parents[2]
 COMMUNICATING = [kind for kind in KINDS.values() if not kind.is_local]
@@ -18,11 +27,13 @@ AMOUNTS = {"whole": (0, 0), "split": (1, 0), "partial": (0, 1)}
 """How often axes are on factors, and in the partial reduction, by the state of a tensor."""
 
 
-def test_the_plugin_has_these_ops_and_a_gate() -> None:
+def test_the_plugin_has_these_ops_and_a_few_that_order_nodes() -> None:
     source = (ROOT / "onnxpar/native/op_registry.cc").read_text()
     (table,) = re.findall(r"kSchemas\[\] = \{(.*?)\n\};", source, re.DOTALL)
     ops = re.findall(r'\{"(\w+)"', table)
-    assert set(ops) == {*(kind.name for kind in COMMUNICATING), *RANK_CONSTANTS, "Gate"}
+    started = {START + kind.name for kind in KINDS.values() if kind.is_started}
+    others = {*RANK_CONSTANTS, COMPLETE, AFTER, "Gate"}
+    assert set(ops) == {*(kind.name for kind in COMMUNICATING), *started, *others}
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS.values() if k.change], ids=lambda k: k.name)

@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
-from native.ranks import TOKEN, collective, session
+from native.ranks import TOKEN, collective, model, node, session
 from onnx import TensorProto
 
 from onnxpar.runtime.groups import World
@@ -38,9 +38,10 @@ class RankProcess:
         assert self.process.pid is not None
         return self.process.pid
 
-    def start(self, runs: int = 1, pair: bool = False) -> None:
-        """Begin so many all-reduces, of all ranks or of ranks 1 and 2."""
-        self._connection.send((runs, pair))
+    def start(self, runs: int = 1, which: str = "") -> None:
+        """Begin so many all-reduces: of all ranks, the same "in two" ops, or of the "pair" of ranks
+        1 and 2."""
+        self._connection.send((runs, which))
 
     def finish(self, patience: float = 20) -> tuple[str, float]:
         """The message of the error that ended the runs ("" for none), and when it was raised."""
@@ -71,6 +72,15 @@ def start_ranks(size: int, directory: Path, timeout: float) -> list[RankProcess]
     return ranks
 
 
+def _in_two() -> bytes:
+    """An all-reduce of all ranks that a thread of the plugin runs."""
+    nodes = [
+        node("StartAllReduce", ["X", "t"], ["P", "u"], tag=1, name="node"),
+        node("Complete", ["P", "u"], ["Y", "s"], name="end"),
+    ]
+    return model(nodes, [("X", TensorProto.FLOAT, ["n"])], [("Y", TensorProto.FLOAT, None)])
+
+
 def _serve(
     connection: Connection, rank: int, size: int, store: str, timeout: float, medium: str
 ) -> None:
@@ -78,21 +88,22 @@ def _serve(
     connection.send(("up", 0.0))
     connection.recv()
     world = World.create(f"rank-{rank}", rank, size, store, timeout=timeout)
-    sessions = [session(world, collective("AllReduce", TensorProto.FLOAT, ["n"]))]
+    whole = collective("AllReduce", TensorProto.FLOAT, ["n"])
+    sessions = {"": session(world, whole), "in two": session(world, _in_two())}
     if rank in (1, 2):
         pair = collective("AllReduce", TensorProto.FLOAT, ["n"], group=[1, 2], tag=2)
-        sessions.append(session(world, pair))
+        sessions["pair"] = session(world, pair)
     feeds = {"X": np.full([10_000], rank, "f4"), "t": TOKEN}
     connection.send(("ready", 0.0))
     while True:
         try:
-            runs, pair = connection.recv()
+            runs, which = connection.recv()
         except EOFError:
             ctypes.CDLL(None).exit(0)  # a child of multiprocessing would skip C's exit handlers
         message = ""
         try:
             for _ in range(runs):
-                sessions[pair].run(["Y"], feeds)
+                sessions[which].run(["Y"], feeds)
         except Exception as error:
             message = str(error)
         connection.send((message, time.monotonic()))

@@ -28,14 +28,15 @@ def ranks(tmp_path: Path) -> Iterator[list[RankProcess]]:
         rank.process.join()
 
 
-def start_all(ranks: list[RankProcess], runs: int) -> None:
+def start_all(ranks: list[RankProcess], runs: int, which: str = "") -> None:
     for rank in ranks:
-        rank.start(runs)
+        rank.start(runs, which)
 
 
+@pytest.mark.parametrize("which", ["", "in two"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_in_a_collective(ranks: list[RankProcess], victim: int) -> None:
-    start_all(ranks, MANY)
+def test_a_rank_killed_in_a_collective(ranks: list[RankProcess], victim: int, which: str) -> None:
+    start_all(ranks, MANY, which)
     time.sleep(0.1)
     killed = time.monotonic()
     os.kill(ranks[victim].pid, signal.SIGKILL)
@@ -63,14 +64,15 @@ def test_a_rank_killed_between_collectives(ranks: list[RankProcess], victim: int
             assert raised - begun < 3
 
 
+@pytest.mark.parametrize("which", ["", "in two"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_stopped_rank(ranks: list[RankProcess], victim: int) -> None:
+def test_a_stopped_rank(ranks: list[RankProcess], victim: int, which: str) -> None:
     start_all(ranks, 1)
     assert [rank.finish()[0] for rank in ranks] == ["", "", ""]
     os.kill(ranks[victim].pid, signal.SIGSTOP)
     survivors = [rank for rank in ranks if rank is not ranks[victim]]
     begun = time.monotonic()
-    start_all(survivors, 1)
+    start_all(survivors, 1, which)
     for rank in survivors:
         message, raised = rank.finish()
         named = rf"{COLLECTIVE}.*rank {victim} \(pid {ranks[victim].pid}\).* does not respond"
@@ -78,8 +80,9 @@ def test_a_stopped_rank(ranks: list[RankProcess], victim: int) -> None:
         assert raised - begun < TIMEOUT + 2.5
 
 
-def test_a_late_rank(ranks: list[RankProcess]) -> None:
-    start_all(ranks[:2], 1)
+@pytest.mark.parametrize("which", ["", "in two"])
+def test_a_late_rank(ranks: list[RankProcess], which: str) -> None:
+    start_all(ranks[:2], 1, which)
     for rank in ranks[:2]:
         message, _ = rank.finish()
         assert re.search(
@@ -87,7 +90,7 @@ def test_a_late_rank(ranks: list[RankProcess]) -> None:
             "it is not in a collective",
             message,
         ), message
-    ranks[2].start(1)
+    ranks[2].start(1, which)
     assert "rank 2" in ranks[2].finish()[0]
 
 
@@ -114,7 +117,7 @@ def test_a_rank_that_ends_when_it_is_done(ranks: list[RankProcess]) -> None:
     ranks[0].close()
     ranks[0].process.join()
     for rank in ranks[1:]:
-        rank.start(1, pair=True)
+        rank.start(1, "pair")
     assert [rank.finish()[0] for rank in ranks[1:]] == ["", ""]
     begun = time.monotonic()
     start_all(ranks[1:], 1)

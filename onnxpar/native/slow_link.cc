@@ -1,0 +1,168 @@
+#include "slow_link.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "message_transport.h"
+#include "ort.h"
+
+namespace onnxpar {
+namespace {
+
+const char kVariable[] = "ONNXPAR_LINK";
+
+struct Link {
+  double latency = 0;    // seconds of a round of messages
+  double bandwidth = 0;  // bytes per second; 0: no limit
+  int ranks_per_host = 1;
+};
+
+[[noreturn]] void Refuse(const std::string& text, const std::string& part) {
+  throw std::runtime_error(std::string(kVariable) + "='" + text + "': '" + part +
+                           "' is not understood; write latency=100us,bandwidth=1GB/s, and "
+                           "ranks_per_host=4 where several ranks are on one simulated host");
+}
+
+/// Reads a positive number with one of these units. Throws if it is wrong.
+double Quantity(const std::string& text, const std::string& part, const std::string& value,
+                const std::vector<std::pair<const char*, double>>& units) {
+  char* end = nullptr;
+  const double number = std::strtod(value.c_str(), &end);
+  std::string unit = end;
+  unit.erase(0, unit.find_first_not_of(' '));
+  for (const auto& [name, factor] : units) {
+    if (unit == name && end != value.c_str() && number > 0 && number < 1e15) return number * factor;
+  }
+  Refuse(text, part);
+}
+
+Link ParseLink(const std::string& text) {
+  Link link;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string part = text.substr(begin, end - begin);
+    begin = end + 1;
+    const size_t equals = std::min(part.find('='), part.size());
+    const std::string key = part.substr(0, equals);
+    const std::string value = equals < part.size() ? part.substr(equals + 1) : "";
+    if (key == "latency") {
+      link.latency = Quantity(text, part, value, {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}});
+    } else if (key == "bandwidth") {
+      link.bandwidth =
+          Quantity(text, part, value, {{"GB/s", 1e9}, {"MB/s", 1e6}, {"kB/s", 1e3}, {"B/s", 1}});
+    } else if (key == "ranks_per_host") {
+      link.ranks_per_host = static_cast<int>(std::min(Quantity(text, part, value, {{"", 1}}), 1e6));
+      if (link.ranks_per_host < 1) Refuse(text, part);
+    } else {
+      Refuse(text, part);
+    }
+  }
+  return link;
+}
+
+class SlowLink : public Transport {
+ public:
+  SlowLink(std::unique_ptr<Transport> transport, Link link)
+      : transport_(std::move(transport)), link_(link) {}
+
+  void AllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
+                 size_t elements) override {
+    transport_->AllReduce(call, reduction, in, out, elements);
+    const size_t bytes = elements * ElementSize(reduction.type);
+    const bool direct = IsDirect(call, bytes);
+    const double to_each = static_cast<double>(bytes) / (direct ? 1 : call.size());
+    const int rounds = direct ? 1 : 2;
+    Delay(call, rounds, rounds * to_each * Others(call));
+  }
+
+  void ReduceScatter(const Call& call, const Reduction& reduction, const void* in,
+                     const std::vector<Block>& blocks, void* out) override {
+    transport_->ReduceScatter(call, reduction, in, blocks, out);
+    Delay(call, 1, std::max(Away(call, blocks), Mine(call, blocks) * Others(call)));
+  }
+
+  void AllGather(const Call& call, const void* in, void* out,
+                 const std::vector<Block>& blocks) override {
+    transport_->AllGather(call, in, out, blocks);
+    Delay(call, 1, std::max(Away(call, blocks), Mine(call, blocks) * Others(call)));
+  }
+
+  void Broadcast(const Call& call, int root, void* data, size_t bytes) override {
+    transport_->Broadcast(call, root, data, bytes);
+    const bool dealt = IsDealt(call, bytes);
+    const double sent = static_cast<double>(bytes) * (dealt || call.me != root ? 1 : Others(call));
+    Delay(call, dealt ? 2 : 1, sent);
+  }
+
+  void Exchange(const Call& call, const void* in, const std::vector<Block>& sends, void* out,
+                const std::vector<Block>& receives) override {
+    transport_->Exchange(call, in, sends, out, receives);
+    Delay(call, 1, std::max(Away(call, sends), Away(call, receives)));
+  }
+
+  void Abort() override {
+    transport_->Abort();
+    std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+    changed_.notify_all();
+  }
+
+  bool SharesMemoryWith(int rank) const override { return transport_->SharesMemoryWith(rank); }
+
+ private:
+  bool IsAway(const Call& call, int member) const {
+    return call.ranks[member] / link_.ranks_per_host != call.ranks[call.me] / link_.ranks_per_host;
+  }
+
+  /// The number of members on other hosts.
+  int Others(const Call& call) const {
+    int count = 0;
+    for (int member = 0; member < call.size(); ++member) count += IsAway(call, member) ? 1 : 0;
+    return count;
+  }
+
+  /// The bytes of the blocks of members on other hosts.
+  double Away(const Call& call, const std::vector<Block>& blocks) const {
+    double bytes = 0;
+    for (const Block& block : blocks) {
+      if (IsAway(call, block.member)) bytes += static_cast<double>(block.Bytes());
+    }
+    return bytes;
+  }
+
+  static double Mine(const Call& call, const std::vector<Block>& blocks) {
+    return static_cast<double>(blocks[call.me].Bytes());
+  }
+
+  void Delay(const Call& call, int rounds, double bytes) {
+    if (Others(call) == 0) return;
+    const double transfer = link_.bandwidth > 0 ? bytes / link_.bandwidth : 0;
+    const std::chrono::duration<double> delay(rounds * link_.latency + transfer);
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, delay, [&] { return aborted_; });
+    if (aborted_) throw TransportError("the other ranks, because the world has failed");
+  }
+
+  const std::unique_ptr<Transport> transport_;
+  const Link link_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool aborted_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> SlowedByEnvironment(std::unique_ptr<Transport> transport) {
+  const char* const text = std::getenv(kVariable);
+  if (text == nullptr || *text == '\0') return transport;
+  return std::make_unique<SlowLink>(std::move(transport), ParseLink(text));
+}
+
+}  // namespace onnxpar

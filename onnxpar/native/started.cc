@@ -1,0 +1,224 @@
+#include "started.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace onnxpar {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// Memory that is kept and reused, because the first use of new memory is slow.
+class Pool {
+ public:
+  struct Memory {
+    std::unique_ptr<char[]> bytes;
+    size_t size = 0;
+  };
+
+  /// Returns memory of at least `size` bytes, and of less than twice as many if it was kept.
+  Memory Take(size_t size) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = kept_.lower_bound(size);
+      if (found != kept_.end() && found->first / 2 <= size) {
+        Memory memory{std::move(found->second), found->first};
+        kept_.erase(found);
+        return memory;
+      }
+    }
+    return {std::unique_ptr<char[]>(new char[size]), size};
+  }
+
+  void GiveBack(Memory memory) {
+    if (!memory.bytes) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    kept_.emplace(memory.size, std::move(memory.bytes));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::multimap<size_t, std::unique_ptr<char[]>> kept_;
+};
+
+Pool& Buffers() {
+  static auto* pool = new Pool;  // outlives all threads
+  return *pool;
+}
+
+int64_t MicrosecondsSince(Clock::time_point then, Clock::time_point now) {
+  return std::chrono::duration_cast<std::chrono::microseconds>(now - then).count();
+}
+
+/// A collective that was started: what its kernel sees of a node, with an operand and a result in
+/// memory of the plugin.
+class Started : public KernelContext {
+ public:
+  Started(std::shared_ptr<Collective> collective, const Tensor& x, bool in_place)
+      : collective_(std::move(collective)),
+        operand_(Buffers().Take(x.Bytes())),
+        x_{x.type, x.shape, operand_.bytes.get()},
+        in_place_(in_place) {
+    if (x.Bytes() > 0) std::memcpy(x_.data, x.data, x.Bytes());
+  }
+  ~Started() override {
+    Buffers().GiveBack(std::move(operand_));
+    Buffers().GiveBack(std::move(result_));
+  }
+
+  /// Runs the collective; keeps what it throws for Await.
+  void Run() {
+    std::exception_ptr error;
+    began_ = Clock::now();
+    try {
+      collective_->Compute(*this);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    error_ = error;
+    ended_ = Clock::now();
+    done_ = true;
+    changed_.notify_all();
+  }
+
+  /// Waits until the collective has ended, and returns its result. Throws what it threw.
+  Tensor Await() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return done_; });
+    if (error_) std::rethrow_exception(error_);
+    return y_;
+  }
+
+  /// The shape of a token that tells when the collective began and ended.
+  Shape Times() const {
+    const Clock::time_point now = Clock::now();
+    return {0, MicrosecondsSince(began_, now), MicrosecondsSince(ended_, now)};
+  }
+
+  Tensor Input(size_t) const override { return x_; }
+  size_t OutputCount() const override { return 2; }
+  void* Output(size_t index, const Shape& shape) override {
+    if (index > 0) return nullptr;  // the token, which is empty
+    y_ = {x_.type, shape, x_.data};
+    if (in_place_) return y_.data;
+    result_ = Buffers().Take(y_.Bytes());
+    y_.data = result_.bytes.get();
+    return y_.data;
+  }
+
+ private:
+  const std::shared_ptr<Collective> collective_;
+  Pool::Memory operand_, result_;
+  const Tensor x_;
+  const bool in_place_;
+  Tensor y_{};
+  Clock::time_point began_, ended_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::exception_ptr error_;
+  bool done_ = false;
+};
+
+/// The collectives that were started and not completed, by number.
+class Numbered {
+ public:
+  int64_t Add(std::shared_ptr<Started> started) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    started_[++last_] = std::move(started);
+    return last_;
+  }
+
+  /// Removes and returns a collective; null if there is none of this number.
+  std::shared_ptr<Started> Take(int64_t number) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = started_.find(number);
+    if (found == started_.end()) return nullptr;
+    std::shared_ptr<Started> started = std::move(found->second);
+    started_.erase(found);
+    return started;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<Started>> started_;
+  int64_t last_ = 0;
+};
+
+Numbered& AllStarted() {
+  static auto* all = new Numbered;  // outlives all threads
+  return *all;
+}
+
+class Start : public Kernel {
+ public:
+  Start(std::unique_ptr<Collective> collective, bool in_place, std::shared_ptr<World> world)
+      : collective_(std::move(collective)), in_place_(in_place), world_(std::move(world)) {}
+  ~Start() override { AllStarted().Take(last_); }
+
+  /// Forgets what this node started before, if a run failed before it was completed.
+  void Compute(KernelContext& context) override {
+    AllStarted().Take(last_);
+    const Tensor x = context.Input(0);
+    Shape result = x.shape;
+    try {
+      result = collective_->ResultShape(x);
+    } catch (const std::exception&) {  // the collective refuses X, and tells all ranks why
+    }
+    auto started = std::make_shared<Started>(collective_, x, in_place_);
+    world_->InBackground([started] { started->Run(); });
+    last_ = AllStarted().Add(std::move(started));
+    Shape pending{0, last_};
+    pending.insert(pending.end(), result.begin(), result.end());
+    context.Output(0, pending);
+    context.Output(1, {0});
+  }
+
+ private:
+  const std::shared_ptr<Collective> collective_;
+  const bool in_place_;
+  const std::shared_ptr<World> world_;
+  int64_t last_ = 0;
+};
+
+class Complete : public Kernel {
+ public:
+  void Compute(KernelContext& context) override {
+    const Tensor pending = context.Input(0);
+    const auto started = pending.shape.size() < 2 ? nullptr : AllStarted().Take(pending.shape[1]);
+    if (!started) {
+      throw std::runtime_error("Complete: its operand of shape " + ToText(pending.shape) +
+                               " names no started collective; feed it from a Start");
+    }
+    const Tensor result = started->Await();
+    void* const y = context.Output(0, result.shape);
+    if (result.Bytes() > 0) std::memcpy(y, result.data, result.Bytes());
+    context.Output(1, started->Times());
+  }
+};
+
+class After : public Kernel {
+ public:
+  void Compute(KernelContext& context) override { context.Output(0, {0}); }
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> MakeStart(std::unique_ptr<Collective> collective, bool in_place,
+                                  std::shared_ptr<World> world) {
+  return std::make_unique<Start>(std::move(collective), in_place, std::move(world));
+}
+
+std::unique_ptr<Kernel> MakeComplete() { return std::make_unique<Complete>(); }
+
+std::unique_ptr<Kernel> MakeAfter() { return std::make_unique<After>(); }
+
+}  // namespace onnxpar
