@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "arrays.h"
+#include "bell.h"
 #include "hub.h"
 #include "world.h"
 
@@ -230,4 +231,13 @@ ONNXPAR_EXPORT int onnxpar_hub_stop(const char* host, int port) {
     if (!hub) throw std::runtime_error("this process has no hub at that address");
     hub->Stop();
   });
+}
+
+/// Rings the bell in shared memory at this address.
+ONNXPAR_EXPORT void onnxpar_bell_ring(void* bell) { static_cast<onnxpar::Bell*>(bell)->Ring(); }
+
+/// Waits until the bell was rung `count` times; returns 1, or 0 after `longest_ms`.
+ONNXPAR_EXPORT int onnxpar_bell_wait(void* bell, uint32_t count, int spins, int64_t longest_ms) {
+  const std::chrono::milliseconds longest(longest_ms);
+  return static_cast<onnxpar::Bell*>(bell)->Wait(count, spins != 0, longest) ? 1 : 0;
 }

@@ -1,19 +1,15 @@
 #include "shared_mesh.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "shared_handshake.h"
 #include "transport.h"
+#include "waiting.h"
 
 namespace onnxpar {
 namespace {
@@ -26,11 +22,6 @@ constexpr size_t kAreaBytes = 4 << 20;
 constexpr size_t kLeastBytes = 64 << 10;
 /// Room is reserved in units of this many bytes; all elements are aligned to it.
 constexpr size_t kAlignment = 64;
-/// How long to look for a message before sleeping, if each rank of this host has a core of its own,
-/// and if not. Every few spins, the core is offered to others, which may be what it waits for.
-constexpr std::chrono::microseconds kSpinTime{1000};
-constexpr std::chrono::microseconds kYieldTime{50};
-constexpr int kSpins = 64;
 /// How long to sleep before looking whether the other rank has ended. The hub says so at once, but
 /// the rank that serves it may have ended, too.
 constexpr milliseconds kNap{50};
@@ -40,28 +31,6 @@ size_t MessagesInArea(size_t members) { return 4 * members + 4; }
 
 size_t AreaOf(int size) {
   return std::max(kAreaBytes, MessagesInArea(static_cast<size_t>(size)) * kLeastBytes);
-}
-
-const uint32_t* WordOf(const std::atomic<uint32_t>& word) {
-  return reinterpret_cast<const uint32_t*>(&word);
-}
-
-/// Sleeps until another process or thread wakes this word, unless it has changed already.
-void Sleep(const std::atomic<uint32_t>& word, uint32_t value, milliseconds longest) {
-  const timespec time{longest.count() / 1000, longest.count() % 1000 * 1'000'000};
-  syscall(SYS_futex, WordOf(word), FUTEX_WAIT, value, &time, nullptr, 0);
-}
-
-void Wake(const std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, WordOf(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-void Pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
 }
 
 }  // namespace
@@ -159,15 +128,7 @@ void SharedMesh::Wait(int rank, const std::atomic<uint32_t>& word, const HasCome
   const auto arrived = [&] { return has_come(word.load(std::memory_order_acquire)); };
   if (arrived()) return;
   const Clock::time_point start = Clock::now();
-  do {
-    for (int i = 0; spins_ && i < kSpins; ++i) {
-      Pause();
-      if (arrived()) return;
-    }
-    sched_yield();
-    if (arrived()) return;
-    if (aborted_) Throw(rank);
-  } while (Clock::now() - start < (spins_ ? kSpinTime : kYieldTime));
+  if (Look(spins_, arrived, [&] { return aborted_.load(); })) return;
   std::atomic<uint32_t>& sleeping = own_.lane(rank).sleeping;
   const Clock::time_point until = start + timeout_;
   for (;;) {

@@ -61,10 +61,7 @@ class Arena:
     @staticmethod
     def create(name: str) -> Arena:
         """Returns a new, empty arena; child processes do not inherit its file descriptor."""
-        if hasattr(os, "memfd_create"):
-            return Arena(os.memfd_create(name))
-        with tempfile.TemporaryFile(prefix=name) as file:
-            return Arena(os.dup(file.fileno()))
+        return Arena(make_file(name))
 
     @property
     def size(self) -> int:
@@ -103,6 +100,15 @@ class Arena:
             os.close(self.fd)
         self.fd = -1
         self._memory = np.empty(0, np.uint8)
+
+
+def make_file(name: str) -> int:
+    """Returns the descriptor of a new, empty file in memory, which child processes do not
+    inherit."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile(prefix=name) as file:
+        return os.dup(file.fileno())
 
 
 def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:

@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,10 +162,10 @@ class RowCache:
         self._limit = limit
         self._least = mapped_bytes()
 
-    def trim(self, tables: Iterable[HostTable]) -> None:
+    def trim(self, tables: Sequence[HostTable]) -> None:
         """Releases the tables if this process has more of its files in memory than the limit
         says."""
-        if mapped_bytes() - self._least > self._limit:
+        if tables and mapped_bytes() - self._least > self._limit:
             for table in tables:
                 table.release()
             self._least = mapped_bytes()

@@ -105,9 +105,10 @@ _SESSION_KEYS = (
     "session.use_ort_model_bytes_for_initializers",
     "session.x64quantprecision",
 )
+_GRAPH = "gpu_graph_id"
 _RUN_KEYS = (
     "disable_synchronize_execution_providers",
-    "gpu_graph_id",
+    _GRAPH,
     "memory.enable_memory_arena_shrinkage",
 )
 _SPINNING = "session.intra_op.allow_spinning"
@@ -201,6 +202,9 @@ def run_spec(options: ort.RunOptions | None) -> dict[str, Any] | None:
 def run_options(spec: Mapping[str, Any] | None) -> ort.RunOptions:
     """Returns the run options that `run_spec` described."""
     options = ort.RunOptions()
+    # onnxruntime asks for this entry in each run with a binding; without one, it throws and catches
+    # an exception, which takes longer than a small run.
+    options.add_run_config_entry(_GRAPH, "0")
     if spec is None:
         return options
     for name, value in spec["fields"].items():

@@ -12,6 +12,8 @@ from typing import NoReturn
 
 from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.arena import Arena
+from onnxpar.runtime.cores import own_cores
+from onnxpar.runtime.doorbell import Doorbell
 from onnxpar.runtime.log import Log
 from onnxpar.runtime.rank_process import RankProcess, call_in_lasting_thread
 from onnxpar.runtime.wire import Closed, Message, Packed, Wire
@@ -20,6 +22,10 @@ GRACE = 2.0
 """Seconds that the other ranks get to report what they were doing, after one rank failed."""
 CLOSING = 5.0
 """Seconds that ranks get to end by themselves when the session closes, before they are killed."""
+MOMENT = 0.01
+"""Seconds after which a session that waits for answers looks whether a rank has ended."""
+AGAIN: Message = {"again": True}
+"""Stands for the answer that a rank gave to the call before."""
 
 
 class Processes:
@@ -35,6 +41,7 @@ class Processes:
         self, path: Path, size: int, timeout: float, log_dir: str | os.PathLike[str] | None
     ) -> None:
         self.inputs = inputs = Arena.create("onnxpar-inputs")
+        self._bell = bell = Doorbell.create(size, spins=len(own_cores()) > size)
         self._path = path
         self._timeout = timeout
         self._tick = min(1.0, timeout / 8)
@@ -44,7 +51,10 @@ class Processes:
         self._ended = threading.Event()
         logs = [Log.open(log_dir, rank) for rank in range(size)]
         self.ranks = call_in_lasting_thread(
-            lambda: [RankProcess.start(log, inputs, timeout) for log in logs], self._ended
+            lambda: [
+                RankProcess.start(rank, log, bell, inputs, timeout) for rank, log in enumerate(logs)
+            ],
+            self._ended,
         )
         self._poll = select.poll()
         self._wires: dict[int, tuple[RankProcess, Wire]] = {}
@@ -53,9 +63,10 @@ class Processes:
                 self._poll.register(wire.fileno(), select.POLLIN)
                 self._wires[wire.fileno()] = rank, wire
 
-    def call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
+    def call(self, messages: Sequence[Message | Packed] | None, what: str) -> list[Message]:
         """Sends each rank its message and returns the answers, both in the order of ranks; `what`
-        names the call in errors.
+        names the call in errors. Without messages, the ranks run again what they ran last, and a
+        rank's answer is AGAIN if it is the same as before.
 
         Errors: RunError if the call failed but the ranks can continue; else RankError, which names
         the rank that failed, the call, and what the other ranks were doing.
@@ -66,7 +77,8 @@ class Processes:
         try:
             answers = self._call(messages, what)
             if any("error" in answer for answer in answers):
-                reason = self._call([{"do": "renew"}] * len(self.ranks), what)[0]["reason"]
+                renew = [{"do": "renew"}] * len(self.ranks)
+                reason = self._call(renew, what)[0]["reason"]
             complete = True
         finally:
             if not complete:
@@ -88,6 +100,7 @@ class Processes:
         """Ends all ranks without an error. May be called twice."""
         if self._closed is not None:
             return
+        self._bell.call(again=False)
         for rank in self.ranks:
             try:
                 rank.work.send({"do": "close"})
@@ -98,10 +111,12 @@ class Processes:
             rank.wait(deadline - time.monotonic())
         self.end("close() was called")
 
-    def _call(self, messages: Sequence[Message | Packed], what: str) -> list[Message]:
+    def _call(self, messages: Sequence[Message | Packed] | None, what: str) -> list[Message]:
         self._calls += 1
-        for rank, message in zip(self.ranks, messages, strict=True):
+        for rank in self.ranks:
             rank.reply, rank.silence = None, 0.0
+        self._bell.call(again=messages is None)  # the ranks then read while messages are sent
+        for rank, message in zip(self.ranks, messages or (), strict=False):
             try:
                 rank.work.send(message)
             except Closed:
@@ -120,8 +135,14 @@ class Processes:
         return [rank.reply or {} for rank in self.ranks]
 
     def _read(self, what: str) -> None:
-        """Reads the messages that have arrived; if there are none, waits for at most a tick."""
-        for fd, _ in self._poll.poll(self._tick * 1000):
+        """Waits for answers, at most a moment, and reads the messages that have arrived."""
+        self._bell.wait_for_answers(MOMENT)
+        for number, rank in enumerate(self.ranks):
+            if self._bell.is_again(number):
+                rank.reply = AGAIN
+        if all(rank.reply is AGAIN for rank in self.ranks):
+            return
+        for fd, _ in self._poll.poll(0):
             rank, wire = self._wires[fd]
             try:
                 message = wire.receive()
@@ -213,4 +234,5 @@ class Processes:
             rank.wait(CLOSING)
             rank.release()
         self.inputs.close()
+        self._bell.close()
         self._ended.set()

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from onnxpar.errors import RankError
 from onnxpar.runtime.arena import Arena
+from onnxpar.runtime.doorbell import Doorbell
 from onnxpar.runtime.log import Log
 from onnxpar.runtime.wire import Closed, Message, Wire, pair
 
@@ -46,17 +47,17 @@ class RankProcess:
     reply: Message | None = None
 
     @staticmethod
-    def start(log: Log, inputs: Arena, timeout: float) -> RankProcess:
+    def start(rank: int, log: Log, bell: Doorbell, inputs: Arena, timeout: float) -> RankProcess:
         """Starts a process, which then waits for its first message. A message that cannot be sent
         within `timeout` seconds is an error."""
         outputs = Arena.create("onnxpar-outputs")
         work, its_work = pair(timeout)
         control, its_control = pair(timeout)
         with its_work, its_control:
-            handed = [its_work.fileno(), its_control.fileno(), inputs.fd, outputs.fd]
-            command = [sys.executable, "-c", BOOT, str(os.getpid())]
+            handed = [its_work.fileno(), its_control.fileno(), bell.fd, inputs.fd, outputs.fd]
+            numbers = [os.getpid(), *handed, rank, bell.ranks, int(bell.spins)]
             process = subprocess.Popen(
-                [*command, *map(str, handed)],
+                [sys.executable, "-c", BOOT, *map(str, numbers)],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 stdout=log.stdout,

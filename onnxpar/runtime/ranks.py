@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, Protocol
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.interrupts import uninterrupted
@@ -17,9 +17,9 @@ from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.cores import shares
 from onnxpar.runtime.executor import Facts, Request
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.processes import Processes
+from onnxpar.runtime.processes import AGAIN, Processes
 from onnxpar.runtime.profile import Record
-from onnxpar.runtime.shards import PortParts
+from onnxpar.runtime.shards import PortParts, Shards
 from onnxpar.runtime.state_files import Origin
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
@@ -67,6 +67,45 @@ class Ranks(Protocol):
     def close(self) -> None: ...
 
 
+class _Piece(NamedTuple):
+    """A shard of an input in shared memory."""
+
+    name: str
+    parts: Shards
+    rank: int
+    array: Array
+
+    def write(self, feeds: Mapping[str, Array]) -> None:
+        """Copies the shard of a feed to its place."""
+        self.parts.write(feeds[self.name], self.rank, self.array)
+
+
+@dataclass
+class _Run:
+    """A run that can be repeated: its request, the shapes of its feeds and the places of their
+    shards, the answers of the ranks and the shards of the outputs."""
+
+    request: Request
+    shapes: Mapping[str, tuple[int, ...]]
+    pieces: Sequence[_Piece]
+    answers: Sequence[Message] = ()
+    found: PartsOf = field(default_factory=dict)
+
+    def fits(self, request: Request, feeds: Mapping[str, Array]) -> bool:
+        """True if a run would send the ranks the same message."""
+        return self.request == request and self.shapes == {n: a.shape for n, a in feeds.items()}
+
+    def write(self, feeds: Mapping[str, Array]) -> None:
+        """Copies the shards of the feeds to their places."""
+        for piece in self.pieces:
+            piece.write(feeds)
+
+
+Places = dict[str, tuple[int, Sequence[int]] | list[tuple[int, Sequence[int]]]]
+"""Offset and shape of inputs in shared memory: one if all ranks use the same shard, or else one for
+each rank."""
+
+
 class ProcessRanks:
     """One process per rank. Arrays pass through shared memory; each distinct shard of an input is
     copied once, also if several ranks read it."""
@@ -83,7 +122,10 @@ class ProcessRanks:
         bundle.check_complete()
         self._bundle = bundle
         self._parts = PortParts(bundle)
+        ports = (*bundle.inputs.values(), *bundle.outputs.values())
+        self._has_values = any(port.is_value for port in ports)
         self._runs = 0
+        self._last: _Run | None = None
         self.kept_shapes: KeptShapes = {}
         with OwnFolder() as folder, ExitStack() as failing:
             with uninterrupted():
@@ -104,12 +146,29 @@ class ProcessRanks:
         self.facts: Facts = ready[0]
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
-        """Runs all ranks once, and returns their output shards. Errors: RunError if the ranks can
-        continue; else RankError, which names the rank and ends the session."""
+        """Runs all ranks once, and returns their output shards. A run with the same request and the
+        same shapes as the one before sends no message. Errors: RunError if the ranks can continue;
+        else RankError, which names the rank and ends the session."""
         self._runs += 1
-        handed = self._hand_over(feeds, request.sizes)
-        message = {"do": "run", "feeds": handed, "size": self._size()}
-        return self._ask({**message, **vars(request)}, f"run {self._runs}")
+        last, self._last = self._last, None
+        if last is not None and last.fits(request, feeds):
+            last.write(feeds)
+            messages = None
+        else:
+            places, pieces = self._hand_over(feeds, request.sizes)
+            last = _Run(request, {n: a.shape for n, a in feeds.items()}, pieces)
+            message = {"do": "run", "feeds": places, "size": self._size(), **vars(request)}
+            messages = [pack(message)] * self._bundle.mesh.size
+        answers = self._processes.call(messages, f"run {self._runs}")
+        if any(answer is not AGAIN for answer in answers):
+            last.answers = [
+                before if answer is AGAIN else answer
+                for before, answer in zip(last.answers or answers, answers, strict=True)
+            ]
+            last.found = self._found(last.answers)
+        if not self._has_values:
+            self._last = last
+        return last.found
 
     def read_state(self, name: str, sizes: Sizes) -> PartsOf:
         """Returns all ranks' shards of a state."""
@@ -118,8 +177,8 @@ class ProcessRanks:
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
         """Sends each rank its shard of a global array, to keep as a state."""
-        handed = self._hand_over({name: array}, sizes)
-        message = {"do": "write", "feeds": handed, "size": self._size()}
+        places, _ = self._hand_over({name: array}, sizes)
+        message = {"do": "write", "feeds": places, "size": self._size()}
         self._ask(message, f"writing state {name!r}")
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
@@ -164,13 +223,9 @@ class ProcessRanks:
         """Ends the processes."""
         self._processes.close()
 
-    def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> dict[str, Any]:
+    def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> tuple[Places, list[_Piece]]:
         """Splits each array into shards and copies each distinct shard once into shared memory,
-        where ranks use it in place.
-
-        Returns the places by name: one (offset, shape) if all ranks use the same shard, or else a
-        list with one for each rank.
-        """
+        where ranks use it in place."""
         self.check_usable()
         ports, parts = self._bundle.inputs, self._parts.at(sizes)
         feeds = {n: to_bytes(v) if ports[n].is_value else v for n, v in feeds.items()}
@@ -180,24 +235,30 @@ class ProcessRanks:
         shapes = [parts[n].local_shape(rank) or feeds[n].shape for n, rank in pieces]
         specs = [(feeds[n].dtype, shape) for (n, _), shape in zip(pieces, shapes, strict=True)]
         found: dict[str, dict[int, tuple[int, Sequence[int]]]] = {name: {} for name in feeds}
+        placed = []
         for (name, rank), slot in zip(pieces, arena.place(specs), strict=True):
-            parts[name].write(feeds[name], rank, slot.array)
+            placed.append(_Piece(name, parts[name], rank, slot.array))
+            placed[-1].write(feeds)
             found[name][rank] = slot.offset, slot.array.shape
-        return {
+        places = {
             name: at[0] if len(at) == 1 else [at[rank] for rank in parts[name].origins]
             for name, at in found.items()
         }
+        return places, placed
 
     def _size(self) -> int:
         return self._processes.inputs.size
 
     def _ask(self, message: Message, what: str) -> PartsOf:
-        ranks = self._processes.ranks
-        answers = self._processes.call([pack(message)] * len(ranks), what)
+        self._last = None
+        return self._found(self._processes.call([pack(message)] * self._bundle.mesh.size, what))
+
+    def _found(self, answers: Sequence[Message]) -> PartsOf:
+        """Returns the shards that answers tell of."""
         found: PartsOf = {}
         kept = [{n: tuple(s) for n, s in a.get("kept", {}).items()} for a in answers]
         self.kept_shapes = common_shapes(kept)
-        for number, (rank, answer) in enumerate(zip(ranks, answers, strict=True)):
+        for number, (rank, answer) in enumerate(zip(self._processes.ranks, answers, strict=True)):
             rank.outputs.map(answer.get("size", 0))
             for name, (offset, shape) in answer.get("slots", {}).items():
                 port = self._bundle.outputs.get(name) or self._bundle.inputs[name]

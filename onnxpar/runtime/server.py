@@ -10,39 +10,40 @@ from typing import TYPE_CHECKING
 from onnxpar.base.arrays import Array
 from onnxpar.runtime.arena import NOWHERE, Arena, Slot
 from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.doorbell import Line
 from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.log import describe, log
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.timing import serve_timing
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
-from onnxpar.runtime.wire import Message, Wire
+from onnxpar.runtime.wire import Message
 
 if TYPE_CHECKING:
     from onnxpar.runtime.worker import Watch
 
 
-def serve(wire: Wire, watch: Watch, inputs: int, outputs: int) -> None:
+def serve(line: Line, watch: Watch, inputs: int, outputs: int) -> None:
     """Answers messages until "close". `inputs` and `outputs` are the file descriptors of the
     arenas. The first message describes the rank; if it has no path of a bundle, serves the messages
     of a calibration."""
-    start = wire.receive()
-    watch.rank = start["world"]["rank"]
+    start = line.receive()
+    assert start is not None, "the first call has a message"
     share = start["share"]
     if share["cores"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, share["cores"])
     if start["path"] is None:
-        return serve_timing(wire, watch, start)
+        return serve_timing(line, watch, start)
     bundle = Bundle.load(start["path"])
     world = World.create(f"rank-{watch.rank}", **start["world"])
     watch.join(world)
     spec = SessionSpec.from_json(start["spec"])
     executor = Executor(bundle, world, spec, share["threads"], share["spin"])
-    wire.send(dict(executor.facts()))
+    line.send(dict(executor.facts()))
     server = Server(bundle, world, executor, Arena(inputs), Arena(outputs))
     watch.stop = server.stop
-    while (message := wire.receive())["do"] != "close":
-        wire.send(server.answer(message))
+    while (message := line.receive()) is None or message["do"] != "close":
+        line.send(server.answer(message))
     watch.stop = None
     # Ends profiling. The kernels use the world, so it must outlive the session.
     del server, executor
@@ -63,6 +64,8 @@ class Server:
         self._executor = executor
         self._inputs = inputs
         self._outputs = outputs
+        self._last: tuple[Request, Mapping[str, Array]] | None = None
+        self._ran: Message = {}
         self._actions: Mapping[str, Callable[[Message], Message]] = {
             "run": self._run,
             "read": self._read,
@@ -73,16 +76,19 @@ class Server:
             "profile": lambda _: self._executor.end_profile(),
         }
 
-    def answer(self, message: Message) -> Message:
-        """Executes a message and returns the answer. An error ends the call on all ranks; the rank
-        is usable again after the message "renew"."""
+    def answer(self, message: Message | None) -> Message | None:
+        """Executes a message, or the last run again, and returns the answer; None if a run again
+        has the same answer. An error ends the call on all ranks; the rank is usable again after the
+        message "renew"."""
         self._calls += 1
-        if message["do"] == "renew":
+        if message is not None and message["do"] == "renew":
             self._executor.undo()
             return {"reason": self._world.renew()}
         self._executor.settle()
         try:
             self._outputs.clear()
+            if message is None:
+                return self._run_again()
             return self._actions[message["do"]](message)
         except Exception as error:  # the outermost boundary of a call: the other ranks wait for it
             log(error)
@@ -101,8 +107,18 @@ class Server:
     def _run(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])
         request = Request(message["fetch"], message["keep"], message["options"], sizes)
-        sent = self._sent(self._executor.run(request, self._feeds(message), self._outputs))
-        return {**sent, "kept": self._executor.kept_shapes}
+        self._last = request, self._feeds(message)
+        self._ran = self._made()
+        return self._ran
+
+    def _run_again(self) -> Message | None:
+        before, self._ran = self._ran, self._made()
+        return None if self._ran == before else self._ran
+
+    def _made(self) -> Message:
+        assert self._last is not None, "there was a run before"
+        slots = self._executor.run(*self._last, self._outputs)
+        return {**self._sent(slots), "kept": self._executor.kept_shapes}
 
     def _read(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxpar.runtime.doorbell import Line
 from onnxpar.runtime.groups import World, session_options
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.wire import Wire
 
 if TYPE_CHECKING:
     from onnxpar.runtime.worker import Watch
@@ -23,7 +23,7 @@ OTHER = 32 << 20
 """Bytes that are written between runs to make caches cold."""
 
 
-def serve_timing(wire: Wire, watch: Watch, start: Mapping[str, Any]) -> None:
+def serve_timing(line: Line, watch: Watch, start: Mapping[str, Any]) -> None:
     """Times the models that messages name, until a message "close".
 
     A message has the file of a model, or None for a rank that does not take part, the number of
@@ -32,14 +32,14 @@ def serve_timing(wire: Wire, watch: Watch, start: Mapping[str, Any]) -> None:
     """
     world = World.create(f"rank-{watch.rank}", **start["world"])
     watch.join(world)
-    wire.send({})
-    while (message := wire.receive())["do"] != "close":
+    line.send({})
+    while (message := line.receive()) and message["do"] != "close":
         seconds: list[float] = []
         if message["path"] is not None:
             session = _open(world, message["path"], start["share"], message["optimized"])
             seconds = _seconds(session, message["runs"], message["cold"], message["communicates"])
             del session  # before the world that its kernels use
-        wire.send({"seconds": seconds})
+        line.send({"seconds": seconds})
     world.close()
 
 

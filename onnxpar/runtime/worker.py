@@ -28,16 +28,18 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serves the session at the other end of the inherited sockets until the session closes the
     sockets."""
-    parent, work, control, inputs, outputs = map(int, sys.argv[1:])
+    parent, work, control, bell, inputs, outputs, rank, ranks, spins = map(int, sys.argv[1:])
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    watch = Watch(Wire(socket.socket(fileno=control)))
+    watch = Watch(Wire(socket.socket(fileno=control)), rank)
     threading.Thread(target=watch.run, daemon=True, name="onnxpar-watch").start()
     wire = Wire(socket.socket(fileno=work))
     try:
+        from onnxpar.runtime.doorbell import Doorbell, Line
         from onnxpar.runtime.server import serve
 
-        serve(wire, watch, inputs, outputs)
+        line = Line(wire, Doorbell(bell, ranks, bool(spins)), rank)
+        serve(line, watch, inputs, outputs)
     except Closed:
         sys.exit(0)
     except Exception as error:  # the outermost boundary: the session must get any error
@@ -51,8 +53,8 @@ class Watch:
     """Reacts to the session while the rank computes: answers pings, aborts collectives, stops a
     run, and ends with the parent."""
 
-    def __init__(self, control: Wire) -> None:
-        self.rank = -1
+    def __init__(self, control: Wire, rank: int) -> None:
+        self.rank = rank
         self.stop: Callable[[int], None] | None = None
         self._control = control
         self._world: World | None = None

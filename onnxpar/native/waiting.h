@@ -1,0 +1,46 @@
+// How processes of one host wait for words in memory that they share: first they look, then they
+// sleep.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace onnxpar {
+
+/// How long to look before sleeping, if each process that looks has a core of its own, and if not.
+constexpr std::chrono::microseconds kSpinTime{1000};
+constexpr std::chrono::microseconds kYieldTime{50};
+
+/// Sleeps until another process or thread wakes this word, unless it has another value already.
+void Sleep(const std::atomic<uint32_t>& word, uint32_t value, std::chrono::milliseconds longest);
+
+/// Wakes all that sleep on this word.
+void Wake(const std::atomic<uint32_t>& word);
+
+/// Tells the core that this thread looks at a word again and again.
+void Pause();
+
+/// Looks until has_come() is true; gives up after a while, or if is_over() is true. Returns whether
+/// it has come. Offers the core to others every now and then, as they may be what it waits for; if
+/// `spins` is false, each time.
+template <typename HasCome, typename IsOver>
+bool Look(bool spins, const HasCome& has_come, const IsOver& is_over) {
+  constexpr int kSpins = 64;
+  if (has_come()) return true;
+  const auto until = std::chrono::steady_clock::now() + (spins ? kSpinTime : kYieldTime);
+  do {
+    for (int i = 0; spins && i < kSpins; ++i) {
+      Pause();
+      if (has_come()) return true;
+    }
+    sched_yield();
+    if (has_come()) return true;
+    if (is_over()) return false;
+  } while (std::chrono::steady_clock::now() < until);
+  return false;
+}
+
+}  // namespace onnxpar
