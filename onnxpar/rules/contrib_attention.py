@@ -1,5 +1,5 @@
 """onnxruntime's own attention ops: batch and heads may be split; the sequence of keys and values
-must stay whole."""
+must stay whole, except where the ops are lowered."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.contrib_attention_lowering import split_keys
 from onnxpar.rules.notation import dims_text, parse_spec
+from onnxpar.rules.projected_attention import OPERANDS, ProjectedAttention
 from onnxpar.rules.rule import FIRST, Rule, einsum, rule, whole_rule
 
 DOMAIN = "com.microsoft"
 _SUMMED = "each score is a sum over all of it"
 _ATTENDED = "every query attends to all of it"
-_PROJECTED = "the projection is summed inside the op"
 _OPEN = "a data-dependent number of heads"
 _STACKED = "it stacks keys and values"
 _POSITIONS = "positions are counted from its start"
@@ -77,9 +77,9 @@ def _key_mask(shape: tuple[Size, ...], batch: Size) -> str | None:
 
 @rule("Attention QAttention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: only the heads n and
-    the batch b may be split."""
-    quantized = node.op == "QAttention"
+    """`b s h, h (n d) + (n d) + (n e), (n d) + (n d) + (n e) -> b s (n e)`: d must stay whole. If h
+    is split, the ranks add their projections; if s is split, they gather keys and values."""
+    at = OPERANDS[node.op]
     image, weight, out = _shape(node, 0), _shape(node, 1), tensor_shape(node.outputs[0]) or ()
     heads = node.attrs["num_heads"]
     if None in (*image, *weight, *out) or node.attrs.get("past_present_share_buffer"):
@@ -89,23 +89,35 @@ def attention(node: gs.Node) -> Rule:
     if hidden[0] != hidden[1]:
         return whole_rule(node, "queries and keys differ in width")
     columns = "(n d) + (n d) + (n e)"
-    mask_at, past_at, bias_at = (5, 8, None) if quantized else (3, 4, 5)
-    mask = _key_mask(_shape(node, mask_at), image[0]) if given(node, mask_at) else None
-    operands = {0: "b s h", 1: f"h {columns}", 2: columns, past_at: "z b n p d"}
+    mask = _key_mask(_shape(node, at.mask), image[0]) if given(node, at.mask) else None
+    operands = {0: "b s h", 1: f"h {columns}", 2: columns, at.past: "z b n p d"}
     if mask is not None:
-        operands[mask_at] = mask
-    if bias_at and given(node, bias_at):
-        operands[bias_at] = _bias(node, bias_at, "n")
-    if quantized:
-        operands |= {i: columns for i in (4, 7) if _shape(node, i) == (weight[1],)}
-    whole = {"h": _PROJECTED, "z": _STACKED, **dict.fromkeys("sdeptumw", _ATTENDED)}
-    if given(node, mask_at) is not None and mask is None:
-        whole["b"] = "its mask has positions in the whole batch"
+        operands[at.mask] = mask
+    if at.added and given(node, at.added):
+        operands[at.added] = _bias(node, at.added, "n")
+    for i in (*(at.scales or ()), *(at.zeros or ())):
+        if _shape(node, i) == (weight[1],):
+            operands[i] = columns
+    whole = {"d": _SUMMED, "z": _STACKED, **dict.fromkeys("ptumw", _ATTENDED)}
+    if given(node, at.past) is not None or len(node.outputs) > 1:
+        whole["e"] = _STACKED
+    fields: dict[str, Any] = {}
+    if node.attrs.get("do_rotary"):
+        whole |= dict.fromkeys("hs", "its queries and keys are rotated inside the op")
+    elif given(node, at.mask) is not None and mask is None:
+        whole |= dict.fromkeys("bhs", "its mask has positions in the whole batch")
+    else:
+        split = frozenset("hs")
+        lower = ProjectedAttention(at, dict(node.attrs)).lower
+        fields = {"communicating": split, "lowered": split, "lower": lower}
+        fields["contiguous"] = frozenset("s")
     local: dict[str | int, Any] = {"num_heads": lambda at: at.size("n")}
-    if "qkv_hidden_sizes" in node.attrs:
-        local["qkv_hidden_sizes"] = lambda at: [size // heads * at.size("n") for size in hidden]
+    if node.op == "Attention":
+        local["qkv_hidden_sizes"] = lambda at: [at.size("n") * at.size(f) for f in "dde"]
+    else:
+        whole["e"] = "the op has one width for queries, keys and values"
     results = {0: "b s (n e)", 1: "z b n u d"}
-    return _stated(node, operands, results, whole, sizes=sizes, local=local)
+    return _stated(node, operands, results, whole, sizes=sizes, local=local, **fields)
 
 
 @rule("MultiHeadAttention", domain=DOMAIN)

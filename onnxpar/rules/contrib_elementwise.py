@@ -14,6 +14,7 @@ from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, names, rule, whole
 
 DOMAIN = "com.microsoft"
 _ROW = "the op computes over whole rows"
+_ROUNDED = "it rounds shares of a sum of floats, which another order of the sum may tip over"
 
 
 @rule("Gelu FastGelu QuickGelu BiasGelu ScaledSiLU GatedAdd LinearAttentionGate", domain=DOMAIN)
@@ -46,18 +47,19 @@ def quantized_concat(node: gs.Node) -> Rule:
 @rule("QLinearSoftmax", domain=DOMAIN)
 def quantized_softmax(node: gs.Node) -> Rule:
     """`d0 d1, _ -> d0 d1`; the op's axis must stay whole (before opset 13: all dimensions from
-    there on)."""
+    there on), because the kernel rounds shares of a sum of floats to integers: another order of the
+    sum may round a tie otherwise. To gather its bytes sends little."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
     axis = node.attrs.get("axis", -1) % len(dims)
     normalised = dims[axis : axis + 1] if node.attrs["opset"] >= 13 else dims[axis:]
-    return _over(node, dims, normalised)
+    return _over(node, dims, normalised, _ROUNDED)
 
 
-def _over(node: gs.Node, dims: list[str], whole: list[str]) -> Rule:
+def _over(node: gs.Node, dims: list[str], whole: list[str], why: str = _ROW) -> Rule:
     """The rule of an op that may split operand 0 along all dimensions but those in `whole`."""
     rest = ", _" * (len(node.inputs) - 1)
     text = dims_text(dims)
-    return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, _ROW))
+    return einsum(node, f"{text}{rest} -> {text}", whole=dict.fromkeys(whole, why))
 
 
 @rule("Inverse", domain=DOMAIN)

@@ -1,5 +1,5 @@
-"""Pad: a rank adds the padding at the ends of the global dimension, not at the ends of its
-shard."""
+"""Pad and CenterCropPad: a rank adds the padding at the ends of the global dimension, not at the
+ends of its shard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import constant, given, tensor_shape
 from onnxpar.rules.index_maps import IndexMap, tied_fields
+from onnxpar.rules.movement import int64
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
 
@@ -85,6 +86,46 @@ def pad(node: gs.Node) -> Rule:
         nonempty=frozenset(before) & set(after) if mode == "wrap" else frozenset(),
         **tied_fields(maps),
     )
+
+
+@rule("CenterCropPad")
+def center_crop_pad(node: gs.Node) -> Rule:
+    """`a h, _ -> a y`: a cropped or padded dimension h is co-sharded with y, its new form."""
+    shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
+    axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
+    is_known = constant(node.inputs[1]) is not None
+    before, after = names("d", len(shape)), names("d", len(shape))
+    pads: list[Pads] = [(0, 0)] * len(shape)
+    constants: Any = {}
+    whole: list[str] = []
+    for i in axes:
+        size, wanted = shape[i], out[i]
+        if is_known and size == wanted:
+            continue
+        after[i] = f"y{i}"
+        if not is_known or not size or not wanted:
+            whole += _pair(i)
+            continue
+        pads[i] = _around(wanted - size)
+        constants[i] = _Constant(before[i], after[i], size, pads[i])
+    return einsum(
+        node,
+        f"{dims_text(before)}, _ -> {dims_text(after)}",
+        whole=dict.fromkeys(whole, "a data-dependent size"),
+        linear=(FIRST,),
+        local={1: lambda local: int64([local.output_shape(0)[a] for a in axes])}
+        if is_known
+        else {},
+        lower=lambda builder: _lower(builder, pads, constants, {}),
+        **tied_fields(constants),
+    )
+
+
+def _around(more: int) -> Pads:
+    """The padding at the start and the end that adds so many elements, or with a negative number
+    removes them; the start has the smaller half."""
+    start = abs(more) // 2
+    return (start, more - start) if more > 0 else (-start, more + start)
 
 
 def _pair(i: int) -> tuple[str, str]:

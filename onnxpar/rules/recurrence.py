@@ -15,6 +15,7 @@ from onnxpar.rules.recurrence_lowering import GATES
 from onnxpar.rules.rule import Local, Rule, einsum, given_specs, rule
 
 _STEP = "every step of the recurrence needs all of it"
+_INPUT = "the kernel multiplies it by W; a Scan without the kernel takes longer than to gather it"
 
 
 @rule("LSTM GRU RNN")
@@ -33,7 +34,7 @@ def recurrence(node: gs.Node) -> Rule:
     operands += ["b", state, state, f"d {_segments(3)}"]
     operands = given_specs(operands, node.inputs)
     results = given_specs([result, state, state], node.outputs)
-    whole = dict.fromkeys("sik", _STEP)
+    whole = {**dict.fromkeys("sik", _STEP), "i": _INPUT}
     if {"activation_alpha", "activation_beta"} & node.attrs.keys():
         whole["d"] = "the slopes of its activations are listed for all directions together"
     units = node.attrs.get("hidden_size") or (tensor_shape(node.inputs[2]) or (None,))[-1]

@@ -14,7 +14,6 @@ from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule
 _SAMPLED = "sampling positions are data-dependent"
 _POINT = "the coordinates of one point"
 _REGION = "each cell depends on the whole region"
-_CENTRE = "it is cropped or padded around its centre"
 _BLOCKS = "overlapping blocks are summed"
 _MATRIX = "a determinant needs the whole matrix"
 
@@ -165,28 +164,6 @@ def col2im(node: gs.Node) -> Rule:
         sizes={"c": out[1], "k": shape[1] // out[1]},
         whole=dict.fromkeys(["k", "l", *space], _BLOCKS),
         linear=(FIRST,),
-    )
-
-
-@rule("CenterCropPad")
-def center_crop_pad(node: gs.Node) -> Rule:
-    """`d h w, _ -> d y x`: only dimensions that keep their size may be split."""
-    shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
-    axes = [a % len(shape) for a in node.attrs.get("axes", range(len(shape)))]
-    target = constant(node.inputs[1])
-    before, after = names("d", len(shape)), names("d", len(shape))
-    for i in axes:
-        if target is None or shape[i] != out[i]:
-            after[i] = f"y{i}"
-    changed = [d for pair in zip(before, after, strict=True) if pair[0] != pair[1] for d in pair]
-    return einsum(
-        node,
-        f"{dims_text(before)}, _ -> {dims_text(after)}",
-        whole=dict.fromkeys(changed, _CENTRE),
-        linear=(FIRST,),
-        local={}
-        if target is None
-        else {1: lambda local: int64([local.output_shape(0)[a] for a in axes])},
     )
 
 

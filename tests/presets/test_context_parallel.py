@@ -195,6 +195,40 @@ def test_fused_ops(op: str, by_bytes: bool, tmp_path: Path) -> None:
         assert sent(plan) == {"AllGather": (2, 2 * 4 * 2 * 12 * k * 3 // 4)}
 
 
+INSIDE = """<ir_version: 10, opset_import: ["" : 17, "com.microsoft" : 1]>
+m (float[{batch},{seq},24] x, float[24,96] w1, float[96] w2, float[32,24] w3)
+=> (float[{batch},{seq},24] y)
+{{ a = com.microsoft.Attention<num_heads = 8{causal}>(x, w1, w2)  y = MatMul(a, w3) }}"""
+
+
+@pytest.mark.parametrize("causal", ["", ", unidirectional = 1"])
+def test_an_op_that_projects_its_input(causal: str, tmp_path: Path) -> None:
+    """Ranks gather keys and values in one collective; in a strategy file, its width may be split,
+    too: then they add their products."""
+    model = write_text(INSIDE.format(batch=2, seq=12, causal=causal), tmp_path / "m.onnx")
+    for ranks in (2, 3, 5):
+        plan = check_agrees(model, tmp_path, context(str(ranks)))
+        assert sent(plan) == {"AllGather": (1, 4 * 2 * 12 * 64 * (ranks - 1) // ranks)}
+    by_width = options("tp=3", strategy={"tensors": {"x": [None, None, "tp"]}})
+    plan = check_agrees(model, tmp_path, by_width)
+    assert {c.kind: c.bytes for c in plan.collectives} == {"AllReduce": 4 * 2 * 12 * 96 * 4 // 3}
+
+
+@pytest.mark.parametrize("layout", ["3", "dp=2,cp=2"])
+@pytest.mark.parametrize("causal", ["", ", unidirectional = 1"])
+def test_an_op_that_projects_its_input_of_any_length(
+    causal: str, layout: str, tmp_path: Path
+) -> None:
+    """Also with fewer positions than ranks."""
+    text = INSIDE.format(batch="batch", seq="seq", causal=causal)
+    model, par = write_text(text, tmp_path / "m.onnx"), tmp_path / "m.par"
+    pipeline.shard(model, par, context(layout))
+    with ThreadSession(par, timeout=TIMEOUT) as session:
+        for shape in ((2, 7, 24), (1, 1, 24), (3, 2, 24)):
+            x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+            check_outputs(session.run(None, {"x": x}), run_unsplit(model, {"x": x}), ["y"])
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "by_bytes", "large"),
     [

@@ -31,6 +31,7 @@ ENDS = array([4, 2, 3, 1, 0, 0], np.int32)
 TOTALS = array([[1] * 11, [0] + [1] * 10, [1] * 8 + [0] * 3], np.int32)
 LENGTHS = array([4, 2, 3], np.int32)
 MASK = array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], np.int32)
+LEFT = array([[0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]], np.int32)
 SHOWN = RNG.integers(0, 2, (3, 4, 5)).astype(np.int32) * array([[[1], [1], [0], [1]]], np.int32)
 GQA = {"num_heads": 4, "kv_num_heads": 2}
 CACHE = [(2, 2, 6, 8), (2, 2, 6, 8)]
@@ -41,24 +42,23 @@ PROMPT = array([3, 2], np.int32), array(4, np.int32)
 TURN = [np.cos(np.linspace(0, 3, 36, dtype=np.float32)).reshape(9, 4)] * 2
 PLACES = array([[0, 1, 2, 7], [4, 1, 3, 6]])
 COLUMNS = "(n d) + (n d) + (n e)"
-PASSES = "h s d e"
 
 ATTENTION = [
     (
         case("Attention", [X, QKV, BIAS], {"num_heads": 2}),
-        f"b s h, h {COLUMNS}, {COLUMNS} -> b s (n e) {{whole: h s d e}}",
+        f"b s h, h {COLUMNS}, {COLUMNS} -> b s (n e) {{communicating: h s, whole: d}}",
     ),
-    (
-        case("Attention", [X, QKV, BIAS, MASK], {"num_heads": 4, "unidirectional": 1}, fed=[3]),
-        f"b s h, h {COLUMNS}, {COLUMNS}, b t -> b s (n e) {{whole: h s d e t}}",
+    (  # one query sees no key
+        case("Attention", [X, QKV, BIAS, LEFT], {"num_heads": 4, "unidirectional": 1}, fed=[3]),
+        f"b s h, h {COLUMNS}, {COLUMNS}, b t -> b s (n e) {{communicating: h s, whole: d t}}",
     ),
     (
         case("Attention", [X, QKV, BIAS, LENGTHS], {"num_heads": 2}, fed=[3]),
-        f"b s h, h {COLUMNS}, {COLUMNS}, b -> b s (n e) {{whole: h s d e}}",
+        f"b s h, h {COLUMNS}, {COLUMNS}, b -> b s (n e) {{communicating: h s, whole: d}}",
     ),
     (
         case("Attention", [X, QKV, BIAS, ENDS], {"num_heads": 2}, fed=[3]),
-        f"b s h, h {COLUMNS}, {COLUMNS}, _ -> b s (n e) {{whole: h s d e b}}",
+        f"b s h, h {COLUMNS}, {COLUMNS}, _ -> b s (n e) {{whole: d b h s}}",
     ),
     (
         case(
@@ -66,12 +66,43 @@ ATTENTION = [
             [X, (6, 20), (20,), None, None, (3, 2, 4, 4)],
             {"num_heads": 2, "qkv_hidden_sizes": [8, 8, 4]},
         ),
-        f"b s h, h {COLUMNS}, {COLUMNS}, _, _, b n s t -> b s (n e) {{whole: h s d e t}}",
+        f"b s h, h {COLUMNS}, {COLUMNS}, _, _, b n s t -> b s (n e)"
+        " {communicating: h s, whole: d t}",
+    ),
+    (
+        case(
+            "Attention",
+            [X, QKV, None, SHOWN[..., :4], None, (1, 2, 4, 4)],
+            {"num_heads": 2, "unidirectional": 1, "mask_filter_value": -50.0, "scale": 0.3},
+            fed=[3],
+        ),
+        f"b s h, h {COLUMNS}, _, b s t, _, 1 n s t -> b s (n e) {{communicating: h s, whole: d t}}",
     ),
     (
         case("Attention", [X, QKV, BIAS, None, PAST], {"num_heads": 2}, outputs=2),
         f"b s h, h {COLUMNS}, {COLUMNS}, _, z b n p d -> b s (n e); z b n u d"
-        " {whole: h z s d e p u}",
+        " {communicating: h s, whole: d z p u e}",
+    ),
+    (
+        case(
+            "Attention",
+            [X, QKV, BIAS, TOTALS[:, :9], PAST],
+            {"num_heads": 2, "unidirectional": 1},
+            fed=[3],
+            outputs=2,
+        ),
+        f"b s h, h {COLUMNS}, {COLUMNS}, b t, z b n p d -> b s (n e); z b n u d"
+        " {communicating: h s, whole: d z p t u e}",
+    ),
+    (
+        case(
+            "Attention",
+            [(3, 1, 6), QKV, BIAS, None, PAST],
+            {"num_heads": 2, "unidirectional": 1},
+            outputs=2,
+        ),
+        f"b 1 h, h {COLUMNS}, {COLUMNS}, _, z b n p d -> b s (n e); z b n u d"
+        " {communicating: h s, whole: d z p u e}",
     ),
     (
         case("MultiHeadAttention", [Q3, K3, V3], {"num_heads": 4}),
@@ -249,7 +280,28 @@ ATTENTION = [
             fed=[0, 5],
         ),
         f"b s h, h {COLUMNS}, {COLUMNS}, _, {COLUMNS}, b, _, {COLUMNS} -> b s (n e)"
-        " {whole: h s d e}",
+        " {communicating: h s, whole: d e}",
+    ),
+    (
+        case(
+            "QAttention",
+            [
+                RNG.integers(0, 255, X, np.uint8),
+                RNG.integers(-100, 100, QKV, np.int8),
+                BIAS,
+                array(0.02, np.float32),
+                array(0.01, np.float32),
+                None,
+                array(120, np.uint8),
+                array(3, np.int8),
+                PAST,
+            ],
+            {"num_heads": 2, "unidirectional": 1},
+            fed=[0],
+            outputs=2,
+        ),
+        f"b s h, h {COLUMNS}, {COLUMNS}, _, _, _, _, _, z b n p d -> b s (n e); z b n u d"
+        " {communicating: h s, whole: d z p u e}",
     ),
 ]
 

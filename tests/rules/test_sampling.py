@@ -74,9 +74,17 @@ CASES = [
     ),
     (
         Case("CenterCropPad", [IMAGE, array([3, 8])], {"axes": [2, 3]}),
-        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {whole: d2 y2 d3 y3}",
+        "d0 d1 d2 d3, _ -> d0 d1 y2 y3"
+        " {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
-    (Case("CenterCropPad", [(5, 6), array([5, 3])]), "d0 d1, _ -> d0 y1 {whole: d1 y1}"),
+    (
+        Case("CenterCropPad", [(5, 6), array([5, 3])]),
+        "d0 d1, _ -> d0 y1 {communicating: d1, co-sharded: d1 y1}",
+    ),
+    (
+        Case("CenterCropPad", [(5, 2), array([2, 9])]),
+        "d0 d1, _ -> y0 y1 {communicating: d0 d1, co-sharded: d0 y0, co-sharded: d1 y1}",
+    ),
     (Case("Det", [(4, 3, 3)]), "b0 m n -> b0 {whole: m n}"),
     (Case("Det", [(3, 3)]), "m n -> () {whole: m n}"),
 ]
