@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import onnx_graphsurgeon as gs
 
@@ -153,17 +154,33 @@ def _images_before(local: Local) -> int:
 
 @rule("Col2Im")
 def col2im(node: gs.Node) -> Rule:
-    """`n (c _) _, _, _ -> n c y x`: only n and c may be split."""
+    """`n (c k) l, _, _ -> n c y x`: if the blocks l are split, a rank adds up its own, among zeros
+    for those of others; k and the image stay whole."""
     shape, out = tensor_shape(node.inputs[0]) or (), tensor_shape(node.outputs[0]) or ()
-    if shape[1] is None or not out[1]:
+    rows, length = shape[1:]
+    if rows is None or length is None or not out[1]:
         return whole_rule(node, "data-dependent block sizes")
     space = names("o", len(out) - 2)
+
+    def around(local: Local) -> Any:
+        start, end = local.interval("l")
+        return int64([0, 0, start, 0, 0, length - end])
+
+    def lower(build: Lowering) -> None:
+        pads = build.per_rank(around)
+        blocks = build.add("Pad", [build.input(0), pads])
+        build.finish("Col2Im", [blocks, *(build.input(i) for i in (1, 2))], **node.attrs)
+
     return einsum(
         node,
         f"n (c k) l, _, _ -> {dims_text(['n', 'c', *space])}",
-        sizes={"c": out[1], "k": shape[1] // out[1]},
-        whole=dict.fromkeys(["k", "l", *space], _BLOCKS),
+        sizes={"c": out[1], "k": rows // out[1]},
+        whole={"k": _BLOCKS, **dict.fromkeys(space, _BLOCKS)},
+        reduce={"l": "sum"},
         linear=(FIRST,),
+        contiguous=frozenset("l"),
+        lowered=frozenset("l"),
+        lower=lower,
     )
 
 

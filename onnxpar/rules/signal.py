@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import Size, constant, given, tensor_shape
-from onnxpar.rules.movement import int64
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.rules.windows import one_window
 
 _FREQUENCY = "every frequency needs all of it"
 _COMPLEX = "the real and imaginary parts of one number"
@@ -39,37 +39,35 @@ def dft(node: gs.Node) -> Rule:
 
 @rule("STFT")
 def stft(node: gs.Node) -> Rule:
-    """`b t _, _ -> b s f _`: the batch b or the frames s are split; for its frames, a rank cuts
-    their stretch out of the whole signal."""
+    """`b t _, _ -> b s f _`: signal t and frames s are co-sharded, and a rank fetches the elements
+    of its frames."""
     rest = ", _" * (len(node.inputs) - 1)
+    whole = {"f": _FREQUENCY, **dict.fromkeys("ko", _COMPLEX)}
     frames = _frames(node)
-    whole = {**dict.fromkeys("tf", _FREQUENCY), **dict.fromkeys("ko", _COMPLEX)}
     if frames is None:
         return einsum(
             node,
             f"b t k{rest} -> b s f o",
-            whole={**whole, "s": "frames of data-dependent lengths"},
+            whole={**whole, **dict.fromkeys("ts", "frames of data-dependent lengths")},
             linear=(FIRST,),
         )
     step, length = frames
+    size, count = (tensor_shape(t) or (None, None) for t in (node.inputs[0], node.outputs[0]))
+    space = one_window(size[1], count[1], length, step)
 
     def lower(build: Lowering) -> None:
-        node = build.local.node
-        start = build.per_rank(lambda local: int64([local.interval("s")[0] * step]))
-        end = build.per_rank(lambda local: int64([(local.interval("s")[1] - 1) * step + length]))
-        signal = build.add("Slice", [build.input(0), start, end, int64([1])])
-        others = [t for t in node.inputs[1:]]
+        signal, _ = space.read(build, build.input(0), None, 1)
+        others = [build.input(i) for i in range(1, len(node.inputs))]
         build.finish("STFT", [signal, *others], **node.attrs)
 
     return einsum(
         node,
-        f"b t k{rest} -> b s f o",
-        whole=whole,
+        f"b {space.before[0]} k{rest} -> b {space.after[0]} f o",
+        whole={**whole, **space.whole},
         linear=(FIRST,),
-        contiguous=frozenset({"s"}),
-        lowered=frozenset({"s"}),
-        nonempty=frozenset({"s"}),
         lower=lower,
+        nonempty=frozenset(space.after),
+        **space.fields(),
     )
 
 

@@ -252,6 +252,24 @@ def test_waveforms_of_any_length(layout: str, tmp_path: Path) -> None:
     check(model, tmp_path / "m.par", layout, [{"x": (3, n)} for n in lengths])
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_frames_of_a_signal_of_any_length(ranks: int, tmp_path: Path) -> None:
+    """The signal is split, too; ranks fetch the ends of their frames."""
+    model = save(
+        tmp_path / "frames.onnx",
+        """
+        frames (float[batch, length, 1] x) => (float[batch, t, f, 2] y) {
+            step = Constant <value_int = 160> ()
+            size = Constant <value_int = 400> ()
+            y = STFT <onesided = 1> (x, step, , size)
+        }""",
+    )
+    shapes = [{"x": (2, n, 1)} for n in (1040, 1199, 1200, 1359, 1360, 1361, 3210)]
+    how = {"strategy": {"tensors": {"x": [None, "tp", None]}}}
+    text = check(model, tmp_path / "m.par", f"tp={ranks}", shapes, **how)
+    assert "AllGather" not in text
+
+
 def test_a_size_that_only_looks_constant_is_none(tmp_path: Path) -> None:
     """No more than 64 columns are kept, which small samples do not tell."""
     model = save(

@@ -70,7 +70,7 @@ CASES = [
     ),
     (
         Case("Col2Im", [(2, 12, 9), array([4, 4]), array([2, 2])]),
-        "n (c k) l, _, _ -> n c o0 o1 {whole: k l o0 o1}",
+        "n (c k) l, _, _ -> n c o0 o1 {sum: l, whole: k o0 o1}",
     ),
     (
         Case("CenterCropPad", [IMAGE, array([3, 8])], {"axes": [2, 3]}),

@@ -28,15 +28,15 @@ CASES = [
     (Case("DFT", [REAL]), "d0 t1 k -> d0 f1 o {whole: t1 f1 k o}"),
     (
         Case("STFT", [(3, 32, 1), array(8), np.ones(16, np.float32), array(16)]),
-        "b t k, _, _, _ -> b s f o {whole: t f k o}",
+        "b h0 k, _, _, _ -> b y0 f o {communicating: h0, co-sharded: h0 y0, whole: f k o}",
     ),
     (  # 5 frames that overlap
         Case("STFT", [(2, 21, 1), array(4), None, array(5)]),
-        "b t k, _, _, _ -> b s f o {whole: t f k o}",
+        "b h0 k, _, _, _ -> b y0 f o {communicating: h0, co-sharded: h0 y0, whole: f k o}",
     ),
     (
         Case("STFT", [(2, 21, 1), array(4), None, array(5)], fed=[1]),
-        "b t k, _, _, _ -> b s f o {whole: t f k o s}",
+        "b t k, _, _, _ -> b s f o {whole: f k o t s}",
     ),
     (Case("TfIdfVectorizer", [WORDS], N_GRAMS, fed=[0]), "b0 t -> b0 o {whole: t o}"),
 ]
