@@ -12,6 +12,7 @@ from onnxpar.cost.cost import bytes_sent
 from onnxpar.ir.subgraphs import scopes
 from onnxpar.layout.layout import Layout
 from onnxpar.lowering.compaction import Compaction
+from onnxpar.lowering.pair_program import PairProgram
 from onnxpar.lowering.token_exchange import TokenExchange
 from onnxpar.sharding.chosen_rows import (
     EXCHANGE,
@@ -21,6 +22,7 @@ from onnxpar.sharding.chosen_rows import (
     crossing,
     find_chosen_rows,
 )
+from onnxpar.sharding.trained_rows import TrainedRows, find_trained_rows
 
 _COUNT_BYTES = 8
 
@@ -32,8 +34,10 @@ class CompactExperts(Pass):
     The loader writes a mixture so that every expert has a row for each token: zeros for the tokens
     of other experts. The body of the Scan computes the rows that are not zeros. Where ranks
     exchange the rows of all experts, they then send those that are not zeros alone: first their
-    numbers, then the rows, and the results back. Requires local nodes. A mixture stays as it is if
-    the ranks communicate in any other way between its nodes, or if a rank has no expert.
+    numbers, then the rows, and the results back. If other nodes read values inside, as those of a
+    backward pass do, there is no Scan: both passes get the rows of all experts as one list.
+    Requires local nodes. A mixture stays as it is if the ranks communicate in any other way between
+    its nodes, or if a rank has no expert.
 
     Example: shard(mesh="ep=2", preset="expert-parallel")
 
@@ -121,6 +125,8 @@ class CompactExperts(Pass):
         for scope in list(scopes(graph)):
             for found in list(find_chosen_rows(scope, shapes)):
                 changed |= _compact(scope, found, shapes, ctx)
+            for trained in list(find_trained_rows(scope, shapes)):
+                changed |= _compact_trained(scope, trained, shapes, ctx)
         return changed
 
 
@@ -158,6 +164,16 @@ def _compact(scope: gs.Graph, found: ChosenRows, shapes: Shapes, ctx: PassContex
     )
     ctx.lowered.mixtures.append((name, compaction.finder, inner))
     compaction.replace()
+    return True
+
+
+def _compact_trained(scope: gs.Graph, found: TrainedRows, shapes: Shapes, ctx: PassContext) -> bool:
+    """Makes both passes of a mixture compute chosen rows alone; False if a rank has no expert."""
+    mesh = ctx.sharding.mesh
+    experts = ctx.layouts[found.chosen.name]
+    if not all(experts.local_shape(mesh, rank)[0] for rank in range(mesh.size)):
+        return False
+    PairProgram(scope, found, shapes, ctx.layouts, mesh, ctx.lowered.per_rank).replace()
     return True
 
 

@@ -18,6 +18,7 @@ class Pairs:
 
     def __init__(self, nodes: AddedNodes, chosen: gs.Tensor, shapes: Shapes) -> None:
         self.add, self.shapes = nodes.add, shapes
+        self.table: gs.Tensor | None = None
         self.experts, self.rows, _ = shapes[chosen.name]
         mask = self.add("Squeeze", [chosen], bool, axes=[2])
         self.picks = self.add("Cast", [mask], np.int64, to=7)
@@ -52,21 +53,26 @@ class Pairs:
             return tensor
         return self.add("Gather", [tensor, self.row], tensor.dtype, axis=at)
 
-    def sum(self, y: gs.Tensor, total: gs.Tensor, zeros: gs.Tensor) -> None:
-        """Adds up the pairs of each row of `y` [1, pair, column]; `zeros` are [1, column].
+    def sum(self, y: gs.Tensor, total: gs.Tensor, zeros: gs.Tensor, keeps: bool = False) -> None:
+        """Adds up the pairs of each row of `y` [1, pair, column], to [row, column], or [1, row,
+        column] with `keeps`; `zeros` are [1, column]."""
+        flat = self.add("Squeeze", [y], y.dtype, axes=[0])
+        padded = self.add("Concat", [zeros, flat], y.dtype, axis=0)
+        if self.table is None:
+            self.table = self._table(f"{total.name}/empty")
+        picked = self.add("Gather", [padded, self.table], y.dtype, axis=0)
+        self.add("ReduceSum", [picked], y.dtype, total, axes=[0], keepdims=int(keeps))
 
-        A table has the places of a row's pairs, one below the other, and 0 where a row has fewer
-        pairs than others; at place 0 are zeros. So no element is written twice.
-        """
+    def _table(self, name: str) -> gs.Tensor:
+        """The places of each row's pairs, counted from 1, one below the other, and 0 where a row
+        has fewer pairs than others; at place 0 are zeros. So no element is written twice."""
         add = self.add
-        flat = add("Squeeze", [y], y.dtype, axes=[0])
-        padded = add("Concat", [zeros, flat], y.dtype, axis=0)
         of_row = add("ReduceSum", [self.picks], np.int64, axes=[0], keepdims=0)
         one = add("Concat", [of_row, [1]], np.int64, axis=0)
         most = add("ReduceMax", [one], np.int64, keepdims=1)
         rows = add("Shape", [of_row], np.int64)
         sizes = add("Concat", [most, rows], np.int64, axis=0)
-        empty = add("ConstantOfShape", [sizes], np.int64, value=_zero(f"{total.name}/empty"))
+        empty = add("ConstantOfShape", [sizes], np.int64, value=_zero(name))
         seen = add("Sub", [add("CumSum", [self.picks, 0], np.int64), 1], np.int64)
         slot = add("GatherND", [seen, self.places], np.int64)
         slot, row = (add("Unsqueeze", [t], np.int64, axes=[1]) for t in (slot, self.row))
@@ -74,9 +80,7 @@ class Pairs:
         count = add("Squeeze", [add("Shape", [self.row], np.int64)], np.int64, axes=[0])
         end = add("Add", [count, 1], np.int64)
         place = add("Range", [1, end, 1], np.int64)
-        table = add("ScatterND", [empty, where, place], np.int64)
-        picked = add("Gather", [padded, table], y.dtype, axis=0)
-        add("ReduceSum", [picked], y.dtype, total, axes=[0], keepdims=0)
+        return add("ScatterND", [empty, where, place], np.int64)
 
 
 def _zero(name: str) -> gs.Constant:

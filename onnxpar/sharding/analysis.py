@@ -24,6 +24,7 @@ from onnxpar.sharding.expert_part import computed_shares
 from onnxpar.sharding.factors import Chosen, GraphFactors, OpFactors, TensorFactors
 from onnxpar.sharding.narrow import narrowed
 from onnxpar.sharding.op_factors import Joined, op_factors
+from onnxpar.sharding.trained_rows import TrainedRows
 from onnxpar.sharding.unify import IndexVar, compose, unify
 
 _RANDOM = "one rank draws its random values for all ranks"
@@ -154,5 +155,9 @@ def _with_chosen(
     for found, share in computed_shares(graph):
         leaves = tensors[found.chosen.name].leaves if found.chosen.name in tensors else ()
         if leaves:
-            chosen.update((id(node), Chosen(share, leaves[0].atom)) for node in found.nodes)
+            rows = frozenset[int]()
+            if isinstance(found, TrainedRows):
+                rows = frozenset(leaf.atom for leaf in leaves[1:])
+            about = Chosen(share, leaves[0].atom, rows)
+            chosen.update((id(node), about) for node in found.nodes)
     return [replace(op, chosen=chosen[id(op.node)]) if id(op.node) in chosen else op for op in ops]

@@ -69,7 +69,7 @@ def find_chosen_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ChosenRows]:
     outputs = {id(t) for t in graph.outputs}
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if not _is_mask(node, shapes) or len(node.outputs[0].outputs) != 1:
+        if not is_mask(node, shapes) or len(node.outputs[0].outputs) != 1:
             continue
         (total,) = node.outputs[0].outputs
         if not _sums_experts(total) or id(node.outputs[0]) in outputs or id(total) not in order:
@@ -79,7 +79,7 @@ def find_chosen_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[ChosenRows]:
             yield found
 
 
-def _is_mask(node: gs.Node, shapes: Shapes) -> bool:
+def is_mask(node: gs.Node, shapes: Shapes) -> bool:
     """True for Where(chosen, x, 0) on [expert, row, column]."""
     if node.op != "Where" or node.domain not in (None, "", "ai.onnx"):
         return False
@@ -115,7 +115,7 @@ def _fill(
         node = tensor.inputs[0] if tensor.inputs else None
         if node is None or id(node) in inside or id(node) in enter:
             continue
-        if _is_mask(node, shapes) and node.inputs[0] is found.chosen:
+        if is_mask(node, shapes) and node.inputs[0] is found.chosen:
             enter[id(node)] = node
         elif id(node) in order and _computes_rows(node, found.chosen, shapes):
             inside[id(node)] = node
@@ -196,18 +196,22 @@ def _is_row_wise(node: gs.Node, kept: Collection[int], shapes: Shapes) -> bool:
             or (t.name in shapes and len(shapes[t.name]) <= RANK)
             for t in others
         )
-    return node.op in _ALONG_COLUMNS and _axis(node) == [2]
+    return axes_of(node) == [2]
 
 
-def _axis(node: gs.Node) -> list[int] | None:
-    """The dimensions along which a node works."""
+def axes_of(node: gs.Node, keeps: bool = True) -> list[int] | None:
+    """The dimensions along which a node works; None if they are unknown, or, with `keeps`, if it
+    removes them."""
+    if node.op not in _ALONG_COLUMNS:
+        return None
     if node.op in ("Split", "Softmax"):
         return [int(node.attrs.get("axis", 0 if node.op == "Split" else -1)) % RANK]
     axes = node.attrs.get("axes")
     operand = given(node, 3 if node.op == "Slice" else 1)
     if axes is None and operand is not None and isinstance(operand, gs.Constant):
         axes = operand.values.reshape(-1).tolist()
-    if axes is None or (node.op.startswith("Reduce") and not node.attrs.get("keepdims", 1)):
+    removes = node.op.startswith("Reduce") and not node.attrs.get("keepdims", 1)
+    if axes is None or (keeps and removes):
         return None
     return [int(a) % RANK for a in axes]
 

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import onnx_graphsurgeon as gs
 
@@ -23,6 +24,7 @@ from onnxpar.sharding.chosen_rows import (
     find_chosen_rows,
     known_shapes,
 )
+from onnxpar.sharding.trained_rows import TrainedRows, find_trained_rows
 
 _MATCHES = ("Equal", "OneHot")
 """Ops that compare the numbers of a router's choices with the numbers of experts."""
@@ -78,7 +80,7 @@ def expert_part(found: ChosenRows, shapes: Shapes) -> ExpertPart | None:
     return ExpertPart(tuple(nodes), next(iter(leaving.values())))
 
 
-def chosen_share(found: ChosenRows, shapes: Shapes) -> float | None:
+def chosen_share(found: ChosenRows | TrainedRows, shapes: Shapes) -> float | None:
     """The part of the rows of all experts that a router chooses; None if it is unknown. The router
     numbers its choices, each of which is at most one row of one expert."""
     experts, rows, _ = shapes[found.chosen.name]
@@ -112,12 +114,15 @@ def chosen_shares(graph: gs.Graph, shapes: Shapes) -> dict[str, float]:
     return found
 
 
-def computed_shares(graph: gs.Graph) -> Iterator[tuple[ChosenRows, float]]:
+def computed_shares(graph: gs.Graph) -> Iterator[tuple[ChosenRows | TrainedRows, float]]:
     """The mixtures of a graph and its bodies, each with the part of its rows that a router
     chooses."""
     shapes = known_shapes(graph)
     for scope in scopes(graph):
-        for found in find_chosen_rows(scope, shapes):
+        mixtures: Iterator[ChosenRows | TrainedRows] = chain(
+            find_chosen_rows(scope, shapes), find_trained_rows(scope, shapes)
+        )
+        for found in mixtures:
             share = chosen_share(found, shapes)
             if share is not None:
                 yield found, share

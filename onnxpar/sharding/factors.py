@@ -84,10 +84,12 @@ class BodyFactors:
 @dataclass(frozen=True)
 class Chosen:
     """What a router chooses: the part of all pairs of an expert and a row, if it chooses each
-    expert equally often; `atom` numbers the experts."""
+    expert equally often; `atom` numbers the experts. The atoms `rows`, if there are any, tell
+    tensors of rows from gradients of weights."""
 
     share: float
     atom: int
+    rows: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -222,6 +224,8 @@ class GraphFactors:
         chosen; not if it is a weight."""
         factors = self.tensors.get(tensor.name)
         if factors is None or is_weight(tensor) or not factors.leaves:
+            return False
+        if chosen.rows.isdisjoint(leaf.atom for leaf in factors.leaves) and chosen.rows:
             return False
         return factors.leaves[0].atom == chosen.atom and factors.dim_of_leaf[0] == 0
 

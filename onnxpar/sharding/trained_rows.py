@@ -1,0 +1,282 @@
+"""Finds mixtures of experts together with their backward pass: all nodes that compute rows of which
+one mask chooses some.
+
+    x: [expert, row, column] = Where(chosen, tokens, 0)       a mask
+    ...    row-wise nodes, of both passes
+    g: [expert, column, column] = MatMul(Transpose(x), dz)    the gradient of experts' matrices
+    y: [row, column] = ReduceSum(Where(chosen, z, 0), axis 0)
+
+Behind a mask, rows that are not chosen are zeros, and so is what follows from zeros alone. Nothing
+but such tensors may be summed over rows or experts, or be read by other nodes. So rows that are not
+chosen need not be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.canonicalize.row_program import BINARY, UNARY
+from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.lazy_values import peeked
+from onnxpar.ir.tensors import constant, given, numel, tensor_shape
+from onnxpar.sharding.chosen_rows import RANK, Shapes, axes_of, flips, is_mask
+
+_LOGIC = frozenset(
+    ["And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or", "Xor"]
+)
+ELEMENTWISE = UNARY | BINARY | _LOGIC | frozenset(["IsInf", "IsNaN", "Sign", "Sum", "Where"])
+_RESHAPES = frozenset(["Expand", "Reshape", "Squeeze", "Unsqueeze"])
+"""Ops that change what is behind the dimensions of experts and rows."""
+_FIRST = _RESHAPES | frozenset(["AllReduce", "Div", "MatMul", "Pad", "ReduceSum", "Slice", "Split"])
+_FIRST |= frozenset(
+    ["Abs", "Cast", "Elu", "Erf", "Gelu", "HardSwish", "Identity", "LeakyRelu", "Mish", "Neg"]
+)
+_FIRST |= frozenset(["QuickGelu", "Relu", "Selu", "Sign", "Softsign", "Sqrt", "Swish", "Tanh"])
+"""Ops whose results are zero where the first operand is."""
+_EACH = frozenset(["Add", "Concat", "Max", "Min", "Sub", "Sum"])
+"""Ops whose results are zero where all operands are."""
+
+
+class Role(Enum):
+    """What a node does with the rows of experts.
+
+    MASK      chooses rows: Where(chosen, x, 0)
+    FLIP      transposes each expert's rows, for products that sum over rows
+    ROWS      computes each row from the same row
+    REDUCED   adds up rows over ranks that choose the same ones
+    PRODUCT   multiplies each expert's rows by its own matrix
+    MATRICES  sums products of rows, to a matrix for each expert
+    VECTORS   sums rows, to a vector for each expert
+    TOTAL     sums over experts
+    """
+
+    MASK = auto()
+    FLIP = auto()
+    ROWS = auto()
+    REDUCED = auto()
+    PRODUCT = auto()
+    MATRICES = auto()
+    VECTORS = auto()
+    TOTAL = auto()
+
+
+@dataclass
+class TrainedRows:
+    """A mixture, all of whose rows are those that `chosen` [expert, row, 1] chooses.
+
+    nodes    in graph order
+    roles    of each node, by its id
+    zeros    for each tensor [expert, row, ...], by id, whether rows that are not chosen are zeros
+    flipped  the tensor that each result of a FLIP transposes, by the id of the result
+    leaving  the tensors that other nodes read, too; their rows that are not chosen are zeros
+    """
+
+    chosen: gs.Tensor
+    nodes: list[gs.Node] = field(default_factory=list)
+    roles: dict[int, Role] = field(default_factory=dict)
+    zeros: dict[int, bool] = field(default_factory=dict)
+    flipped: dict[int, gs.Tensor] = field(default_factory=dict)
+    leaving: list[gs.Tensor] = field(default_factory=list)
+
+
+def find_trained_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[TrainedRows]:
+    """The mixtures of a graph, whose nodes are in the order in which they run, that have experts
+    with matrices of their own and a sum over experts, and in which nothing that is read elsewhere
+    depends on rows that are not chosen."""
+    chosen: dict[int, gs.Tensor] = {}
+    for node in graph.nodes:
+        if is_mask(node, shapes):
+            chosen.setdefault(id(node.inputs[0]), node.inputs[0])
+    for mask in chosen.values():
+        apart: set[int] = set()
+        while True:
+            search = _Search(graph, shapes, TrainedRows(mask), apart)
+            leaks = search.fill()
+            if not leaks or not search.is_complete:
+                break
+            apart |= leaks
+        if search.is_complete:
+            yield search.region
+
+
+def expert_matrix(tensor: gs.Tensor) -> tuple[gs.Tensor, bool]:
+    """The tensor of which a stack of matrices is made by transpositions of each matrix, and whether
+    it is transposed."""
+    is_flipped = False
+    while tensor.inputs and flips(tensor.inputs[0]):
+        tensor, is_flipped = tensor.inputs[0].inputs[0], not is_flipped
+    return tensor, is_flipped
+
+
+def before_experts(tensor: gs.Tensor, shapes: Shapes) -> gs.Tensor:
+    """What a tensor [expert, row, column] repeats for each expert; the tensor itself if its experts
+    differ."""
+    if not tensor.inputs or tensor.inputs[0].op != "Expand":
+        return tensor
+    source = tensor.inputs[0].inputs[0]
+    shape, wide = shapes.get(source.name, ()), shapes.get(tensor.name, ())
+    repeats = shape[-2:] == wide[-2:] and len(wide) == RANK and shape[:-2] in ((), (1,))
+    return source if repeats and len(shape) >= RANK - 1 else tensor
+
+
+class _Search:
+    """Gives nodes their roles, from the masks on; none to nodes whose ids are in `apart`."""
+
+    def __init__(
+        self, graph: gs.Graph, shapes: Shapes, region: TrainedRows, apart: Collection[int]
+    ) -> None:
+        self.graph, self.shapes, self.region, self.apart = graph, shapes, region, apart
+        self.experts, self.rows, _ = shapes[region.chosen.name]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the nodes are those of a mixture."""
+        return {Role.MASK, Role.PRODUCT, Role.TOTAL} <= set(self.region.roles.values())
+
+    def fill(self) -> set[int]:
+        """Collects nodes; returns those of which another node needs rows that are not chosen, which
+        must stay apart."""
+        region = self.region
+        for node in self.graph.nodes:
+            role = None if id(node) in self.apart else self._role(node)
+            if role is None:
+                continue
+            region.nodes.append(node)
+            region.roles[id(node)] = role
+            if role is Role.FLIP:
+                region.flipped[id(node.outputs[0])] = node.inputs[0]
+            elif role in (Role.MASK, Role.ROWS, Role.PRODUCT, Role.REDUCED):
+                is_zero = role is Role.MASK or self._keeps_zero(node)
+                region.zeros.update((id(t), is_zero) for t in node.outputs)
+        return set(self._leaks())
+
+    def _leaks(self) -> Iterator[int]:
+        """The ids of nodes that cannot be among the mixture's; notes the tensors that leave."""
+        region = self.region
+        ports = {id(t) for t in self.graph.outputs}
+        for node in region.nodes:
+            for tensor in node.outputs:
+                if id(tensor) not in ports and all(id(r) in region.roles for r in tensor.outputs):
+                    continue
+                is_zero = region.zeros.get(id(tensor))
+                if is_zero and len(self.shapes[tensor.name]) == RANK:
+                    region.leaving.append(tensor)
+                elif is_zero is not None or id(tensor) in region.flipped:
+                    yield id(node)
+
+    def _role(self, node: gs.Node) -> Role | None:
+        """The role of a node; None if it is none of the mixture's."""
+        zeros, flipped = self.region.zeros, self.region.flipped
+        if is_mask(node, self.shapes) and node.inputs[0] is self.region.chosen:
+            return Role.MASK if self._enters(*node.inputs[1:2], *node.outputs) else None
+        if not any(id(t) in zeros or id(t) in flipped for t in node.inputs):
+            return None
+        if node.op == "AllReduce" and node.domain == DOMAIN:
+            return Role.REDUCED if len(self.shapes[node.inputs[0].name]) == RANK else None
+        if node.domain not in (None, "", "ai.onnx") and node.op != "QuickGelu":
+            return None
+        first = node.inputs[0]
+        if any(id(t) in flipped for t in node.inputs):
+            return self._matrices(node)
+        if node.op == "MatMul":
+            return self._product(node)
+        if flips(node):
+            return Role.FLIP if len(self.shapes[first.name]) == RANK else None
+        if node.op == "ReduceSum" and zeros.get(id(first)) and axes_of(node, False) == [0]:
+            return Role.TOTAL
+        if node.op == "ReduceSum" and zeros.get(id(first)) and axes_of(node, False) == [1]:
+            return Role.VECTORS
+        return Role.ROWS if self._is_row_wise(node) else None
+
+    def _matrices(self, node: gs.Node) -> Role | None:
+        """MATRICES for a product of flipped rows and rows, of which one has zeros."""
+        if node.op != "MatMul" or id(node.inputs[0]) not in self.region.flipped:
+            return None
+        left, right = self.region.flipped[id(node.inputs[0])], node.inputs[1]
+        is_zero = [self.region.zeros.get(id(t)) for t in (left, right)]
+        return Role.MATRICES if None not in is_zero and any(is_zero) else None
+
+    def _product(self, node: gs.Node) -> Role | None:
+        """PRODUCT for a product with experts' matrices, ROWS for one with a matrix for all."""
+        left, right = node.inputs
+        shape = self.shapes.get(right.name, ())
+        is_outer = id(left) in self.region.zeros and id(right) not in self.region.zeros
+        if not is_outer or len(shape) < 2 or len(self.shapes[left.name]) > RANK:
+            return None
+        if len(shape) == RANK and shape[0] == self.experts > 1:
+            return Role.PRODUCT
+        return Role.ROWS if all(size == 1 for size in shape[:-2]) else None
+
+    def _enters(self, x: gs.Tensor, masked: gs.Tensor) -> bool:
+        """True if a mask reads rows: those of experts, or rows that it repeats for each expert."""
+        shape = self.shapes.get(x.name, ())
+        return id(x) in self.region.zeros or (
+            len(shape) in (RANK - 1, RANK)
+            and shape[-2:] == self.shapes[masked.name][1:]
+            and shape[:-2] in ((), (1,), (self.experts,))
+        )
+
+    def _is_known(self, tensor: gs.Tensor) -> bool:
+        """True for an operand from outside of which each row's part can be told."""
+        shape = self.shapes.get(tensor.name)
+        return is_single(tensor) or (shape is not None and len(shape) <= RANK)
+
+    def _is_row_wise(self, node: gs.Node) -> bool:
+        """True if each row of the results depends on the same row of the operands alone."""
+        zeros = self.region.zeros
+        rows = [self.shapes.get(t.name, ()) for t in (*node.outputs, *node.inputs[:1])]
+        if node.op in ELEMENTWISE:
+            is_deep = any(len(shape) > RANK for shape in rows)
+            others = [t for t in node.inputs if id(t) not in zeros]
+            known = all(is_single(t) if is_deep else self._is_known(t) for t in others)
+            return known and self._has_rows(rows[0])
+        if id(node.inputs[0]) not in zeros or not all(map(self._has_rows, rows)):
+            return False
+        if node.op == "Concat":
+            axis = int(node.attrs.get("axis", 0)) % RANK
+            return axis == RANK - 1 and all(id(t) in zeros for t in node.inputs)
+        if node.op in ("Squeeze", "Unsqueeze"):
+            axes = constant(node.inputs[1]) if given(node, 1) else node.attrs.get("axes")
+            deep = max(map(len, rows))
+            return axes is not None and all(int(axis) % deep > 1 for axis in axes)
+        if node.op in _RESHAPES:
+            return node.op == "Reshape" or len(rows[1]) == RANK
+        return _pads_columns(node) if node.op == "Pad" else axes_of(node) == [2]
+
+    def _has_rows(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) >= RANK and shape[:2] == (self.experts, self.rows)
+
+    def _keeps_zero(self, node: gs.Node) -> bool:
+        """True if rows that are not chosen are zeros in the results."""
+        read = node.inputs[1:3] if node.op == "Where" else [t for t in node.inputs if t.name]
+        if node.op in _FIRST:
+            return self._is_zero(read[0])
+        if node.op in _EACH or node.op == "Where":
+            return all(map(self._is_zero, read))
+        return node.op == "Mul" and any(map(self._is_zero, read))
+
+    def _is_zero(self, tensor: gs.Tensor) -> bool:
+        if id(tensor) in self.region.zeros:
+            return self.region.zeros[id(tensor)]
+        return is_single(tensor) and not peeked(tensor).any()
+
+
+def is_single(tensor: gs.Tensor) -> bool:
+    """True for a constant of one element, and for an operand that is left out."""
+    is_constant = isinstance(tensor, gs.Constant)
+    return not tensor.name or (is_constant and numel(tensor_shape(tensor) or ()) == 1)
+
+
+def _pads_columns(node: gs.Node) -> bool:
+    """True if a node adds zeros behind the dimensions of experts and rows."""
+    pads, mode = constant(node.inputs[1]), node.attrs.get("mode", "constant")
+    value = given(node, 2)
+    is_zero = value is None or (is_single(value) and not peeked(value).any())
+    if pads is None or given(node, 3) is not None or mode != "constant" or not is_zero:
+        return False
+    half = len(pads) // 2
+    return not pads[[0, 1, half, half + 1]].any()
