@@ -15,17 +15,18 @@ from onnxpar.errors import RankError, RunError
 from onnxpar.files.digests import Digests
 from onnxpar.ir.training_spec import EVALUATION
 from onnxpar.runtime import groups
-from onnxpar.runtime.arena import NOWHERE, Room, Slot, Spec
+from onnxpar.runtime.arena import NOWHERE, Room, Slot
 from onnxpar.runtime.binding import Binding
-from onnxpar.runtime.bundle import Bundle, Port, Sizes
+from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.checks import check_same
 from onnxpar.runtime.host_table import RowUpdate
 from onnxpar.runtime.kept_states import KeptStates
 from onnxpar.runtime.options import SessionSpec, run_options
+from onnxpar.runtime.own_shards import OwnShards
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.rank_failure import failure_text
 from onnxpar.runtime.rank_sessions import RankSessions
-from onnxpar.runtime.shards import PortParts, Shards
+from onnxpar.runtime.repeated_run import RepeatedRun, Turn, bound
 from onnxpar.runtime.state_files import Origin, StateFiles
 from onnxpar.runtime.tensors import (
     as_fed,
@@ -78,11 +79,9 @@ class Executor:
         self._rank = world.rank
         self._world_size = world.size
         self._file = bundle.rank_file(world.rank)
-        self._ports: Mapping[str, Port] = {**bundle.inputs, **bundle.outputs}
-        self._all_parts = PortParts(bundle)
-        self._parts: Mapping[str, Shards] = {}
+        self._own = OwnShards(bundle, world.rank, everywhere=everywhere)
+        self._ports = self._own.ports
         self._has_sizes = bool(bundle.symbols)
-        self._everywhere = everywhere
         self._states = bundle.states
         self._row_outputs = {bundle.states[n]: (n, *o) for n, o in bundle.row_outputs.items()}
         self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
@@ -92,15 +91,13 @@ class Executor:
             for name, port in bundle.inputs.items()
             if port.has_default and name not in bundle.initial
         ]
-        self._passed = bundle.inputs.keys() & bundle.outputs.keys()
         self._has_values = any(port.is_value for port in self._ports.values())
         self._binding = Binding(self.session)
-        self._bound: tuple[Request, Mapping[str, Array], dict[str, Slot]] | None = None
+        self._last: tuple[Request, Mapping[str, Array]] | None = None
+        self._repeated: RepeatedRun | None = None
         self.running: ort.RunOptions | None = None
         """The options of the current run, for `stop`."""
         self.stopped = False
-        self._symbols = bundle.symbols
-        self._sizes_now: Sizes = ()
         self.kept_shapes: dict[str, tuple[int, ...]] = {}
         """The global shapes of the states that the last run kept, by input."""
 
@@ -131,11 +128,12 @@ class Executor:
         room: Room,
         options: ort.RunOptions,
     ) -> dict[str, Slot]:
-        if self._bound is not None and self._bound[0] is request and self._bound[1] is feeds:
-            self.session.run_with_iobinding(self._binding.native, options)
-            return self._bound[2]
-        self._bound = None
-        self._at(request.sizes)
+        last, self._last = self._last, (request, feeds)
+        is_again = last is not None and last[0] is request and last[1] is feeds
+        if is_again and self._repeated is not None:
+            return self._run_repeated(self._repeated, options)
+        self._repeated = None
+        self._own.at(request.sizes)
         if not self._apart.isdisjoint(request.fetch):
             return self._evaluate(request, feeds, room, options)
         if self._has_values:
@@ -146,23 +144,60 @@ class Executor:
         slots = self._bind_outputs(order, request, room)
         with self._kept.trimming():
             self.session.run_with_iobinding(self._binding.native, options)
-        if not self._states and len(slots) == len(order):
-            self._bound = request, feeds, slots
         values: dict[str, ort.OrtValue | RowUpdate] = dict(self._binding.results)
         for name, (_, *outputs) in self._row_outputs.items():
             if outputs[0] in values:
                 values[name] = RowUpdate(*(values.pop(output) for output in outputs))
         shapes = {name: self._shape(name, value) for name, value in values.items()}
         for name in request.fetch:
-            if name not in slots and self._gives(name):
+            if name not in slots and self._own.are_given(name):
                 slots[name] = self._shipped(name, values[name], feeds, room)
         if request.keep:
-            self._kept.keep({i: self._own(o, values[o]) for i, o in self._states.items()}, feeds)
+            lasting = {i: self._lasting(o, values[o]) for i, o in self._states.items()}
+            self._kept.keep(lasting, feeds)
             self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
             # In onnxruntime up to at least 1.25, kept values share the memory of the binding's
             # outputs: binding these again would change them.
             self._binding.forget()
+        if is_again:
+            self._repeated = self._repeat(request, feeds, order, slots)
         return slots
+
+    def _repeat(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        order: Sequence[str],
+        slots: dict[str, Slot],
+    ) -> RepeatedRun | None:
+        """Returns how to repeat the last run. Returns None if it needs other memory each time: if a
+        size depends on data, if a kept state is also fetched, is an input or a table on the host,
+        or if an input must be packed."""
+        kept = self._states if request.keep else {}
+        packed = any(is_packed(array.dtype) for array in feeds.values())
+        if packed or self._row_outputs or not self._own.passed.isdisjoint(kept.values()):
+            return None
+        shipped = {n for n in request.fetch if self._own.are_given(n)} - slots.keys()
+        if shipped or any(self._own.shape(n) is None for n in order):
+            return None
+        inputs = {name: feeds[name] for name in (*self._inputs, *self._defaults) if name in feeds}
+        if self._has_sizes:
+            inputs[SIZES] = self._sizes
+        outputs: dict[str, Any] = {n: slots[n].array if n in slots else None for n in order}
+        after, before = self._kept.memories
+        turns = []
+        for reads, writes in ((after, before), (before, after)) if kept else ((after, {}),):
+            held = {name: reads[name] for name in self._inputs if name not in feeds}
+            outputs.update({o: writes[i] for i, o in kept.items()})
+            turns.append(Turn(bound(self.session, inputs, held, outputs), writes))
+        return RepeatedRun(turns, inputs, slots, self.kept_shapes)
+
+    def _run_repeated(self, repeated: RepeatedRun, options: ort.RunOptions) -> dict[str, Slot]:
+        states = repeated.run(self.session, options)
+        if states:
+            self._kept.keep(states, {})
+            self.kept_shapes = repeated.kept_shapes
+        return repeated.slots
 
     def stop(self, run: ort.RunOptions) -> None:
         """Ends a run at its next node, after another rank failed; any thread may call it."""
@@ -178,27 +213,16 @@ class Executor:
         """Reverts the changes of the last call, after it failed on a rank."""
         self._kept.undo()
         self._binding.forget()
-        self._bound = None
-
-    def _at(self, sizes: Sizes) -> None:
-        """Sets the open sizes of the current run."""
-        self._sizes_now = tuple(sizes)
-        self._parts = self._all_parts.at(self._sizes_now)
-
-    def _check(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the global shape of a tensor whose shard on this rank has the shape `shape`.
-        Errors: RankError if that shape contradicts the layout at the sizes of the run."""
-        binding = dict(zip(self._symbols, self._sizes_now, strict=True))
-        return self._parts[name].check_shape(name, self._rank, tuple(shape), binding)
+        self._last = self._repeated = None
 
     def read_state(self, name: str, room: Room, sizes: Sizes) -> dict[str, Slot]:
         """Returns this rank's shard of a state in memory of `room`; nothing if another rank returns
         the same shard."""
-        self._at(sizes)
-        if not self._gives(name):
+        self._own.at(sizes)
+        if not self._own.are_given(name):
             return {}
         is_value = self._ports[name].is_value
-        kept = self._state(name) if is_value else self._kept.array(name, self._parts[name])
+        kept = self._state(name) if is_value else self._kept.array(name, self._own[name])
         return {name: self._put(name, kept, room)}
 
     def write_state(self, name: str, part: Array) -> None:
@@ -208,16 +232,16 @@ class Executor:
     def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
         """Writes this rank's shards of states to a folder, without those that a lower rank writes
         too; returns the digests of the files."""
-        self._at(sizes)
-        return self._kept.save(folder, {name: self._parts[name] for name in self._states})
+        self._own.at(sizes)
+        return self._kept.save(folder, {name: self._own[name] for name in self._states})
 
     def load_states(
         self, folder: Path, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:
         """Reads this rank's shards of states from a folder that `save_states` wrote, and keeps
         them: on the same mesh or, given the `origin` of the files, on another one."""
-        self._at(sizes)
-        parts = {name: self._parts[name] for name in names}
+        self._own.at(sizes)
+        parts = {name: self._own[name] for name in names}
         if origin is None:
             self._kept.load(folder, parts)
         else:
@@ -257,11 +281,11 @@ class Executor:
         with self._kept.trimming():
             values = session.run_with_ort_values(list(request.fetch), given, options)
         found = dict(zip(request.fetch, values, strict=True))
-        return {n: self._ship(n, found[n], room) for n in request.fetch if self._gives(n)}
+        return {n: self._ship(n, found[n], room) for n in request.fetch if self._own.are_given(n)}
 
     def _state(self, name: str) -> Any:
         """Returns the kept value of a state or, if none is kept, the initial one."""
-        return self._kept.value(name, self._parts[name])
+        return self._kept.value(name, self._own[name])
 
     def _run_values(
         self,
@@ -282,12 +306,12 @@ class Executor:
         if self._has_sizes:
             given[SIZES] = as_fed(np.array(request.sizes, np.int64))
         results = dict(zip(order, self.session.run(order, given, options), strict=True))
-        shapes = {n: self._check(n, r.shape) for n, r in results.items() if _is_tensor(r)}
+        shapes = {n: self._own.check(n, r.shape) for n, r in results.items() if _is_tensor(r)}
         if request.keep:
             copies = {i: self._copied(i, results[o]) for i, o in self._states.items()}
             self._kept.keep(copies, feeds)
             self.kept_shapes = {i: shapes.get(o, ()) for i, o in self._states.items()}
-        return {n: self._put(n, results[n], room) for n in request.fetch if self._gives(n)}
+        return {n: self._put(n, results[n], room) for n in request.fetch if self._own.are_given(n)}
 
     def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
         """Binds all inputs that are fed or kept; inputs with a default only if they are fed."""
@@ -316,29 +340,11 @@ class Executor:
         Returns the slots of the room."""
         kept = set(self._states.values()) if request.keep else set()
         names = [name for name in order if name not in kept]
-        specs = {n: s for n in names if (s := self._direct(n)) is not None}
+        specs = {n: s for n in names if (s := self._own.direct(n)) is not None}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
         for name in order:
             self._binding.put(name, slots[name].array if name in slots else None)
         return slots
-
-    def _direct(self, name: str) -> Spec | None:
-        """Returns dtype and shape of an output that onnxruntime can write directly to memory of a
-        room; None for others. One of these is an input that is also an output: onnxruntime does not
-        write it to bound memory."""
-        if name not in self._ports:
-            return None
-        shape = self._parts[name].local_shape(self._rank)
-        dtype = self._ports[name].dtype
-        if shape is None or not self._gives(name) or name in self._passed or is_packed(dtype):
-            return None
-        return dtype, shape
-
-    def _gives(self, name: str) -> bool:
-        """True if this rank returns its shard of the tensor: if no lower rank holds the same shard,
-        or if all ranks return whole tensors."""
-        parts = self._parts[name]
-        return self._rank in parts.sources or (self._everywhere and parts.is_whole)
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
         """Copies a tensor from onnxruntime's memory to a room."""
@@ -351,7 +357,7 @@ class Executor:
         if not isinstance(value, RowUpdate):
             return self._ship(name, value, room)
         state = self._row_outputs[name][0]
-        parts = self._parts[state]
+        parts = self._own[state]
         slot = self._put(name, feeds.get(state, self._kept.array(state, parts)), room)
         value.write(slot.array)
         return slot
@@ -360,15 +366,15 @@ class Executor:
         """Copies a tensor to a room; returns a value of another type as it is."""
         if self._ports[name].is_value:
             return Slot(NOWHERE, array)
-        self._check(name, array.shape)
+        self._own.check(name, array.shape)
         (slot,) = room.place([(array.dtype, array.shape)])
         slot.array[...] = array
         return slot
 
-    def _own(self, name: str, value: ort.OrtValue | RowUpdate) -> ort.OrtValue | RowUpdate:
+    def _lasting(self, name: str, value: ort.OrtValue | RowUpdate) -> ort.OrtValue | RowUpdate:
         """Returns a value that can be kept: a copy if the output is an input passed through,
         because the caller owns that memory."""
-        passed = name in self._passed
+        passed = name in self._own.passed
         return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
 
     def _shape(self, name: str, value: ort.OrtValue | RowUpdate) -> tuple[int, ...]:
@@ -378,7 +384,7 @@ class Executor:
             layout = self._ports[name].layout
             assert layout is not None, "the layout of a table is fixed"
             return layout.shape
-        return self._check(name, value.shape())
+        return self._own.check(name, value.shape())
 
     def _copied(self, name: str, part: Array) -> Any:
         """Returns a copy of a shard that can be kept."""

@@ -117,6 +117,11 @@ class KeptStates:
         if self._before is not None:
             self._kept, self._before = self._before, None
 
+    @property
+    def memories(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The kept states, and those before the last call, until `settle`."""
+        return self._kept, self._before or {}
+
     def trimming(self) -> AbstractContextManager[None]:
         """Keeps the rows in memory below the limit while a block runs."""
         return self._cache.watching(self._tables())

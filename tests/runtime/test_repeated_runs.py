@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, save
@@ -103,6 +104,72 @@ def test_states_between(tmp_path: Path, messages: list[str]) -> None:
         np.testing.assert_array_equal(session.run(["t"], {"x": x})[0], 14 * x)
     runs = [message for message in messages if message.startswith("run")]
     assert runs == ["run 1", "run 2", "run 5", "run 7"]
+
+
+def looked_up(folder: Path) -> Path:
+    """s' = s + table[i], on which a run fails if i is too large; y = 2 s'."""
+    return write_par(
+        folder,
+        "tp=2",
+        [Tensor("s", (4,), ("tp",)), Tensor("i", (1,), None, "int64")],
+        [Tensor("t", (4,), ("tp",)), Tensor("y", (4,), ("tp",))],
+        lambda rank: [
+            helper.make_node("Gather", ["table", "i"], ["x"]),
+            helper.make_node("Add", ["s", "x"], ["t"]),
+            helper.make_node("Add", ["t", "t"], ["y"]),
+        ],
+        lambda rank: {"table": np.arange(4, dtype=np.float32)},
+        states={"s": "t"},
+    )
+
+
+def test_states_of_a_run_that_failed(tmp_path: Path) -> None:
+    """After any number of runs that kept them, the states are those before the run that failed."""
+    par = looked_up(tmp_path)
+    with InferenceSession(par) as session:
+        for good in range(1, 6):
+            session.states.write("s", np.zeros(4, np.float32))
+            for k in range(1, good + 1):
+                (y,) = session.run(["y"], {"i": np.array([k % 4])}, keep_states=True)
+            total = sum(k % 4 for k in range(1, good + 1))
+            np.testing.assert_array_equal(y, np.full(4, 2 * total))
+            with pytest.raises(RunError):
+                session.run(["y"], {"i": np.array([9])}, keep_states=True)
+            np.testing.assert_array_equal(session.states.read("s"), np.full(4, total))
+            (y,) = session.run(["y"], {"i": np.array([3])}, keep_states=True)
+            np.testing.assert_array_equal(y, np.full(4, 2 * (total + 3)))
+
+
+def test_a_state_that_is_read_between(tmp_path: Path) -> None:
+    par = looked_up(tmp_path)
+    one = {"i": np.array([1])}
+    with InferenceSession(par) as session:
+        session.states.write("s", np.zeros(4, np.float32))
+        for k in range(1, 9):
+            keep = session.run(["t"] if k % 3 == 0 else ["y"], one, keep_states=True)
+            np.testing.assert_array_equal(keep[0], np.full(4, k if k % 3 == 0 else 2 * k))
+            for _ in range(3):
+                np.testing.assert_array_equal(session.run(["t"], one)[0], np.full(4, k + 1))
+        for _ in range(9, 14):
+            session.run([], one, keep_states=True)
+        np.testing.assert_array_equal(session.states.read("s"), np.full(4, 13))
+
+
+def test_inputs_of_four_bits(tmp_path: Path) -> None:
+    """They are packed for each run."""
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.INT4, [4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]), tmp_path / "m.onnx")
+    shard(tmp_path / "m.onnx", tmp_path / "m.par", devices=2)
+    with InferenceSession(tmp_path / "m.par") as session:
+        for k in range(5):
+            x = np.array([k, -k, 1, -8], np.int8)
+            (y,) = session.run(None, {"x": x.astype(ml_dtypes.int4)})
+            np.testing.assert_array_equal(y, x)
 
 
 def test_after_a_run_that_failed(tmp_path: Path, messages: list[str]) -> None:
