@@ -24,6 +24,7 @@ from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
 from onnxpar.sharding.expert_part import is_stored
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.strategy import Annotation, TensorAnnotation
 
 EXPERT = "expert-parallel"
 
@@ -52,20 +53,36 @@ def expert_annotations(
     ]
     if not fitting:
         has = "only one expert" if annotations else "no weight with a matrix for each expert"
-        if any(op.node.op == "Concat" and IN_NODES in op.node.name for op in sharding.factors.ops):
-            has = (
-                "experts with weights of their own, which a training step keeps whole; use another "
-                "preset, or export the experts as one weight (transformers 5)"
-            )
         raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
     return fitting
+
+
+def apart_annotations(sharding: ShardingState, axes: Axes) -> Iterator[Annotation]:
+    """Splits the weights that experts of a training step have of their own inside of each expert:
+    so a rank stores its share of all experts, and an all-to-all gives it the whole matrices of its
+    own."""
+    for op in sharding.factors.ops:
+        for row in op.node.inputs if _stacks(op.node) else ():
+            weight = row.inputs[0].inputs[0]
+            factors = sharding.factors.tensors.get(weight.name)
+            if factors is not None and factors.leaves:
+                sizes = [leaf.size for leaf in factors.leaves]
+                at = next((i for i, n in enumerate(sizes) if n >= parts_over(axes)), 0)
+                split: list[Axes | None] = [axes if i == at else None for i in range(len(sizes))]
+                yield TensorAnnotation(weight.name, split)
+
+
+def _stacks(node: gs.Node) -> bool:
+    """True for a node that stacks weights which experts have of their own."""
+    return node.op == "Concat" and IN_NODES in node.name
 
 
 def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
     """The atoms that number experts, each with the products that have a matrix for each expert."""
     weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
     for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
-        if op.node.op in ("Identity", "Transpose") and op.node.inputs[0].name in weights:
+        is_same = op.node.op in ("Cast", "Identity", "Transpose")
+        if (is_same and op.node.inputs[0].name in weights) or _stacks(op.node):
             weights.add(op.node.outputs[0].name)
     atoms: dict[int, list[OpFactors]] = defaultdict(list)
     for op in sharding.factors.ops:

@@ -13,7 +13,7 @@ from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.model.interchange import is_weight
 from onnxpar.presets.class_parallel import CLASS, class_annotations
 from onnxpar.presets.context_parallel import AXIS, CONTEXT, RING, context_annotation
-from onnxpar.presets.expert_parallel import EXPERT, expert_annotations
+from onnxpar.presets.expert_parallel import EXPERT, apart_annotations, expert_annotations
 from onnxpar.presets.sparse_sums import sparse_sums
 from onnxpar.presets.split_caches import SplitCaches, cache_atoms, cache_heads
 from onnxpar.presets.table_parallel import TABLES, table_annotations
@@ -157,7 +157,7 @@ def _expert_rounds(
     experts: list[Annotation] = list(expert_annotations(graph, sharding, over, beside, whole_batch))
     batch = list(batch_annotations(graph, sharding, outer, step))
     return [
-        experts,
+        [*experts, *apart_annotations(sharding, over)],
         batch,
         *(tensor_parallel_rounds(graph, sharding, inner, step) if inner else []),
     ]

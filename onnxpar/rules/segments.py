@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.canonicalize.stack_experts import IN_NODES
 from onnxpar.ir.tensors import Size, constant, tensor_shape
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import PERMUTES, int64
@@ -21,6 +22,9 @@ def concat(node: gs.Node) -> Rule:
     """`a d, b d -> (a + b) d`: linear in all operands together."""
     out = tensor_shape(node.outputs[0]) or ()
     axis = node.attrs["axis"] % len(out)
+    if _stacks(node, node.inputs, axis):
+        specs, stacked, each, whole = _stack(node.outputs[0], node.inputs, axis)
+        return Rule(specs, (stacked,), each, linear=(frozenset(range(len(specs))),), whole=whole)
     dims: list[Expr] = [Var(f"d{i}") for i in range(len(out))]
     sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(out) if i != axis}
     inputs: list[Spec] = []
@@ -38,6 +42,24 @@ def concat(node: gs.Node) -> Rule:
     )
 
 
+def _stacks(node: gs.Node, parts: Sequence[gs.Tensor], axis: int) -> bool:
+    """True for a node that stacks the weights of experts, or takes their gradients apart."""
+    return IN_NODES in node.name and all((tensor_shape(t) or ())[axis] == 1 for t in parts)
+
+
+def _stack(
+    stacked: gs.Tensor, parts: Sequence[gs.Tensor], axis: int
+) -> tuple[tuple[Spec, ...], Spec, dict[str, Size], dict[str, str]]:
+    """`1 d, 1 d -> e d {whole: e}`: the specs of the parts and of the stack. Unlike the places in
+    `(a + b)`, the experts of the stack can be split by nodes that read it."""
+    shape = tensor_shape(stacked) or ()
+    sizes: dict[str, Size] = {f"d{i}": s for i, s in enumerate(shape)}
+    sizes |= {f"s{i}": 1 for i in range(len(parts))}
+    dims = tuple(Var(f"d{i}") for i in range(len(shape)))
+    specs = tuple((*dims[:axis], Var(f"s{i}"), *dims[axis + 1 :]) for i in range(len(parts)))
+    return specs, dims, sizes, {f"d{axis}": "each expert's weight is stored apart"}
+
+
 @rule("Split")
 def split(node: gs.Node) -> Rule:
     """`(a + b) d -> a d ; b d`: the inverse of Concat. A rank's Split gets the sizes of the rank's
@@ -53,6 +75,11 @@ def split(node: gs.Node) -> Rule:
 
     def parts(local: Local) -> np.ndarray[Any, Any]:
         return int64([local.output_shape(i)[axis] for i in range(len(segments))])
+
+    if _stacks(node, node.outputs, axis):
+        specs, stacked, each, whole = _stack(node.inputs[0], node.outputs, axis)
+        inputs = (stacked, *[None] * (len(node.inputs) - 1))
+        return Rule(inputs, specs, each, whole=whole, **PERMUTES)
 
     old = "split" in node.attrs or node.attrs.get("onnxpar.opset", 13) < 13
     return Rule(

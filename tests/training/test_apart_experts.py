@@ -8,9 +8,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from agreement import options
 from onnx import numpy_helper
 
 from onnxpar.cli.command_line import main
+from onnxpar.pipeline import pipeline
 
 MODEL = Path(__file__).parents[2] / "models" / "experts" / "mixtral.loop.dynamo.onnx"
 LAYER = "network.model.layers.0.block_sparse_moe.experts"
@@ -22,9 +24,13 @@ DIFFERENCE = 1e-2
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step of SGD."""
-    path = tmp_path_factory.mktemp("step") / "step.onnx"
+    return write(tmp_path_factory.mktemp("step") / "step.onnx", "sgd")
+
+
+def write(path: Path, optimizer: str) -> Path:
+    """Writes a step of the exported model."""
     sizes = ["--dim", "batch=4", "--dim", "seq=12"]
-    how = ["--loss", "softmax-cross-entropy", "--optimizer", "sgd", "-o", str(path)]
+    how = ["--loss", "softmax-cross-entropy", "--optimizer", optimizer, "-o", str(path)]
     assert main(["grad", str(MODEL), *sizes, *how]) == 0
     return path
 
@@ -79,7 +85,22 @@ def test_ranks_train_like_one(step: Path, how: str) -> None:
     assert main(["check", str(step), "--preset", preset, "--devices", devices]) == 0
 
 
-def test_experts_of_a_step_are_not_split(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--preset", "expert-parallel", "--devices", "2"]
-    assert main(["plan", str(step), *where]) == 2
-    assert "experts with weights of their own" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "optimizer, mesh",
+    [("sgd", "ep=3"), ("sgd", "dp=2,ep=2"), ("sgd", "ep=2,tp=2"), ("adamw", "ep=4")],
+)
+def test_experts_are_split(optimizer: str, mesh: str, step: Path, tmp_path: Path) -> None:
+    """A rank stores a part of each expert's weights, and computes with the whole weights of its
+    own: all-to-alls bring these, and take their gradients back."""
+    if optimizer != "sgd":
+        step = write(tmp_path / "step.onnx", optimizer)
+    where = ["--mesh", mesh, "--preset", "expert-parallel"]
+    assert main(["check", str(step), *where, "--train", "--steps", "3"]) == 0
+    plan = pipeline.plan(step, options(f"expert-parallel {mesh}"))[0]
+    assert sum(c.kind == "AllToAll" for c in plan.collectives) == 6
+    over = plan.mesh.sizes["ep"]
+    states = [port for port in plan.inputs if LAYER in port.name]
+    assert len(states) == (12 if optimizer == "sgd" else 36)
+    for port in states:
+        assert port.layout is not None
+        assert port.layout.local_shape(plan.mesh, 0)[0] == -(-port.layout.shape[0] // over)

@@ -83,3 +83,17 @@ def test_costs_are_those_of_the_chosen_rows(tmp_path: Path) -> None:
     router = 2 * (2 * 16 * 4 * 8)
     forward, backward = 4 * 6 + 6 * 3, 4 * 6 + 2 * 6 * 3
     assert plan.flops["model"] == router + 2 * 16 * 2 * (forward + backward)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_in_another_type(precision: str, tmp_path: Path) -> None:
+    step = write_step(mixture(4, 8), tmp_path, "mse", precision=precision)
+    check_training(step, "expert-parallel 2", STEPS)
+    assert all(parts(shard(step, "expert-parallel 2")[0]))
+
+
+def test_recomputed_rows(tmp_path: Path) -> None:
+    """The forward pass is computed again from the same pairs."""
+    step = write_step(mixture(4, 8), tmp_path, "mse", recompute=True)
+    check_training(step, "expert-parallel 3", STEPS)
+    assert all(parts(shard(step, "expert-parallel 3")[0]))
