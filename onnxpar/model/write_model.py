@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.interrupts import uninterrupted
@@ -30,7 +33,28 @@ MOST = 1 << 30
 CHUNK = 8 << 20
 
 
-Values = Callable[[str], Array | None]
+@dataclass(frozen=True)
+class NewValue:
+    """A new value of a weight: `fill` writes it to an array of this dtype and shape, which may be
+    mapped from a file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    fill: Callable[[Array], None]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def array(self) -> Array:
+        """The value in memory."""
+        whole: Array = np.empty(self.shape, self.dtype)
+        self.fill(whole)
+        return whole
+
+
+Values = Callable[[str], Array | NewValue | None]
 """New values of weights by name; None for a weight that keeps its value."""
 
 
@@ -52,18 +76,37 @@ def write_model(
                 with data[location].open("wb") as sink:
                     for tensor in tensors:
                         value = values(tensor.name)
-                        if value is not None:
-                            tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+                        if isinstance(value, NewValue) and value.nbytes > INLINE:
+                            _write_new(tensor, value, sink, location)
+                            continue
+                        _replace(tensor, value)
                         if goes_apart(tensor):
                             move_data(tensor, source, sink, location)
             else:
                 for tensor in tensors:
-                    value = values(tensor.name)
-                    if value is not None:
-                        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+                    _replace(tensor, values(tensor.name))
             put_model(model, output, folder, data)
     except OSError as error:
         raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
+
+
+def _replace(tensor: TensorProto, value: Array | NewValue | None) -> None:
+    """Gives a tensor a new value, in memory."""
+    if value is not None:
+        array = value.array() if isinstance(value, NewValue) else value
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def _write_new(tensor: TensorProto, value: NewValue, sink: BinaryIO, location: str) -> None:
+    """Appends the new value of a tensor to the data file, and makes the tensor refer to it."""
+    start = sink.tell() + -sink.tell() % ALIGN
+    sink.flush()
+    os.posix_fallocate(sink.fileno(), start, value.nbytes)  # a hole without room ends the process
+    value.fill(np.memmap(sink.name, value.dtype, "r+", start, value.shape))
+    sink.seek(0, os.SEEK_END)
+    tensor.CopyFrom(TensorProto(name=tensor.name, dims=value.shape))
+    tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
+    _refer(tensor, location, (start, value.nbytes))
 
 
 def put_model(model: onnx.ModelProto, output: Path, folder: Path, data: Mapping[str, Path]) -> None:
@@ -172,11 +215,16 @@ def move_data(
         else:
             sink.write(tensor.raw_data)
     tensor.ClearField("raw_data")
+    _refer(tensor, location, place)
+    return place
+
+
+def _refer(tensor: TensorProto, location: str, place: tuple[int, int]) -> None:
+    """Makes a tensor refer to a place in a data file: offset and length in bytes."""
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
     for key, entry in (("location", location), ("offset", place[0]), ("length", place[1])):
         tensor.external_data.add(key=key, value=str(entry))
-    return place
 
 
 def _copy_external(tensor: TensorProto, source: Path, sink: BinaryIO, length: int) -> None:

@@ -27,6 +27,7 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.rank_failure import failure_text
 from onnxpar.runtime.rank_sessions import RankSessions
 from onnxpar.runtime.repeated_run import RepeatedRun, Turn, bound
+from onnxpar.runtime.shards import Rows
 from onnxpar.runtime.state_files import Origin, StateFiles
 from onnxpar.runtime.tensors import (
     as_fed,
@@ -215,15 +216,15 @@ class Executor:
         self._binding.forget()
         self._last = self._repeated = None
 
-    def read_state(self, name: str, room: Room, sizes: Sizes) -> dict[str, Slot]:
-        """Returns this rank's shard of a state in memory of `room`; nothing if another rank returns
-        the same shard."""
+    def read_state(self, name: str, room: Room, sizes: Sizes, rows: Rows = None) -> dict[str, Slot]:
+        """Returns this rank's shard of a state, or some rows of the shard, in memory of `room`;
+        nothing if another rank returns the same shard."""
         self._own.at(sizes)
         if not self._own.are_given(name):
             return {}
         is_value = self._ports[name].is_value
         kept = self._state(name) if is_value else self._kept.array(name, self._own[name])
-        return {name: self._put(name, kept, room)}
+        return {name: self._put(name, kept, room, rows)}
 
     def write_state(self, name: str, part: Array) -> None:
         """Keeps a copy of `part`, this rank's shard of a state."""
@@ -362,13 +363,14 @@ class Executor:
         value.write(slot.array)
         return slot
 
-    def _put(self, name: str, array: Array, room: Room) -> Slot:
-        """Copies a tensor to a room; returns a value of another type as it is."""
+    def _put(self, name: str, array: Array, room: Room, rows: Rows = None) -> Slot:
+        """Copies a tensor, or some rows, to a room; returns a value of another type as it is."""
         if self._ports[name].is_value:
             return Slot(NOWHERE, array)
         self._own.check(name, array.shape)
-        (slot,) = room.place([(array.dtype, array.shape)])
-        slot.array[...] = array
+        part = array if rows is None else array[slice(*rows)]
+        (slot,) = room.place([(part.dtype, part.shape)])
+        slot.array[...] = part
         return slot
 
     def _lasting(self, name: str, value: ort.OrtValue | RowUpdate) -> ort.OrtValue | RowUpdate:

@@ -133,9 +133,7 @@ class HostTable:
             self.release()
 
     def _blocks(self) -> Iterator[slice]:
-        height = len(self.array)
-        step = max(BLOCK * height // max(self.array.nbytes, 1), 1)
-        return (slice(start, start + step) for start in range(0, height, step))
+        return row_blocks(self.array.shape, self.array.dtype)
 
     def release(self) -> None:
         """Takes the rows out of the process's memory; the operating system still has them, and
@@ -191,6 +189,13 @@ class RowCache:
             self.trim(tables)
 
 
+def row_blocks(shape: Sequence[int], dtype: np.dtype[Any]) -> Iterator[slice]:
+    """Yields the rows of a tensor in slices of at most BLOCK bytes, but of one row at least."""
+    row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    step = max(BLOCK // max(row, 1), 1)
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
 def unmap(array: Array) -> None:
     """Takes the file of an array from `numpy.memmap` out of the process's memory."""
     owner: Any = array
@@ -198,6 +203,13 @@ def unmap(array: Array) -> None:
         owner = owner.base
     if isinstance(owner, np.ndarray) and isinstance(owner.base, mmap.mmap):
         owner.base.madvise(mmap.MADV_DONTNEED)
+
+
+def unmap_written(array: Array) -> None:
+    """Takes the file of an array from `numpy.memmap` out of the process's memory if what was
+    written is in the file; does nothing for any other array."""
+    if isinstance(array, np.memmap) and array.mode in ("r+", "w+"):
+        unmap(array)
 
 
 def mapped_bytes() -> int:

@@ -30,7 +30,7 @@ from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf
 from onnxpar.runtime.redirect import redirect_output, write_log
-from onnxpar.runtime.shards import PortParts, Shards
+from onnxpar.runtime.shards import PortParts, Rows, Shards
 from onnxpar.runtime.state_files import Origin
 
 _worlds = itertools.count()
@@ -108,12 +108,12 @@ class LaunchedRank:
             self.kept_shapes = self._executor.kept_shapes
             return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
 
-    def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """Returns all ranks' shards of a state."""
+    def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
+        """Returns all ranks' shards of a state, or these rows of each."""
         with self._failing_together(f"reading state {name!r}"):
             self._parts = self._all_parts.at(sizes)
-            slots = self._executor.read_state(name, Heap(), sizes)
-            return self._gather_parts([name], {n: s.array for n, s in slots.items()})
+            slots = self._executor.read_state(name, Heap(), sizes, rows)
+            return self._gather_parts([name], {n: s.array for n, s in slots.items()}, rows)
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
         """Keeps this rank's shard of a global array as a state."""
@@ -172,9 +172,11 @@ class LaunchedRank:
         if self._closed is None:
             self._leave("close() was called")
 
-    def _gather_parts(self, names: Sequence[str], own: Mapping[str, Array]) -> PartsOf:
-        """Returns the shards of these tensors from all ranks, given this rank's; whole tensors are
-        not exchanged."""
+    def _gather_parts(
+        self, names: Sequence[str], own: Mapping[str, Array], rows: Rows = None
+    ) -> PartsOf:
+        """Returns the shards of these tensors from all ranks, or these rows of each, given this
+        rank's; whole tensors are not exchanged."""
         split = [name for name in names if not self._parts[name].is_whole]
         found: PartsOf = {name: {0: own[name]} for name in names if name not in split}
         if not split:
@@ -182,12 +184,14 @@ class LaunchedRank:
             return found
         ranks = range(self._bundle.mesh.size)
         shapes = self._shapes(split, own)
+        if rows is not None:
+            shapes = [{n: _cut(s, *rows) for n, s in each.items()} for each in shapes]
         extents = [{n: self._extent(n, shapes[rank][n]) for n in split} for rank in ranks]
         sent = [[n for n in split if rank in self._parts[n].sources] for rank in ranks]
         sizes = [sum(extents[rank][n][2] for n in sent[rank]) for rank in ranks]
         bytes_ = [own[name].reshape(-1).view(np.uint8) for name in split if name in own]
-        rows = self._gather(np.concatenate(bytes_ or [np.empty(0, np.uint8)]), max(sizes))
-        for rank, row in enumerate(rows):
+        payload = np.concatenate(bytes_ or [np.empty(0, np.uint8)])
+        for rank, row in enumerate(self._gather(payload, max(sizes))):
             start = 0
             for name in sent[rank]:
                 dtype, shape, count = extents[rank][name]
@@ -257,6 +261,11 @@ class LaunchedRank:
     def _leave(self, reason: str) -> None:
         self._closed = reason
         self._world.close()
+
+
+def _cut(shape: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
+    """The shape of these rows of a tensor."""
+    return (max(min(end, shape[0]) - start, 0), *shape[1:])
 
 
 def _ports(bundle: Bundle) -> dict[str, Port]:

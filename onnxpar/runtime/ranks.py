@@ -19,7 +19,7 @@ from onnxpar.runtime.executor import Facts, Request
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.processes import AGAIN, Processes
 from onnxpar.runtime.profile import Record
-from onnxpar.runtime.shards import PortParts, Shards
+from onnxpar.runtime.shards import PortParts, Rows, Shards
 from onnxpar.runtime.state_files import Origin
 from onnxpar.runtime.values import BYTES, of_bytes, to_bytes
 from onnxpar.runtime.wire import Message, pack
@@ -53,7 +53,7 @@ class Ranks(Protocol):
     kept_shapes: KeptShapes
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
-    def read_state(self, name: str, sizes: Sizes) -> PartsOf: ...
+    def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf: ...
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None: ...
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]: ...
     def load_states(
@@ -170,9 +170,9 @@ class ProcessRanks:
             self._last = last
         return last.found
 
-    def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """Returns all ranks' shards of a state."""
-        message = {"do": "read", "name": name, "sizes": sizes}
+    def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
+        """Returns all ranks' shards of a state, or these rows of each."""
+        message = {"do": "read", "name": name, "sizes": sizes, "rows": rows}
         return self._ask(message, f"reading state {name!r}")
 
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:

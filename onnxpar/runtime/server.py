@@ -122,7 +122,8 @@ class Server:
 
     def _read(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])
-        return self._sent(self._executor.read_state(message["name"], self._outputs, sizes))
+        rows = tuple(message["rows"]) if message["rows"] else None
+        return self._sent(self._executor.read_state(message["name"], self._outputs, sizes, rows))
 
     def _write(self, message: Message) -> Message:
         for name, array in self._feeds(message).items():

@@ -17,6 +17,8 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.bundle import Bundle, Sizes
 
 Index = tuple[Any, ...]
+Rows = tuple[int, int] | None
+"""First row of a shard, and last plus one; None for all rows."""
 MANY_BLOCKS = 64
 """The number of contiguous blocks in a shard above which one copy by indices is faster than a copy
 of each slice."""
@@ -151,6 +153,30 @@ class Shards:
             for there, here in self._blocks(rank):
                 whole[there] = parts[rank][here]
         return whole
+
+    def rows(self, rank: int) -> int | None:
+        """The number of rows of a rank's shard, of which `place` copies some; None if the tensor is
+        assembled from whole shards only: a scalar, a partial sum, or of data-dependent shape."""
+        shape = self.local_shape(rank)
+        is_partial = self._layout is not None and bool(self._layout.partial)
+        return shape[0] if shape and not is_partial else None
+
+    def place(self, whole: Array, rank: int, start: int, part: Array) -> None:
+        """Copies `part`, the rows of a rank's shard from row `start` on, to their places in the
+        global array `whole`."""
+        end = start + len(part)
+        if self._layout is None:
+            whole[start:end] = part
+            return
+        for there, here in self._blocks(rank):
+            if here[0] is Ellipsis:
+                whole[(there[0][start:end], *there[1:])] = part
+                continue
+            first, last = max(here[0].start, start), min(here[0].stop, end)
+            if first < last:
+                shift = there[0].start - here[0].start
+                of_part = (slice(first - start, last - start), *here[1:])
+                whole[(slice(first + shift, last + shift), *there[1:])] = part[of_part]
 
     def _for_parts(self, parts: Mapping[int, Array]) -> Shards:
         """Returns the shards for the data-dependent sizes of the arrays in `parts`. Errors:

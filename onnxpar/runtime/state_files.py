@@ -17,7 +17,7 @@ from onnxpar.files.write_file import durable_file, writing
 from onnxpar.layout.layout import Layout, indices
 from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.bundle import Port
-from onnxpar.runtime.host_table import HostTable
+from onnxpar.runtime.host_table import HostTable, row_blocks, unmap, unmap_written
 from onnxpar.runtime.shards import Shards
 from onnxpar.runtime.tensors import is_packed
 
@@ -135,6 +135,20 @@ class StateFiles:
             raise ModelError(f"{self._folder} has no state {name!r}")
         parts = Shards(self._layouts[name], self._mesh)
         return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
+
+    def fill(self, name: str, whole: Array) -> None:
+        """Copies a state to the global array `whole`, in blocks; never has more than a block of it
+        in memory if `whole` is mapped from a file. Errors: ModelError if the state is missing."""
+        parts = Shards(self._layouts[name], self._mesh)
+        if any(parts.rows(rank) is None for rank in parts.sources):
+            whole[...] = self.read(name)
+            return
+        for rank in parts.sources:
+            part = self._parts.read(name, rank)
+            for rows in row_blocks(part.shape, part.dtype):
+                parts.place(whole, rank, rows.start, part[rows])
+                unmap(part)
+                unmap_written(whole)
 
     def copy_shard(
         self, name: str, layout: Layout, mesh: Mesh, rank: int, table: HostTable

@@ -11,12 +11,24 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.files.digests import Digests
-from onnxpar.runtime.bundle import Port
+from onnxpar.runtime.bundle import Port, Sizes
 from onnxpar.runtime.checks import check_array, check_kept, state_port
+from onnxpar.runtime.host_table import row_blocks, unmap_written
+from onnxpar.runtime.shards import Shards
 from onnxpar.runtime.state_files import Origin
 
 if TYPE_CHECKING:
     from onnxpar.runtime.session import Session
+
+
+def _check_out(name: str, out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Errors: InputError if a state of this shape and dtype cannot be written to `out`."""
+    if out.shape != shape or out.dtype != dtype or not out.flags.writeable:
+        kind = "" if out.flags.writeable else "read-only "
+        raise InputError(
+            f"out is a {kind}{out.dtype} array of shape {list(out.shape)}; state {name!r} needs a "
+            f"writable {dtype} array of shape {list(shape)}"
+        )
 
 
 def _shape(port: Port) -> tuple[int, ...]:
@@ -40,9 +52,11 @@ class States:
         """The names of the inputs of all state pairs."""
         return list(self._session._bundle.states)
 
-    def read(self, name: str) -> Array:
-        """Returns the value of a state as a global array: the kept or the initial one. Errors:
-        InputError if there is neither."""
+    def read(self, name: str, out: Array | None = None) -> Array:
+        """Returns the value of a state as a global array: the kept or the initial one. Ranks send
+        it in blocks of 8 MiB; with `out`, an array of the state's shape and dtype, such as one from
+        `numpy.memmap`, it is written there. Errors: InputError if there is neither, or if `out`
+        does not fit."""
         session = self._session
         port = state_port(session._bundle, name)
         with session._lock:
@@ -53,7 +67,30 @@ class States:
             shape = session._kept.get(name) or _shape(port)
             check_kept(session._bundle, {name: shape})
             sizes = session._bundle.sizes({name: shape})
-            return session._assemble(port.name, session._ranks.read_state(name, sizes), sizes)
+            parts = session._parts.at(sizes)[name]
+            if port.is_value or any(parts.rows(rank) is None for rank in parts.sources):
+                value = session._assemble(name, session._ranks.read_state(name, sizes), sizes)
+                if out is None:
+                    return value
+                _check_out(name, out, np.shape(value), np.asarray(value).dtype)
+                np.copyto(out, value)
+                return out
+            if out is None:
+                out = np.empty(shape, port.dtype)
+            _check_out(name, out, shape, port.dtype)
+            self._copy(name, sizes, parts, out)
+            return out
+
+    def _copy(self, name: str, sizes: Sizes, parts: Shards, whole: Array) -> None:
+        """Copies a state to a global array, in blocks."""
+        heights = [parts.rows(rank) or 0 for rank in parts.sources]
+        widths = [(parts.local_shape(rank) or ())[1:] for rank in parts.sources]
+        widest = max(widths, key=lambda shape: int(np.prod(shape, dtype=np.int64)))
+        for rows in row_blocks((max(heights), *widest), whole.dtype):
+            given = rows.start, rows.stop
+            for rank, part in self._session._ranks.read_state(name, sizes, given)[name].items():
+                parts.place(whole, rank, rows.start, part)
+            unmap_written(whole)
 
     def write(self, name: str, value: Any) -> None:
         """Sets the value of a state to a global array. Errors: InputError."""

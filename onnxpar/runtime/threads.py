@@ -20,7 +20,7 @@ from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import KeptShapes, PartsOf, common_shapes
 from onnxpar.runtime.session import Session
-from onnxpar.runtime.shards import PortParts
+from onnxpar.runtime.shards import PortParts, Rows
 from onnxpar.runtime.state_files import Origin
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ class ThreadRanks:
         self.kept_shapes = common_shapes([e.kept_shapes for e in self._executors])
         return found
 
-    def read_state(self, name: str, sizes: Sizes) -> PartsOf:
-        """Returns all ranks' shards of a state."""
+    def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
+        """Returns all ranks' shards of a state, or these rows of each."""
         slots = self._all(
-            lambda r: self._executors[r].read_state(name, Heap(), sizes), "reading a state"
+            lambda r: self._executors[r].read_state(name, Heap(), sizes, rows), "reading a state"
         )
         return _by_name(slots)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from onnx import GraphProto, NodeProto
 
-from onnxpar.base.arrays import Array
 from onnxpar.canonicalize.untie import untie
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.ir.stored import check_stored, stored_tensors
 from onnxpar.load.load import read_proto
 from onnxpar.model.given_model import Source, model_file
-from onnxpar.model.write_model import write_model
+from onnxpar.model.write_model import NewValue, write_model
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.trainer.checkpoint import Checkpoint
 
@@ -67,16 +67,16 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
     for tensor in tensors.values():
         check_stored(tensor, path)
 
-    def value(name: str) -> Array | None:
+    def value(name: str) -> NewValue | None:
         if name not in trained:
             return None
-        array = found.states.read(name)
-        if list(array.shape) != list(tensors[name].dims):
+        blank = found.states.blank(name)
+        if list(blank.shape) != list(tensors[name].dims):
             raise ModelError(
                 f"{path}: {name!r} has the shape {list(tensors[name].dims)}, but "
-                f"{list(array.shape)} in the checkpoint {found.path}"
+                f"{list(blank.shape)} in the checkpoint {found.path}"
             )
-        return array
+        return NewValue(blank.dtype, blank.shape, partial(found.states.fill, name))
 
     write_model(proto, path.parent, target, value)
     return len(trained)

@@ -52,6 +52,13 @@ def test_parts_are_those_of_the_layout(layout: Layout, many: int) -> None:
             np.testing.assert_array_equal(cut[parts.origins[rank]], part)
         given = {rank: cut[rank] for rank in parts.sources}
         np.testing.assert_array_equal(parts.assemble(given), whole)
+        assert all((parts.rows(r) is None) == bool(layout.partial) for r in parts.sources)
+        placed = np.full_like(whole, -1)
+        for rank, part in given.items() if not layout.partial else ():
+            for start in range(0, len(part), 2):
+                parts.place(placed, rank, start, part[start : start + 2])
+        if not layout.partial:
+            np.testing.assert_array_equal(placed, whole)
         np.testing.assert_array_equal(layout.assemble(cut, MESH), whole)
     finally:
         parts_module.MANY_BLOCKS = before
