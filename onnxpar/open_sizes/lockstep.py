@@ -22,6 +22,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.model.shapes import Walk, known_sizes
 from onnxpar.open_sizes.equal_sizes import EVEN, Place, Shapes, equal_sizes
 from onnxpar.open_sizes.exact import FRACTION, ROUND, agree, has_exact_scales, is_exact, is_float
+from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
 from onnxpar.symbols.fits import ENOUGH, fit
 from onnxpar.symbols.quotients import AFAR, applied, find_quotient
 from onnxpar.symbols.symbols import Binding, Polynomial, Quotient, Variable, quotient, rounded_up
@@ -175,7 +176,21 @@ class Lockstep:
                 )
                 return tie
             self.unsolved.append(Unsolved(node, first, second))
-        return None
+        return self._reshape_tie(node) if node.op_type == "Reshape" else None
+
+    def _reshape_tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
+        """Two symbols that must be equal for a Reshape to be possible at the live bindings."""
+        shapes = [self.walks[i].shape(node.input[0]) for i in self.live]
+        targets = [self.walks[i].values.get(node.input[1]) for i in self.live]
+        both = zip(shapes, targets, strict=True)
+        pairs = [(s, [*map(int, t)]) for s, t in both if s and t is not None]
+        if len(pairs) < len(self.live) or all(is_possible(*pair) for pair in pairs):
+            return None
+        target = [self._fit(column) for column in zip(*(t for _, t in pairs), strict=True)]
+        wanted = [size if pairs[0][1][i] > 0 else None for i, size in enumerate(target)]
+        found = equal_symbols(self.sizes(node.input[0]), wanted) or ()
+        ordered = sorted(found, key=self.symbols.index)
+        return (ordered[1], Polynomial.variable(ordered[0])) if ordered else None
 
     def _is_stored(self, *names: str) -> bool:
         return any(tensor.name in names for tensor in self.model.graph.initializer)

@@ -96,6 +96,7 @@ def infer_open(
         )
     for node in walks.conflicts:
         check_fits(live, node)
+        _check_related(walks, node, dims)
     typical = typical or Typical()
     symbols, ties = tuple(walks.bindings[0]), Ties(tuple(search.ties))
     caches = cache_sizes(proto.graph, walks)
@@ -115,6 +116,21 @@ def infer_open(
         bool(typical.profiles),
         caches,
         free_sizes(proto.graph, dims, walks.sizes),
+    )
+
+
+def _check_related(walks: Lockstep, node: onnx.NodeProto, dims: OpenDims) -> None:
+    """Checks a node that is not valid at some sample sizes. Errors: StrategyError if it is valid at
+    others: sizes are then related in a way that does not follow from the model."""
+    odd = [i for i in walks.live if any(node is each for each in walks.walks[i].conflicts)]
+    if len(odd) == len(walks.live):
+        return
+    symbols = _symbols(dims)
+    at = ", ".join(f"{s}={walks.bindings[odd[0]][s]}" for s in symbols)
+    raise StrategyError(
+        f"{node.op_type} '{node.name or node.output[0]}' is not possible at all open sizes, such "
+        f"as {at}; relate sizes to others, as in --dim total=past+seq, or fix them with "
+        + " ".join(f"--dim {s}=N" for s in symbols)
     )
 
 

@@ -1,0 +1,92 @@
+"""Open sizes that only a Reshape relates, as the batches of an encoder's result and of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agreement import TIMEOUT, check_outputs, options, run_unsplit
+from small_models import HEAD, write_text
+
+from onnxpar.errors import InputError, StrategyError
+from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
+from onnxpar.pipeline import pipeline
+from onnxpar.runtime.threads import ThreadSession
+from onnxpar.symbols.symbols import Polynomial
+
+CROSS = (
+    HEAD
+    + """m (float[a,3,8] memory, float[b,l,8] x, float[8,8] w) => (float[b,l,n] y)
+<int64[1] rest = {-1}, int64[1] width = {8}>
+{ s = Shape<start = 0, end = 1>(x)  t = Concat<axis = 0>(s, rest, width)
+  h = MatMul(memory, w)  keys = Reshape(h, t)
+  turned = Transpose<perm = [0, 2, 1]>(keys)  y = MatMul(x, turned) }"""
+)
+
+
+def _feeds(a: int, b: int, length: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(a)
+    shapes = {"memory": (a, 3, 8), "x": (b, length, 8)}
+    return {n: draw.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("layout", ["tensor-parallel 2", "data-parallel 3", "context-parallel 2"])
+def test_the_batches_of_encoder_and_decoder_are_one(layout: str, tmp_path: Path) -> None:
+    model = write_text(CROSS, tmp_path / "m.onnx")
+    plan = pipeline.shard(model, tmp_path / "m.par", options(layout))
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for batch, length in (1, 1), (1, 5), (2, 3), (5, 4):
+            feeds = _feeds(batch, batch, length)
+            found = session.run(None, feeds)
+            check_outputs(found, run_unsplit(model, feeds), [p.name for p in plan.outputs])
+        with pytest.raises(InputError, match=r"'x' has 3 at dimension 0, .* 'memory' has 4"):
+            session.run(None, _feeds(4, 3, 2))
+
+
+def test_sizes_that_a_reshape_relates_in_an_unknown_way_are_an_error(tmp_path: Path) -> None:
+    model = write_text(CROSS.replace("a,3,8", "3,a,c,8"), tmp_path / "m.onnx")
+    wanted = r"Reshape 'keys' is not possible .* such as a=\d+, c=\d+, b=\d+, l=\d+; relate"
+    with pytest.raises(StrategyError, match=wanted):
+        pipeline.plan(model, options("tensor-parallel 2"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "wanted"),
+    [
+        ((7, 20, 32), (7, -1, 4, 8), True),
+        ((7, 20, 32), (11, -1, 4, 8), False),
+        ((7, 20, 32), (0, -1, 8), True),
+        ((7, 32), (7, 4, 8), True),
+        ((7, 32), (8, 4, 8), False),
+        ((0, 32), (0, 4, 8), True),
+        ((), (1, 1), True),
+        ((3, 0), (-1, 4), True),
+        ((3, 2), (0, 0, 1), True),
+    ],
+)
+def test_is_possible(shape: tuple[int, ...], target: tuple[int, ...], wanted: bool) -> None:
+    assert is_possible(shape, target) == wanted
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "wanted"),
+    [
+        ("a 20 32", "b ? 4 8", ("a", "b")),
+        ("a s 32", "b ? 4 8", ("a", "b")),
+        ("20*a 32", "b ? 4 8", ("a", "b")),  # positions of all samples in one dimension
+        ("a s 32", "b s 4 8", ("a", "b")),
+        ("s a 32", "a b 32", ("s", "b")),
+        ("3 a c 8", "b ? 8", None),
+        ("a s 32", "b t 32", None),
+        ("a+1 32", "b ? 4 8", None),
+        ("a*s 32", "b ? 4 8", None),
+        ("a 32", "a 4 8", None),
+    ],
+)
+def test_equal_symbols(shape: str, target: str, wanted: tuple[str, str] | None) -> None:
+    own, new = (
+        [None if size == "?" else Polynomial.parse(size) for size in text.split()]
+        for text in (shape, target)
+    )
+    assert equal_symbols(own, new) == wanted
