@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 
 
@@ -11,6 +12,24 @@ def add_runtime(to: argparse.ArgumentParser) -> None:
     """Adds options for running ranks."""
     add_timeout(to)
     to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")
+
+
+def add_cores(to: argparse.ArgumentParser) -> None:
+    """Adds options for the cores of ranks."""
+    to.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of each rank; default: the number of cores divided by that of ranks",
+    )
+    to.add_argument(
+        "--bind",
+        choices=BINDINGS,
+        default=BINDINGS[0],
+        help="run each rank on its share of the cores (cores, the default; a rank with one core is "
+        "bound to the NUMA node), on all cores of the NUMA nodes of its share (numa), or on any "
+        "(none); a launcher such as mpirun binds ranks itself",
+    )
 
 
 def add_timeout(to: argparse.ArgumentParser) -> None:

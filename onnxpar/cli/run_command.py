@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from onnxpar.cli.rank_options import add_launcher_help, add_profile, add_runtime, add_verify
+from onnxpar.cli.rank_options import (
+    add_cores,
+    add_launcher_help,
+    add_profile,
+    add_runtime,
+    add_verify,
+)
 from onnxpar.errors import InputError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_timeout
@@ -40,6 +46,7 @@ def add_run(to: Any) -> None:
     )
     add_profile(command, "runs")
     add_launcher_help(command)
+    add_cores(command)
     add_runtime(command)
 
 
@@ -62,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         log_dir=log_dir,
         profile=bool(args.profile),
         verify=args.verify,
+        threads=args.threads,
+        bind=args.bind,
     ) as session:
         names = [port.name for port in session.get_outputs()]
         is_quiet = not sys.stderr.isatty() or args.repeat == 1

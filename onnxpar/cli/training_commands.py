@@ -111,6 +111,8 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
         "profile": bool(args.profile),
         "table_dir": args.table_dir,
         "table_cache": args.table_cache,
+        "threads": args.threads,
+        "bind": args.bind,
     }
     with Trainer(args.par, held=held, log_dir=None if rank else logs, **options) as trainer:
         data = Data.read(args.data, trainer.data)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from onnxpar.cli.options import add_dims, mesh
-from onnxpar.cli.rank_options import add_launcher_help, add_profile, add_runtime
+from onnxpar.cli.rank_options import add_cores, add_launcher_help, add_profile, add_runtime
 from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
 from onnxpar.training.batch_norm import STATISTICS
@@ -259,6 +259,7 @@ def add_train(to: argparse.ArgumentParser) -> None:
     _add_tables(to)
     add_profile(to, "steps")
     add_launcher_help(to)
+    add_cores(to)
     add_runtime(to)
     to.set_defaults(log_dir="log")
 

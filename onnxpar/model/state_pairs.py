@@ -45,7 +45,10 @@ def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
     """The given pairs. Errors: StrategyError for a name that the model does not have."""
     inputs = {t.name for t in graph.inputs}
     outputs = {t.name for t in graph.outputs}
-    for source, result in given:
+    for pair in given:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise StrategyError(f"states: {pair!r:.60} is no pair; give (INPUT, OUTPUT)")
+        source, result = pair
         if source not in inputs or result not in outputs:
             raise StrategyError(
                 f"state {source}={result}: the model has no input {source!r} with an output "

@@ -14,6 +14,7 @@ from onnxpar.base.units import quantity
 from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.runtime import collectives, groups
 from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.options import CACHE
 from onnxpar.runtime.ort_values import array_of, is_ort_value
 from onnxpar.runtime.values import checked_value, is_optional
@@ -34,10 +35,10 @@ def check_feeds(
     if unknown:
         raise InputError(f"no input is named {unknown[0]!r}; the inputs are {_list(bundle.inputs)}")
     missing = [
-        port.name
-        for port in bundle.inputs.values()
-        if port.name not in feeds
-        and port.name not in kept
+        name
+        for name, port in bundle.inputs.items()
+        if name not in feeds
+        and name not in kept
         and not port.has_default
         and not is_optional(port.type)
     ]
@@ -56,7 +57,7 @@ def check_kept(bundle: Bundle, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Errors: InputError if the shape of a kept state does not fit its input."""
     for name, shape in shapes.items():
         port = bundle.inputs[name]
-        if not port.is_value and not port.admits(shape):
+        if shape != port.shape and not port.is_value and not port.admits(shape):
             raise InputError(
                 f"state {name!r} is {list(shape)} after the last run, but the model takes "
                 f"{port.expects()}; feed it, or shard a model that leaves this size open"
@@ -134,6 +135,20 @@ def state_port(bundle: Bundle, name: str) -> Port:
 
 def _list(names: Collection[str]) -> str:
     return ", ".join(names) or "(none)"
+
+
+def check_bind(bind: str) -> str:
+    """Returns what ranks are bound to. Errors: InputError unless it is one of BINDINGS."""
+    if bind not in BINDINGS:
+        raise InputError(f"bind {bind!r}: give {', '.join(BINDINGS)}")
+    return bind
+
+
+def check_threads(threads: int) -> int:
+    """Returns the number of threads of a rank. Errors: InputError unless it is at least 1."""
+    if not isinstance(threads, int) or threads < 1:
+        raise InputError(f"threads {threads}: give a whole number of at least 1")
+    return threads
 
 
 LONGEST = 1e8

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from onnxpar.layout.layout import nested_parts
 
+BINDINGS = ("cores", "numa", "none")
+"""What a rank can be bound to: its cores, the NUMA nodes of its cores, or nothing."""
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes the machine."""
 
@@ -33,8 +35,9 @@ class Share:
     spin: bool
 
 
-def shares(ranks: int, cores: Sequence[Core] | None = None) -> list[Share]:
-    """Returns each rank's share of `cores`, by default of those that this process may use.
+def shares(ranks: int, bind: str = "cores", cores: Sequence[Core] | None = None) -> list[Share]:
+    """Returns each rank's share of `cores`, by default of those that this process may use; `bind`
+    is one of BINDINGS.
 
     Cores of one NUMA node stay together, so if the nodes divide the ranks, no rank is on two nodes.
     Linux then takes a rank's memory from its node. A rank has a thread for each core, not for each
@@ -42,7 +45,8 @@ def shares(ranks: int, cores: Sequence[Core] | None = None) -> list[Share]:
 
     With more ranks than hardware threads, each rank has one thread, which never spins: a spinning
     thread would take the core from the rank that it waits for. A rank with one core is bound to the
-    cores of its node, or not at all, so that Linux can move it away from other processes.
+    cores of its node, or not at all if there is only one node, so that Linux can move it away from
+    other processes.
     """
     cores = sorted(own_cores() if cores is None else cores)
     single = [Core(core.node, (thread,)) for core in cores for thread in core.threads]
@@ -52,15 +56,20 @@ def shares(ranks: int, cores: Sequence[Core] | None = None) -> list[Share]:
     out, start = [], 0
     for count in nested_parts(len(units), (ranks,)):
         own = units[start : start + count]
-        out.append(Share(_threads(own if count > 1 else _beside(own[0], cores)), count, True))
+        if bind == "cores" and count > 1:
+            bound = own
+        else:
+            bound = _beside(own, cores) if bind != "none" else []
+        out.append(Share(_threads(bound), count, True))
         start += count
     return out
 
 
-def _beside(core: Core, cores: Iterable[Core]) -> list[Core]:
-    """Returns the cores of a core's node; none if there is only one node."""
-    same = [other for other in cores if other.node == core.node]
-    return same if {other.node for other in cores} != {core.node} else []
+def _beside(own: Iterable[Core], cores: Iterable[Core]) -> list[Core]:
+    """Returns all cores of the nodes of `own`; none if these are all nodes."""
+    nodes = {core.node for core in own}
+    same = [core for core in cores if core.node in nodes]
+    return same if {core.node for core in cores} != nodes else []
 
 
 def _threads(cores: Iterable[Core]) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxpar.runtime.cores import BINDINGS
+
 CACHE = 256 << 20
 """Most bytes of rows of tables on the host that a rank keeps in memory, by default."""
 _ENUMS: Mapping[str, Any] = {
@@ -130,6 +132,8 @@ class SessionSpec:
     """The folder for the files of tables on the host; empty: that of the sharded model."""
     table_cache: int = CACHE
     """Most bytes of rows of tables on the host that a rank keeps in memory."""
+    bind: str = BINDINGS[0]
+    """What a rank is bound to."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:

@@ -139,7 +139,7 @@ class ProcessRanks:
                     "world": {**world, "rank": rank, "timeout": timeout},
                     "share": asdict(share),
                 }
-                for rank, share in enumerate(shares(size))
+                for rank, share in enumerate(shares(size, spec.bind))
             ]
             ready = self._processes.call(messages, "the start")
             failing.pop_all()

@@ -18,14 +18,17 @@ from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
 from onnxpar.runtime.checks import (
+    check_bind,
     check_feeds,
     check_kept,
     check_names,
     check_table_cache,
     check_table_dir,
+    check_threads,
     check_timeout,
 )
 from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.interface import Interface
 from onnxpar.runtime.launched_rank import LaunchedRank
@@ -249,6 +252,10 @@ class InferenceSession(Session):
     timeout              longest wait for a rank, in seconds, not counting its compute time
     log_dir              folder for the output of ranks, `rank.N/stdout.log` and `stderr.log`
     bind_address         the only address that ranks listen on
+    threads              threads of each rank; default: `sess_options.intra_op_num_threads`, or the
+                         number of cores divided by the number of ranks
+    bind                 "cores": a rank runs on its cores alone; "numa": on all cores of their NUMA
+                         nodes; "none": on any. Not under a launcher, which binds ranks itself
     config               additional session config entries
     libraries            custom-op libraries; repeat those of `sess_options` here, because
                          onnxruntime does not reveal them
@@ -276,6 +283,8 @@ class InferenceSession(Session):
         timeout: float = 60.0,
         log_dir: str | os.PathLike[str] | None = None,
         bind_address: str | None = None,
+        threads: int | None = None,
+        bind: str = BINDINGS[0],
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
         table_dir: str | os.PathLike[str] | None = None,
@@ -306,7 +315,11 @@ class InferenceSession(Session):
             disabled_optimizers=list(disabled_optimizers or ()),
             table_dir=check_table_dir(bundle, table_dir),
             table_cache=check_table_cache(table_cache),
+            bind=check_bind(bind),
         )
+        if threads is not None:
+            fields = {**spec.fields, "intra_op_num_threads": check_threads(threads)}
+            spec = replace(spec, fields=fields)
 
         def start(spec: SessionSpec) -> Ranks:
             launched = launch.launched_rank()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,9 +15,9 @@ import pytest
 from onnx import helper
 from runtime.bundles import Tensor, pids, write_par
 
-from onnxpar.errors import RankError
+from onnxpar.errors import InputError, RankError
 from onnxpar.runtime import ranks
-from onnxpar.runtime.cores import Core, Share, own_cores, shares
+from onnxpar.runtime.cores import BINDINGS, Core, Share, own_cores, shares
 from onnxpar.runtime.options import SessionSpec, run_options, run_spec
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
@@ -150,17 +151,17 @@ def plain(threads: Iterable[int]) -> list[Core]:
 
 
 def test_shares_of_cores() -> None:
-    assert shares(2, plain(range(8))) == [
+    assert shares(2, cores=plain(range(8))) == [
         Share((0, 1, 2, 3), 4, True),
         Share((4, 5, 6, 7), 4, True),
     ]
-    assert shares(3, plain(range(8))) == [
+    assert shares(3, cores=plain(range(8))) == [
         Share((0, 1, 2), 3, True),
         Share((3, 4, 5), 3, True),
         Share((6, 7), 2, True),
     ]
-    assert shares(2, plain([4, 9])) == [Share((), 1, True)] * 2
-    assert shares(3, plain([4, 9])) == [Share((), 1, False)] * 3
+    assert shares(2, cores=plain([4, 9])) == [Share((), 1, True)] * 2
+    assert shares(3, cores=plain([4, 9])) == [Share((), 1, False)] * 3
 
 
 def test_cores_of_linux(tmp_path: Path) -> None:
@@ -175,15 +176,47 @@ def test_ranks_stay_on_a_node(tmp_path: Path) -> None:
     """A thread for each core, and memory of one node."""
     cores = own_cores(machine(tmp_path, nodes=2, cores=2, hyperthreads=2), range(8))
     first, second = (0, 1, 4, 5), (2, 3, 6, 7)
-    assert shares(2, cores) == [Share(first, 2, True), Share(second, 2, True)]
-    assert shares(4, cores) == [Share(first, 1, True)] * 2 + [Share(second, 1, True)] * 2
-    assert shares(8, cores) == [Share(first, 1, True)] * 4 + [Share(second, 1, True)] * 4
-    assert shares(9, cores) == [Share((), 1, False)] * 9
+    assert shares(2, cores=cores) == [Share(first, 2, True), Share(second, 2, True)]
+    assert shares(4, cores=cores) == [Share(first, 1, True)] * 2 + [Share(second, 1, True)] * 2
+    assert shares(8, cores=cores) == [Share(first, 1, True)] * 4 + [Share(second, 1, True)] * 4
+    assert shares(9, cores=cores) == [Share((), 1, False)] * 9
+
+
+def test_what_ranks_are_bound_to(tmp_path: Path) -> None:
+    cores = own_cores(machine(tmp_path, nodes=2, cores=2, hyperthreads=1), range(4))
+    bound = {bind: [s.cores for s in shares(2, bind, cores)] for bind in BINDINGS}
+    assert bound == {"cores": [(0, 1), (2, 3)], "numa": [(0, 1), (2, 3)], "none": [(), ()]}
+    bound = {bind: [s.cores for s in shares(3, bind, cores)] for bind in BINDINGS}
+    assert bound["cores"] == [(0, 1), (2, 3), (2, 3)]
+    assert bound["numa"] == [(0, 1), (2, 3), (2, 3)]
+    bound = {bind: [s.cores for s in shares(2, bind, plain(range(4)))] for bind in BINDINGS}
+    assert bound == {"cores": [(0, 1), (2, 3)], "numa": [(), ()], "none": [(), ()]}
+    assert [s.threads for s in shares(2, "none", cores)] == [2, 2]
+
+
+def test_threads_of_ranks(doubling: Path) -> None:
+    """A pool of N threads has N - 1 of its own; all may use every core."""
+    tasks = {}
+    for threads in (1, 4):
+        with InferenceSession(doubling, threads=threads, bind="none") as session:
+            tasks[threads] = [len(os.listdir(f"/proc/{pid}/task")) for pid in pids(session)]
+            for pid in pids(session):
+                assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
+    assert [b - a for a, b in zip(tasks[1], tasks[4], strict=True)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"threads": 0}, "threads 0: give a whole number"), ({"bind": "core"}, "'core': give cores,")],
+)
+def test_wrong_cores(doubling: Path, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        InferenceSession(doubling, **given)
 
 
 def test_ranks_are_bound_to_their_share(doubling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = own_cores()[0].threads[0], own_cores()[-1].threads[-1]
     bound = [Share((first,), 1, True), Share((last,), 1, True)]
-    monkeypatch.setattr(ranks, "shares", lambda size: bound)
+    monkeypatch.setattr(ranks, "shares", lambda size, bind: bound)
     with InferenceSession(doubling) as session:
         assert [os.sched_getaffinity(pid) for pid in pids(session)] == [{first}, {last}]
