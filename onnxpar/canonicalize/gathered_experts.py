@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.dense_experts import DenseExperts, merged, put
+from onnxpar.canonicalize.dense_experts import DenseExperts, drop_unread, merged, put
 from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
 from onnxpar.canonicalize.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
+from onnxpar.canonicalize.sorted_rows import copies, find_sorted_rows, numbers, places, skip
 from onnxpar.ir.tensors import dtype_of, tensor_shape
 from onnxpar.model.interchange import is_weight
 
@@ -221,9 +222,17 @@ def _rewrite(
     size = experts.pop() or 0
     result, result_labels = program.made[last - 1]
     write = DenseExperts(graph, f"{result.name}/experts", size, program.size)
-    chosen = _in_range(write, source, entry) if groups else _of_expert(write, source)
+    readers = {reader for group in groups for reader in group.readers}
+    sort = find_sorted_rows(graph, entry, result, readers)
     ones = [i for i, label in enumerate(labels) if label == "1"]
     rows = _without(write, entry, ones)
+    if sort is not None:
+        rows = copies(write, sort)
+        chosen = _in_range(write, source, places(write, sort.order))
+    elif groups:
+        chosen = _in_range(write, source, numbers(write, entry))
+    else:
+        chosen = _of_expert(write, source)
     y = write.write(steps, rows, chosen)
     added = [i for i, label in enumerate(result_labels) if label == "1"]
     if added:
@@ -232,6 +241,9 @@ def _rewrite(
     result.shape = list(y.shape)
     _settle_rows(result)
     put(graph, write.made, result, y, order)
+    for node in (*sort.sides, *sort.backs) if sort is not None else ():
+        skip(node)
+    drop_unread(graph)
 
 
 def _start(
@@ -309,17 +321,14 @@ def _is_found(tensor: gs.Tensor) -> bool:
     return node.op in ("ArgMax", "ArgMin") or (node.op == "TopK" and tensor is node.outputs[1])
 
 
-def _in_range(write: DenseExperts, ends: gs.Tensor, rows: gs.Tensor) -> gs.Tensor:
-    """Which rows are in each expert's range, [expert, row, 1], given where the ranges end."""
+def _in_range(write: DenseExperts, ends: gs.Tensor, places: gs.Tensor) -> gs.Tensor:
+    """Which rows are in each expert's range, [expert, row, 1], given where the ranges end, and the
+    place of each row."""
     kind = np.dtype(np.int64)
     flag, shape = np.dtype(bool), [write.experts, write.tokens, 1]
     ends = write.add("Cast", [ends], kind, [write.experts], to=7)
     column = [write.experts, 1, 1]
     ends = write.add("Reshape", [ends, np.array([-1, 1, 1], np.int64)], kind, column)
-    sizes = write.add("Shape", [rows], kind, [len(rows.shape)])
-    count = write.add("Gather", [sizes, np.array(0, np.int64)], kind, [], axis=0)
-    zero, one = np.array(0, np.int64), np.array(1, np.int64)
-    places = write.add("Range", [zero, count, one], kind, [write.tokens])
     places = write.add(
         "Reshape", [places, np.array([1, -1, 1], np.int64)], kind, [1, write.tokens, 1]
     )
