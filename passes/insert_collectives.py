@@ -348,7 +348,7 @@ class _Insertion:
         known = self.ctx.choices.steps
         if key not in known:
             factors = self.sharding.factors.tensors[tensor.name]
-            parts = partial(self.sharding.part_sizes, tensor.name)
+            parts = partial(self.sharding.parts_of_leaf, tensor.name)
             costs, size = self.sharding.costs, element_bytes(tensor)
             about = ReshardedTensor(factors, costs, size, parts)
             direct = exchanges(made, goals, about) if tensor.name in self.shares else None

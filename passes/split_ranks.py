@@ -126,11 +126,16 @@ def check_open(graph: gs.Graph, ctx: PassContext) -> None:
 
 def _open(graph: onnx.GraphProto, ctx: PassContext, opened: OpenConstants, rank: int) -> None:
     """Rewrites a rank's graph so that it runs at all sizes of open dimensions."""
-    sizes = SizeGraph(graph, opened.sizes.symbols, opened.parts(rank))
+    operands = opened.operands(rank)
+    parts = {name: part for _, extents in operands.values() for name, part in extents.items()}
+    sizes = SizeGraph(graph, opened.sizes.symbols, {**opened.parts(rank), **parts})
     for name, array in opened.arrays(rank).items():
         sizes.tensor(name, array)
     left_out = set(opened.attributes(rank))
     for node in graph.node:
+        if node.name in operands:
+            node.input.append(f"{node.name}::sizes")  # behind the token
+            sizes.tensor(node.input[-1], operands[node.name][0])
         kept = [a for a in node.attribute if (node.name, a.name) not in left_out]
         if len(kept) < len(node.attribute):
             del node.attribute[:]

@@ -109,7 +109,7 @@ def _add_strategy_files(to: argparse.ArgumentParser) -> None:
         "--balance",
         action="store_true",
         help="give ranks whose devices differ in --topology parts in proportion to their speed, "
-        "as far as their memory allows. Open sizes are divided equally. Default: equal parts",
+        "as far as their memory allows. Default: equal parts",
     )
 
 

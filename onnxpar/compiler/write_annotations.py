@@ -30,7 +30,7 @@ from onnxpar.model.annotations import (
     clear_annotations,
 )
 from onnxpar.model.write_model import put_model
-from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.factors import OpFactors, sizes_of
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import (
     AXES,
@@ -149,7 +149,9 @@ def _annotate(
     parts = {
         i: list(sizes)
         for i, leaf in enumerate(op.leaves)
-        if axes[i] and (sizes := sharding.uneven_sizes(leaf.atom, axes[i], leaf.size))
+        if leaf.atom not in sharding.factors.open_atoms
+        and (given := sharding.parts_of(leaf.atom, axes[i])) is not None
+        and (sizes := sizes_of(given, leaf.size, axes[i]))
     }
     note = NodeConfiguration(op.node.name, {s.tensor: s for s in shardings}, None, metadata)
     if parts or not _says(op, names, note, axes, sharding):

@@ -7,6 +7,7 @@ that the group crosses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,7 @@ from onnxpar.cost.device import ROW_BYTES, Device
 from onnxpar.cost.topology import Level, Topology
 from onnxpar.ir.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
-from onnxpar.layout.shares import Shares
+from onnxpar.layout.shares import Proportion, Shares, integer_weights
 
 _EVEN = 1e-9
 """Ranks whose shares differ by a smaller fraction take the same."""
@@ -90,6 +91,9 @@ class Costs:
     _shares: dict[Axes, Shares | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _proportions: dict[Axes, Proportion] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.topology.check(self.mesh.size)
@@ -151,6 +155,24 @@ class Costs:
             counts = tuple(axis.size for axis in axes)
             self._shares[axes] = None if is_even else Shares(counts, tuple(map(float, weights)))
         return self._shares[axes]
+
+    def proportion(self, axes: Axes) -> Proportion | None:
+        """The proportion in which ranks along axes share an open size; None if all ranks of the
+        mesh take the same. Also for axes along which the shares are equal: shards over them are
+        unions of those over further axes."""
+        if axes not in self._proportions and self.weights:
+            found = np.bincount(self.places(axes), self.weights, parts_over(axes))
+            weights = list(map(int, found))
+            common = math.gcd(*weights)
+            self._proportions[axes] = Proportion(tuple(weight // common for weight in weights))
+        return self._proportions.get(axes)
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """Integers in proportion to the shares of the ranks; empty if all take the same."""
+        own = self.topology.shares[: self.mesh.size]
+        is_even = not own or max(own) - min(own) < _EVEN * max(own)
+        return () if is_even else integer_weights(own)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

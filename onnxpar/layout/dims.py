@@ -19,6 +19,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over, plain
+from onnxpar.layout.shares import Proportion
 
 
 @lru_cache(maxsize=65536)
@@ -58,7 +59,7 @@ def default_parts(size: int, axes: Axes) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Factor:
     """An index variable with `size` elements, split over `axes` into shards of the sizes in `parts`
-    (by default those of `default_parts`).
+    (by default those of `default_parts`), or in a proportion that holds for every size.
 
     A shard may be empty. With `filled`, a rank with an empty shard computes on one other element
     instead (a stand-in), and then drops the result for that element; layouts of tensors are never
@@ -67,7 +68,7 @@ class Factor:
 
     size: int
     axes: Axes = ()
-    parts: tuple[int, ...] | None = None
+    parts: tuple[int, ...] | Proportion | None = None
     filled: bool = False
 
     @property
@@ -77,7 +78,7 @@ class Factor:
 
     def part_sizes(self) -> tuple[int, ...]:
         """The size of each shard, in the row-major order of the axes."""
-        sizes = self.parts or default_parts(self.size, self.axes)
+        sizes = self._sizes()
         return tuple(max(s, 1) for s in sizes) if self.filled and self.size else sizes
 
     def part(self, mesh: Mesh, rank: int) -> tuple[int, int]:
@@ -85,12 +86,17 @@ class Factor:
         stand-in, an element next to the shard."""
         if not self.axes:
             return 0, self.size
-        sizes = self.parts or default_parts(self.size, self.axes)
+        sizes = self._sizes()
         at = mesh.coordinate(self.axes, rank)
         start, size = sum(sizes[:at]), sizes[at]
         if self.filled and self.size and not size:
             return min(start, self.size - 1), 1
         return start, size
+
+    def _sizes(self) -> tuple[int, ...]:
+        if isinstance(self.parts, Proportion):
+            return self.parts.sizes(self.size)
+        return self.parts or default_parts(self.size, self.axes)
 
 
 class SizedFactor(Factor):
@@ -139,6 +145,12 @@ def leaves(dim: Dim) -> Iterator[Factor]:
 def dim_axes(dim: Dim) -> tuple[Axis, ...]:
     """All axes that split factors of the dimension, each once."""
     return tuple(dict.fromkeys(axis for leaf in leaves(dim) for axis in leaf.axes))
+
+
+def is_even(factor: Factor) -> bool:
+    """True if all ranks hold equally many elements of a factor: not in a proportion, which may give
+    equal shards of one size and other shards of another."""
+    return not isinstance(factor.parts, Proportion) and len(set(factor.part_sizes())) == 1
 
 
 def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
@@ -226,6 +238,8 @@ def normalize(dim: Dim) -> Dim:
     usually become equal."""
     if isinstance(dim, Factor):
         axes = merge_axes(dim.axes)
+        if isinstance(dim.parts, Proportion):
+            return Factor(dim.size, axes, dim.parts)
         default = default_parts(dim.size, axes)
         return Factor(dim.size, axes, None if dim.part_sizes() == default else dim.part_sizes())
     kind = type(dim)
@@ -282,11 +296,15 @@ def dim_text(dim: Dim, mesh: Mesh, nested: bool = False) -> str:
             return str(dim.size) if nested else "-"
         text = ".".join(mesh.text(a) for a in dim.axes)
         if dim.parts:
-            text += "{" + ",".join(map(str, dim.parts)) + "}"
+            text += "{" + _parts_text(dim.parts) + "}"
         return text
     joint = "*" if isinstance(dim, Product) else "+"
     text = joint.join(dim_text(c, mesh, True) for c in dim.children)
     return f"({text})" if nested else text
+
+
+def _parts_text(parts: tuple[int, ...] | Proportion) -> str:
+    return str(parts) if isinstance(parts, Proportion) else ",".join(map(str, parts))
 
 
 def axis_json(axis: Axis) -> list[Any]:
@@ -300,7 +318,9 @@ def dim_json(dim: Dim) -> Any:
         out: dict[str, Any] = {"size": dim.size}
         if dim.axes:
             out["axes"] = [axis_json(a) for a in dim.axes]
-        if dim.parts:
+        if isinstance(dim.parts, Proportion):
+            out["weights"] = list(dim.parts.weights)
+        elif dim.parts:
             out["parts"] = list(dim.parts)
         return out
     key = "product" if isinstance(dim, Product) else "concat"
@@ -313,7 +333,11 @@ def dim_of_json(data: Mapping[str, Any]) -> Dim:
         return Product(tuple(dim_of_json(c) for c in data["product"]))
     if "concat" in data:
         return Concat(tuple(dim_of_json(c) for c in data["concat"]))
-    parts = tuple(data["parts"]) if "parts" in data else None
+    parts: tuple[int, ...] | Proportion | None = None
+    if "weights" in data:
+        parts = Proportion(tuple(data["weights"]))
+    elif "parts" in data:
+        parts = tuple(data["parts"])
     return Factor(data["size"], tuple(Axis(*a) for a in data.get("axes", [])), parts)
 
 

@@ -21,6 +21,7 @@ from onnxpar.layout.dims import estimated_size as estimated_size
 from onnxpar.layout.dims import first_index as first_index
 from onnxpar.layout.dims import indices as indices
 from onnxpar.layout.dims import is_data_dependent as is_data_dependent
+from onnxpar.layout.dims import is_even as is_even
 from onnxpar.layout.dims import largest_size as largest_size
 from onnxpar.layout.dims import leaves as leaves
 from onnxpar.layout.dims import local_size as local_size

@@ -1,4 +1,4 @@
-"""Sizes of shards in proportion to the shares of their ranks."""
+"""Sizes of shards in proportion to the shares of their ranks, and in closed form for open sizes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,63 @@ def _sizes(shares: Shares, size: int) -> tuple[int, ...]:
         ]
         weights = [of for each in groups for of in each]
     return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """Divides an open size over the ranks along axes in proportion to integer `weights`, in the
+    row-major order of the axes. The bounds between shards are rounded, so they have a closed form,
+    and a shard may be empty where there are enough elements for all.
+
+    >>> Proportion((3, 1)).sizes(6)
+    (5, 1)
+    """
+
+    weights: tuple[int, ...]
+
+    def bound(self, size: int, at: int) -> int:
+        """The number of elements in all shards before the one at a place along the axes."""
+        total = sum(self.weights)
+        return (2 * size * sum(self.weights[:at]) + total) // (2 * total)
+
+    def sizes(self, size: int) -> tuple[int, ...]:
+        """The number of elements of each shard."""
+        total = sum(self.weights)
+        before = accumulate(self.weights, initial=0)
+        bounds = [(2 * size * w + total) // (2 * total) for w in before]
+        return tuple(b - a for a, b in pairwise(bounds))
+
+    def __str__(self) -> str:
+        return ":".join(map(str, self.weights))
+
+
+def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
+    """Small integers in proportion to shares, at least 1 each: those of the smallest sum that are
+    exact to 1 percent, or else the most exact ones.
+
+    >>> integer_weights([0.5, 0.1667, 0.3333])
+    (3, 1, 2)
+    """
+    total, least = math.fsum(shares), math.inf
+    best: tuple[int, ...] = ()
+    for count in range(len(shares), most_weight(len(shares)) + 1):
+        weights = apportioned(count, shares)
+        pairs = zip(weights, shares, strict=True)
+        error = max(abs(w * total / (count * share) - 1) for w, share in pairs)
+        if error < least:
+            best, least = tuple(weights), error
+        if error <= _EXACT:
+            break
+    return best
+
+
+def most_weight(ranks: int) -> int:
+    """The largest sum of the `integer_weights` of that many ranks. The sum is small because the
+    roundings of bounds repeat modulo it, and the compiler samples sizes with every remainder."""
+    return max(4 * ranks, 16)
+
+
+_EXACT = 0.01
 
 
 def _cut(weights: list[float], count: int) -> list[list[float]]:

@@ -114,6 +114,7 @@ def load(
     find_others: bool = True,
     shapes: Mapping[str, Sequence[int]] | None = None,
     show: Show = unseen,
+    remainders: int = 0,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -128,6 +129,7 @@ def load(
     find_others  also looks for states that are not given
     shapes  shapes of inputs, by name, in place of open sizes
     show  called with the name of each rewrite and what it leaves, for dumps
+    remainders  sizes are sampled with every remainder modulo this number
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have.
@@ -179,7 +181,7 @@ def load(
             infer_types(proto, defaults)
             graph = importer.graph(proto)
         elif open_dims:
-            sizes = infer_open(proto, open_dims, least, importer.graph, typical)
+            sizes = infer_open(proto, open_dims, least, importer.graph, typical, remainders)
             graph = sizes.graph(0)
         else:
             keep = stored if for_training else None

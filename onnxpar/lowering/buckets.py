@@ -12,8 +12,9 @@ from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import KINDS, PARTIAL, SPLIT, WHOLE
 from onnxpar.ir.reshards import Reshard, is_reshard, reshard_node, reshard_of
 from onnxpar.ir.subgraphs import captured
-from onnxpar.layout.layout import Layout, dim_axes, local_size
+from onnxpar.layout.layout import Layout, dim_axes, leaves, local_size
 from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.shares import Proportion
 from onnxpar.lowering.lower_reshard import changed_dims, is_run
 from onnxpar.lowering.schedule import schedule
 from onnxpar.sharding.shard_bytes import reshard_bytes
@@ -89,6 +90,8 @@ def _is_even(reshard: Reshard, mesh: Mesh) -> bool:
     if len(dims) != 1:
         return False
     dim = (before if reshard.kind == "AllGather" else after).dims[dims[0]]
+    if any(isinstance(leaf.parts, Proportion) for leaf in leaves(dim)):
+        return False
     return len({local_size(dim, mesh, rank) for rank in range(mesh.size)}) == 1
 
 

@@ -27,6 +27,7 @@ from onnxpar.layout.layout import (
     Factor,
     Layout,
     Product,
+    first_index,
     indices,
     leaves,
     local_size,
@@ -159,8 +160,8 @@ class ReshardBuilder:
             return
 
         def start(rank: int) -> Array:
-            held, kept = (indices(dim, self.mesh, rank) for dim in (before, after))
-            return np.array([kept[0] - held[0] if len(kept) else 0], np.int64)
+            held, kept = (first_index(dim, self.mesh, rank) for dim in (before, after))
+            return np.array([kept - held], np.int64)
 
         def end(rank: int) -> Array:
             return start(rank) + local_size(after, self.mesh, rank)

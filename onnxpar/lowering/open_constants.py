@@ -22,47 +22,15 @@ from onnxpar.errors import OpenSizesError
 from onnxpar.ir.collectives import DOMAIN, KINDS
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import captured
-from onnxpar.layout.layout import Factor, Layout, default_parts, leaves, nested_parts
+from onnxpar.layout.layout import Factor, Layout, leaves, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.lowering.extents import Extent, OpenArray, SplitSize, part_values
 from onnxpar.open_sizes.lockstep import MOST
 from onnxpar.open_sizes.open_sizes import OpenSizes
 from onnxpar.symbols.fits import fit, fits
 from onnxpar.symbols.symbols import Binding, Polynomial, Variable
 
 _PROBES = 64
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The start, or the size, of a rank's shard of an open size that is split over several axes.
-
-    `at` are the rank's coordinates along the axes. If `filled`, an empty shard is replaced by one
-    element, as a stand-in.
-    """
-
-    size: Polynomial
-    axes: Axes
-    at: tuple[int, ...]
-    is_start: bool
-    is_filled: bool = False
-
-    def value(self, size: int) -> int:
-        """The start or size of the shard if the whole has `size` elements."""
-        sizes = default_parts(size, self.axes)
-        at = int(np.ravel_multi_index(self.at, [axis.size for axis in self.axes]))
-        start, own = sum(sizes[:at]), sizes[at]
-        if self.is_filled and size and not own:
-            start, own = min(start, size - 1), 1
-        return start if self.is_start else own
-
-
-@dataclass(frozen=True)
-class OpenArray:
-    """An integer tensor whose elements are polynomials of symbols and extents of shards."""
-
-    elements: tuple[Polynomial, ...]
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
 
 
 @dataclass
@@ -177,7 +145,7 @@ class OpenConstants:
     def _filled(self, name: str) -> frozenset[int]:
         """The indices of those split sizes for whose empty shards a constant counts a stand-in."""
         stand_ins = self.base.per_rank.stand_ins.get(name, frozenset())
-        keys = [(sizes[0], axes) for sizes, _, axes in self._split_sizes]
+        keys = [(split.sizes[0], split.axes) for split in self._split_sizes]
         return frozenset(i for i, key in enumerate(keys) if key in stand_ins)
 
     def _values(
@@ -188,8 +156,8 @@ class OpenConstants:
         own = self._parts(rank, filled)
         variables: dict[Variable, Sequence[int]] = {}
         variables.update(self.sizes.variables())
-        variables.update(_part_values(own, self.sizes.bindings))
-        parts = _part_values(own, self._probes)
+        variables.update(part_values(own, self.sizes.bindings))
+        parts = part_values(own, self._probes)
         probes = [
             {**probe, **{name: column[i] for name, column in parts.items()}}
             for i, probe in enumerate(self._probes)
@@ -226,11 +194,13 @@ class OpenConstants:
 
     def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
         found = {}
-        for i, (_, size, axes) in enumerate(self._split_sizes):
-            at = tuple(self.mesh.coordinate((a,), rank) for a in axes)
+        for i, split in enumerate(self._split_sizes):
+            at = tuple(self.mesh.coordinate((a,), rank) for a in split.axes)
             kind = "filled_" if i in filled else ""
-            found[f"{kind}start{i}"] = Extent(size, axes, at, True, i in filled)
-            found[f"{kind}part{i}"] = Extent(size, axes, at, False, i in filled)
+            for what in ("start", "part"):
+                found[f"{kind}{what}{i}"] = Extent(
+                    split.size, split.axes, at, what == "start", i in filled, split.parts
+                )
         return found
 
     @cached_property
@@ -244,23 +214,24 @@ class OpenConstants:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     @cached_property
-    def _split_sizes(self) -> list[tuple[tuple[int, ...], Polynomial, Axes]]:
-        """Open sizes that are split: the size at each binding, its polynomial, and the axes."""
-        found: dict[tuple[tuple[int, ...], Axes], Polynomial] = {}
+    def _split_sizes(self) -> list[SplitSize]:
+        """Open sizes that are split over some axes, each once."""
+        found: dict[tuple[tuple[int, ...], Axes, object], SplitSize] = {}
         for name in self.base.layouts:
             trees = zip(*(each.layouts[name].dims for each in self.all), strict=True)
             for dims in trees:
                 for column in zip(*map(leaves, dims), strict=True):
-                    key = (tuple(f.size for f in column), column[0].axes)
+                    key = (tuple(f.size for f in column), column[0].axes, column[0].parts)
                     if len(set(key[0])) > 1 and key[1] and key not in found:
                         found[key] = self._split_size(name, column)
-        return [(sizes, size, axes) for (sizes, axes), size in found.items()]
+        return list(found.values())
 
-    def _split_size(self, name: str, column: Sequence[Factor]) -> Polynomial:
-        size = fit([f.size for f in column], self.sizes.variables())
-        if size is None or any(f.parts for f in column):
+    def _split_size(self, name: str, column: Sequence[Factor]) -> SplitSize:
+        sizes = tuple(f.size for f in column)
+        size, parts = fit(sizes, self.sizes.variables()), column[0].parts
+        if size is None or isinstance(parts, tuple) or any(f.parts != parts for f in column):
             raise self.needs_sizes(name)
-        return size
+        return SplitSize(sizes, size, column[0].axes, parts)
 
     def is_open(self, name: str, axis: int) -> bool:
         """True if a dimension of an input or output differs between the bindings."""
@@ -284,9 +255,43 @@ class OpenConstants:
             if all(_equal(values[0], v) for v in values[1:]):
                 continue
             if node.domain != DOMAIN or not _is_found_in_a_run(node, key, values):
-                raise self.needs_sizes(node.name)
+                self._member_sizes(rank, node, key, values)
             found.append((node.name, key))
         return found
+
+    def operands(self, rank: int) -> dict[str, tuple[OpenArray, dict[str, Extent]]]:
+        """The sizes of shards that a collective of a rank takes as an operand, by its node, with
+        the extents on which they depend, by name of the variable. Errors: OpenSizesError."""
+        found = {}
+        for node in self.base.graph.nodes:
+            for name, key in self._attributes(rank, node):
+                values = [each.attribute(name, key, rank) for each in self.all]
+                if not _is_found_in_a_run(node, key, values):
+                    found[name] = self._member_sizes(rank, node, key, values)
+        return found
+
+    def _member_sizes(
+        self, rank: int, node: gs.Node, key: str, values: Sequence[Any]
+    ) -> tuple[OpenArray, dict[str, Extent]]:
+        """The sizes of the shards into which a collective cuts its operand: each depends on the
+        place of another member. Errors: OpenSizesError for any other attribute."""
+        kind = KINDS.get(node.op) if node.domain == DOMAIN else None
+        if kind is None or not kind.cuts or key != kind.cuts.sizes or _moved_axis(node) is not None:
+            raise self.needs_sizes(node.name)
+        elements: list[Polynomial] = []
+        extents: dict[str, Extent] = {}
+        members = self.base.attribute(node.name, "group", rank)
+        for member, column in zip(members, zip(*values, strict=True), strict=True):
+            variables, probes = self._known(member, frozenset())
+            sizes = [np.array([size], np.int64) for size in column]
+            (element,) = self._fitted(node.name, sizes, variables, probes).elements
+            for name, extent in self._parts(member, frozenset()).items():
+                if name in element.variables:
+                    renamed = f"{name}_of_{member}"
+                    element = element.replace(name, Polynomial.variable(renamed))
+                    extents[renamed] = extent
+            elements.append(element)
+        return OpenArray(tuple(elements), (len(elements),), np.dtype(np.int64)), extents
 
     def _reaches_over(self, node: gs.Node) -> bool:
         """True if lowering made the node to move elements between neighbouring shards of an open
@@ -333,13 +338,6 @@ def _noted(found: dict[str, OpenSizesError]) -> Iterator[None]:
     except OpenSizesError as error:
         for node in error.nodes:
             found.setdefault(node, error)
-
-
-def _part_values(parts: Mapping[str, Extent], bindings: Sequence[Binding]) -> dict[str, list[int]]:
-    return {
-        name: [part.value(part.size.at(binding)) for binding in bindings]
-        for name, part in parts.items()
-    }
 
 
 def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:

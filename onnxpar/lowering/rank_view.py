@@ -19,6 +19,7 @@ from onnxpar.layout.layout import (
     dim_axes,
     first_index,
     indices,
+    is_even,
     leaves,
     local_size,
     normalize,
@@ -185,7 +186,7 @@ class RankView:
         return self._view.may_be_empty(factor)
 
     def _size(self, dim: Dim) -> int:
-        self.varies |= any(len(set(leaf.part_sizes())) > 1 for leaf in leaves(dim))
+        self.varies |= not all(map(is_even, leaves(dim)))
         return local_size(dim, self._view.mesh, self._rank)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.lowering.open_constants import Extent, OpenArray
+from onnxpar.layout.shares import Proportion
+from onnxpar.lowering.extents import Extent, OpenArray
 from onnxpar.symbols.symbols import Polynomial, Quotient, Variable
 
 SIZES = "onnxpar.sizes"
@@ -78,7 +79,20 @@ class SizeGraph:
 
     def _part(self, part: Extent) -> str:
         """Adds nodes that compute `Extent.value`."""
-        size, start = self._polynomial(part.size), self._constant([0])
+        whole = self._polynomial(part.size)
+        if part.parts is None:
+            size, start = self._equal(part, whole)
+        else:
+            start = self._bound(whole, part.parts, part.place)
+            end = self._bound(whole, part.parts, part.place + 1)
+            size = self._add("Sub", [end, start])
+        if part.is_filled:
+            size, start = self._filled(size, start, whole)
+        return start if part.is_start else size
+
+    def _equal(self, part: Extent, size: str) -> tuple[str, str]:
+        """The size and start of a shard, where ranks share the whole size equally."""
+        start = self._constant([0])
         for axis, i in zip(part.axes, part.at, strict=True):
             if axis.at is not None:
                 start = self._add("Add", [start, size]) if i > axis.at else start
@@ -92,9 +106,14 @@ class SizeGraph:
             start = self._add("Add", [start, shift])
             more = self._add("Sub", [self._least(rest, i + 1), self._least(rest, i)])
             size = self._add("Add", [quotient, more])
-        if part.is_filled:
-            size, start = self._filled(size, start, self._polynomial(part.size))
-        return start if part.is_start else size
+        return size, start
+
+    def _bound(self, size: str, parts: Proportion, at: int) -> str:
+        """Adds nodes that compute `Proportion.bound`."""
+        total, before = sum(parts.weights), sum(parts.weights[:at])
+        twice = self._add("Mul", [size, self._constant([2 * before])])
+        rounded = self._add("Add", [twice, self._constant([total])])
+        return self._add("Div", [rounded, self._constant([2 * total])])
 
     def _filled(self, size: str, start: str, whole: str) -> tuple[str, str]:
         """The size and start of a shard; an empty one is replaced by one element, unless the whole

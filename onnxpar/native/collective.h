@@ -19,9 +19,12 @@ class Collective : public Kernel {
   /// none waits for this one.
   void Compute(KernelContext& context) final;
 
-  /// The shape of output 0 on this rank for an operand; 0 stands for a size that only the members
+  /// The shape of output 0 on this rank; 0 stands for a size that only the members
   /// together know.
-  virtual Shape ResultShape(const Tensor& x) const { return x.shape; }
+  virtual Shape ResultShape(const KernelContext& context) const { return context.Input(0).shape; }
+
+  /// The index of the optional input of ops that cut X: the sizes of the members' shards.
+  static constexpr size_t kSizes = 2;
 
  protected:
   Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world);

@@ -25,6 +25,37 @@ Sizes EqualParts(int64_t extent, size_t parts) {
   return sizes;
 }
 
+/// Reads an operand with a size for each rank of a group.
+Sizes MemberSizes(const char* operand, const Tensor& sizes, const Group& group) {
+  const size_t members = group.ranks.size();
+  if (sizes.shape != Shape{static_cast<int64_t>(members)}) {
+    throw std::runtime_error(std::string(operand) + " has shape " + ToText(sizes.shape) +
+                             ", not [" + std::to_string(members) + "], a size for each rank of " +
+                             "group " + ToText(group.ranks));
+  }
+  const auto* const first = static_cast<const int64_t*>(sizes.data);
+  const Sizes found(first, first + members);
+  if (std::all_of(found.begin(), found.end(), [](int64_t s) { return s >= 0; })) return found;
+  throw std::runtime_error(std::string(operand) + "=" + ToText(found) + " has a negative size");
+}
+
+/// Returns the sizes of the shards into which an op cuts X: those of its attribute or of its
+/// optional input; without both, the shards are as equal as possible.
+Sizes CutSizes(const Sizes& attribute, const KernelContext& context, int64_t extent,
+               const Group& group) {
+  if (!attribute.empty()) return attribute;
+  if (context.Has(Collective::kSizes)) {
+    return MemberSizes("sizes", context.Input(Collective::kSizes), group);
+  }
+  return EqualParts(extent, group.ranks.size());
+}
+
+/// Returns what members must agree on: a part of the shape of X, and the sizes of shards.
+Shape Joined(Shape common, const Sizes& sizes) {
+  common.insert(common.end(), sizes.begin(), sizes.end());
+  return common;
+}
+
 /// Throws unless X has the size along `axis` that `attribute` requires.
 void CheckExtent(const std::string& attribute, int64_t expected, const Shape& shape, size_t axis) {
   if (shape[axis] == expected) return;
@@ -75,8 +106,9 @@ class AllGather : public Collective {
     });
   }
 
-  Shape ResultShape(const Tensor& x) const override {
-    return WithExtent(x.shape, NormalizeAxis(axis_, x.shape), SumOf(sizes_));
+  Shape ResultShape(const KernelContext& context) const override {
+    const Shape x = context.Input(0).shape;
+    return WithExtent(x, NormalizeAxis(axis_, x), SumOf(sizes_));
   }
 
   const int64_t axis_;
@@ -95,20 +127,20 @@ class ReduceScatter : public Collective {
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t axis = NormalizeAxis(axis_, x.shape);
-    const Sizes sizes = sizes_.empty() ? EqualParts(x.shape[axis], group_.ranks.size()) : sizes_;
+    const Sizes sizes = CutSizes(sizes_, context, x.shape[axis], group_);
     CheckExtent("the sum of sizes=" + ToText(sizes), SumOf(sizes), x.shape, axis);
     if (Alone(context, x)) return;
     void* const y = context.Output(0, WithExtent(x.shape, axis, sizes[group_.me]));
-    Run(x, x.shape, [&](Transport& transport, const Call& call) {
+    Run(x, Joined(x.shape, sizes), [&](Transport& transport, const Call& call) {
       transport.ReduceScatter(call, {x.type, op_}, x.data,
                               SlicesOf(x.shape, axis, ElementSize(x.type), sizes), y);
     });
   }
 
-  Shape ResultShape(const Tensor& x) const override {
-    const size_t axis = NormalizeAxis(axis_, x.shape);
-    const Sizes sizes = sizes_.empty() ? EqualParts(x.shape[axis], group_.ranks.size()) : sizes_;
-    return WithExtent(x.shape, axis, sizes[group_.me]);
+  Shape ResultShape(const KernelContext& context) const override {
+    const Shape x = context.Input(0).shape;
+    const size_t axis = NormalizeAxis(axis_, x);
+    return WithExtent(x, axis, CutSizes(sizes_, context, x[axis], group_)[group_.me]);
   }
 
   const int64_t axis_;
@@ -137,8 +169,7 @@ class AllToAll : public Collective {
                                " and concat_axis=" + std::to_string(concat_axis_) +
                                " are the same axis; write it with the same number in both");
     }
-    const Sizes split_sizes =
-        split_sizes_.empty() ? EqualParts(x.shape[split], group_.ranks.size()) : split_sizes_;
+    const Sizes split_sizes = CutSizes(split_sizes_, context, x.shape[split], group_);
     CheckExtent("the sum of split_sizes=" + ToText(split_sizes), SumOf(split_sizes), x.shape,
                 split);
     if (!concat_sizes_.empty()) {
@@ -147,7 +178,8 @@ class AllToAll : public Collective {
     }
     if (Alone(context, x)) return;
     const size_t element = ElementSize(x.type);
-    Run(x, WithoutAxis(x.shape, concat), [&](Transport& transport, const Call& call) {
+    const Shape common = Joined(WithoutAxis(x.shape, concat), split_sizes);
+    Run(x, common, [&](Transport& transport, const Call& call) {
       const Sizes concat_sizes =
           concat_sizes_.empty() ? GatherExtents(transport, call, x.shape[concat]) : concat_sizes_;
       Shape y_shape = WithExtent(x.shape, concat, SumOf(concat_sizes));
@@ -158,12 +190,12 @@ class AllToAll : public Collective {
     });
   }
 
-  Shape ResultShape(const Tensor& x) const override {
-    const size_t split = NormalizeAxis(split_axis_, x.shape);
-    const Sizes sizes =
-        split_sizes_.empty() ? EqualParts(x.shape[split], group_.ranks.size()) : split_sizes_;
-    Shape y_shape = WithExtent(x.shape, split, sizes[group_.me]);
-    y_shape[NormalizeAxis(concat_axis_, x.shape)] = SumOf(concat_sizes_);
+  Shape ResultShape(const KernelContext& context) const override {
+    const Shape x = context.Input(0).shape;
+    const size_t split = NormalizeAxis(split_axis_, x);
+    const Sizes sizes = CutSizes(split_sizes_, context, x[split], group_);
+    Shape y_shape = WithExtent(x, split, sizes[group_.me]);
+    y_shape[NormalizeAxis(concat_axis_, x)] = SumOf(concat_sizes_);
     return y_shape;
   }
 
@@ -212,8 +244,9 @@ class Redistribute : public Collective {
     });
   }
 
-  Shape ResultShape(const Tensor& x) const override {
-    return WithExtent(x.shape, NormalizeAxis(axis_, x.shape), SumOf(takes_));
+  Shape ResultShape(const KernelContext& context) const override {
+    const Shape x = context.Input(0).shape;
+    return WithExtent(x, NormalizeAxis(axis_, x), SumOf(takes_));
   }
 
   const int64_t axis_;
@@ -233,8 +266,8 @@ class AllToAllV : public Collective {
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t axis = NormalizeAxis(axis_, x.shape);
-    const Sizes sends = Counts("sends", context.Input(1));
-    const Sizes receives = Counts("receives", context.Input(2));
+    const Sizes sends = MemberSizes("sends", context.Input(1), group_);
+    const Sizes receives = MemberSizes("receives", context.Input(2), group_);
     CheckExtent("the sum of sends=" + ToText(sends), SumOf(sends), x.shape, axis);
     if (sends[group_.me] != receives[group_.me]) {
       throw std::runtime_error("sends=" + ToText(sends) + " and receives=" + ToText(receives) +
@@ -256,20 +289,6 @@ class AllToAllV : public Collective {
   }
 
   Shape TokenShape() const override { return {0, sent_bytes_}; }
-
-  /// Reads an operand with a size for each member.
-  Sizes Counts(const char* operand, const Tensor& counts) const {
-    const size_t members = group_.ranks.size();
-    const auto* const first = static_cast<const int64_t*>(counts.data);
-    if (counts.shape != Shape{static_cast<int64_t>(members)}) {
-      throw std::runtime_error(std::string(operand) + " has shape " + ToText(counts.shape) +
-                               ", not [" + std::to_string(members) + "], a size for each rank of " +
-                               "group " + ToText(group_.ranks));
-    }
-    const Sizes sizes(first, first + members);
-    if (std::all_of(sizes.begin(), sizes.end(), [](int64_t s) { return s >= 0; })) return sizes;
-    throw std::runtime_error(std::string(operand) + "=" + ToText(sizes) + " has a negative size");
-  }
 
   const int64_t axis_;
   int64_t sent_bytes_ = 0;

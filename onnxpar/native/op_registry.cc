@@ -14,21 +14,23 @@
 namespace onnxpar {
 namespace {
 
-/// The signature of an op. The last output is a token, unless the op has no inputs.
+/// The signature of an op. The last output is a token, unless the op has no inputs; the last
+/// required input is one, too. An optional input with the sizes of shards may follow.
 struct Schema {
   const char* name;
-  size_t inputs;
+  size_t inputs;  // required ones
   size_t outputs;
   DataType constant_type;  // type of output 0 of an op without inputs
   InferShapes infer;
   bool in_place;  // output 0 may overwrite input 0
+  bool has_sizes = false;
 };
 
 const Schema kSchemas[] = {
     {"AllReduce", 2, 2, DataType::kAny, InferSameShape, true},
     {"AllGather", 2, 2, DataType::kAny, InferAllGather, false},
-    {"ReduceScatter", 2, 2, DataType::kAny, InferReduceScatter, false},
-    {"AllToAll", 2, 2, DataType::kAny, InferAllToAll, false},
+    {"ReduceScatter", 2, 2, DataType::kAny, InferReduceScatter, false, true},
+    {"AllToAll", 2, 2, DataType::kAny, InferAllToAll, false, true},
     {"AllToAllV", 4, 2, DataType::kAny, InferAllToAllV, false},
     {"Broadcast", 2, 2, DataType::kAny, InferSameShape, true},
     {"Send", 2, 1, DataType::kAny, InferTokenOnly, false},
@@ -38,8 +40,8 @@ const Schema kSchemas[] = {
     {"HaloExchange", 3, 2, DataType::kAny, InferOpenAxis, false},
     {"StartAllReduce", 2, 2, DataType::kAny, InferStart<InferSameShape>, false},
     {"StartAllGather", 2, 2, DataType::kAny, InferStart<InferAllGather>, false},
-    {"StartReduceScatter", 2, 2, DataType::kAny, InferStart<InferReduceScatter>, false},
-    {"StartAllToAll", 2, 2, DataType::kAny, InferStart<InferAllToAll>, false},
+    {"StartReduceScatter", 2, 2, DataType::kAny, InferStart<InferReduceScatter>, false, true},
+    {"StartAllToAll", 2, 2, DataType::kAny, InferStart<InferAllToAll>, false, true},
     {"Complete", 2, 2, DataType::kAny, InferComplete, false},
     {"After", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
@@ -130,11 +132,15 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
     if (index == 0) return DataType::kAny;
     return index + 1 == Self(op).schema.inputs ? DataType::kBool : DataType::kInt64;
   };
-  GetInputTypeCount = [](const OrtCustomOp* op) { return Self(op).schema.inputs; };
+  GetInputTypeCount = [](const OrtCustomOp* op) {
+    return Self(op).schema.inputs + (Self(op).schema.has_sizes ? 1 : 0);
+  };
   GetOutputType = OutputType;
   GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).schema.outputs; };
   KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return 0; };
+  GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) -> int {
+    return index < Self(op).schema.inputs ? kRequired : kOptional;
+  };
   GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return 0; };
   GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
   GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };

@@ -246,6 +246,15 @@ Tensor NodeContext::Input(size_t index) const {
   return tensor;
 }
 
+bool NodeContext::Has(size_t index) const {
+  size_t count = 0;
+  Call(kKernelContextGetInputCount, static_cast<const OrtKernelContext*>(context_), &count);
+  if (index >= count) return false;
+  const OrtValue* value = nullptr;
+  Call(kKernelContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value);
+  return value != nullptr;
+}
+
 size_t NodeContext::OutputCount() const {
   size_t count = 0;
   Call(kKernelContextGetOutputCount, static_cast<const OrtKernelContext*>(context_), &count);

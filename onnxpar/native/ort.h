@@ -67,6 +67,8 @@ class KernelContext {
  public:
   virtual ~KernelContext() = default;
   virtual Tensor Input(size_t index) const = 0;
+  /// Returns true if the node has this input, which is optional.
+  virtual bool Has(size_t index) const = 0;
   virtual size_t OutputCount() const = 0;
   /// Allocates output `index`, whose type the schema determines; returns its memory.
   virtual void* Output(size_t index, const Shape& shape) = 0;
@@ -77,6 +79,7 @@ class NodeContext : public KernelContext {
  public:
   explicit NodeContext(OrtKernelContext* context) : context_(context) {}
   Tensor Input(size_t index) const override;
+  bool Has(size_t index) const override;
   size_t OutputCount() const override;
   void* Output(size_t index, const Shape& shape) override;
 

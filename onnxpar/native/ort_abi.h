@@ -88,6 +88,9 @@ enum class DataType : int {
   kBfloat16 = 16,
 };
 
+/// OrtCustomOpInputOutputCharacteristic.
+enum Characteristic : int { kRequired = 0, kOptional = 1 };
+
 enum OrtOpAttrType : int { kOrtAttrInt = 1, kOrtAttrInts = 2 };
 
 /// OrtCustomOp of version 18; the plugin's op objects derive from it.

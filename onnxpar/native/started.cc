@@ -61,12 +61,16 @@ int64_t MicrosecondsSince(Clock::time_point then, Clock::time_point now) {
 /// memory of the plugin.
 class Started : public KernelContext {
  public:
-  Started(std::shared_ptr<Collective> collective, const Tensor& x, bool in_place)
+  Started(std::shared_ptr<Collective> collective, const KernelContext& node, bool in_place)
       : collective_(std::move(collective)),
-        operand_(Buffers().Take(x.Bytes())),
-        x_{x.type, x.shape, operand_.bytes.get()},
-        in_place_(in_place) {
-    if (x.Bytes() > 0) std::memcpy(x_.data, x.data, x.Bytes());
+        operand_(Buffers().Take(node.Input(0).Bytes())),
+        x_(Copied(node.Input(0), operand_.bytes.get())),
+        in_place_(in_place),
+        has_sizes_(node.Has(Collective::kSizes)) {
+    if (!has_sizes_) return;
+    sizes_shape_ = node.Input(Collective::kSizes).shape;
+    sizes_.resize(node.Input(Collective::kSizes).Elements());
+    Copied(node.Input(Collective::kSizes), sizes_.data());
   }
   ~Started() override {
     Buffers().GiveBack(std::move(operand_));
@@ -103,7 +107,11 @@ class Started : public KernelContext {
     return {0, MicrosecondsSince(began_, now), MicrosecondsSince(ended_, now)};
   }
 
-  Tensor Input(size_t) const override { return x_; }
+  Tensor Input(size_t index) const override {
+    if (index != Collective::kSizes) return x_;
+    return {DataType::kInt64, sizes_shape_, const_cast<int64_t*>(sizes_.data())};
+  }
+  bool Has(size_t index) const override { return index != Collective::kSizes || has_sizes_; }
   size_t OutputCount() const override { return 2; }
   void* Output(size_t index, const Shape& shape) override {
     if (index > 0) return nullptr;  // the token, which is empty
@@ -115,10 +123,19 @@ class Started : public KernelContext {
   }
 
  private:
+  /// Copies a tensor to `memory`; returns it there.
+  static Tensor Copied(const Tensor& x, void* memory) {
+    if (x.Bytes() > 0) std::memcpy(memory, x.data, x.Bytes());
+    return {x.type, x.shape, memory};
+  }
+
   const std::shared_ptr<Collective> collective_;
   Pool::Memory operand_, result_;
   const Tensor x_;
   const bool in_place_;
+  const bool has_sizes_;
+  Shape sizes_shape_;
+  std::vector<int64_t> sizes_;
   Tensor y_{};
   Clock::time_point began_, ended_;
 
@@ -167,13 +184,12 @@ class Start : public Kernel {
   /// Forgets what this node started before, if a run failed before it was completed.
   void Compute(KernelContext& context) override {
     AllStarted().Take(last_);
-    const Tensor x = context.Input(0);
-    Shape result = x.shape;
+    Shape result = context.Input(0).shape;
     try {
-      result = collective_->ResultShape(x);
+      result = collective_->ResultShape(context);
     } catch (const std::exception&) {  // the collective refuses X, and tells all ranks why
     }
-    auto started = std::make_shared<Started>(collective_, x, in_place_);
+    auto started = std::make_shared<Started>(collective_, context, in_place_);
     world_->InBackground([started] { started->Run(); });
     last_ = AllStarted().Add(std::move(started));
     Shape pending{0, last_};

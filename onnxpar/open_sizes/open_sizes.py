@@ -72,6 +72,7 @@ def infer_open(
     least: int,
     prepare: Callable[[onnx.ModelProto], gs.Graph],
     typical: Typical | None = None,
+    remainders: int = 0,
 ) -> OpenSizes:
     """Infers the model at sample sizes of at least `least`, and folds nodes away, in place.
 
@@ -85,7 +86,7 @@ def infer_open(
     labels = _symbols(dims)
     # If a run slices a table by a sample size, at least two rows must be left.
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
-    search = _Search(proto, dims, least, taken)
+    search = _Search(proto, dims, (least, remainders), taken)
     dims, walks = search.run()
     live = [walks.walks[i] for i in walks.live]
     for name, size in search.limited:
@@ -162,11 +163,15 @@ class _Search:
     be split."""
 
     def __init__(
-        self, proto: onnx.ModelProto, dims: OpenDims, least: int, taken: Iterable[int]
+        self,
+        proto: onnx.ModelProto,
+        dims: OpenDims,
+        sampled: tuple[int, int],
+        taken: Iterable[int],
     ) -> None:
         self.proto = proto
         self.dims = dims
-        self.least = least
+        self.least, self.remainders = sampled
         self.taken = set(taken)
         self.domains: dict[str, Domain] = {}
         self.strides: Strides = {}
@@ -246,7 +251,7 @@ class _Search:
     def _walk(self, general: Domain) -> Lockstep:
         symbols = sorted(_symbols(self.dims))
         self.domains = {s: self.domains.get(s, general) for s in symbols}
-        bindings = sample(self.domains, self.least, self.taken)
+        bindings = sample(self.domains, self.least, self.taken, self.remainders)
         closed = [s for s, domain in self.domains.items() if domain.closed]
         inputs = [self._types(b) for b in bindings]
         order = _symbols(self.dims)

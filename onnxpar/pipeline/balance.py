@@ -14,6 +14,7 @@ from onnxpar.errors import StrategyError
 from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.tensors import shape_bytes, tensor_shape
 from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.shares import most_weight
 from onnxpar.load.load import Model
 from onnxpar.pipeline.options import Options
 from onnxpar.search.objective import OverLimit
@@ -53,6 +54,14 @@ def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology 
     total = sum(shape_bytes(t, [size or 1 for size in tensor_shape(t) or ()]) for t in held)
     most = [limit / total if total else math.inf for limit in limits(topology, options)]
     return replace(topology, shares=capped(speeds, most))
+
+
+def sampled_remainders(options: Options) -> int:
+    """The number modulo which samples of open sizes should have every remainder, so that shards
+    of equal weights, whose bounds are rounded differently, differ at one of the samples."""
+    if not options.balance or options.topology is None:
+        return 0
+    return most_weight(len(options.topology.devices))
 
 
 def _seconds(model: Model, factors: GraphFactors, topology: Topology, device: Device) -> float:

@@ -15,7 +15,7 @@ from onnxpar.compiler.replay import opened, variants
 from onnxpar.ir.training_spec import Step
 from onnxpar.load.load import InferTypes, Model, load
 from onnxpar.manual.manual import MANUAL, refuse_collectives
-from onnxpar.pipeline.balance import balanced
+from onnxpar.pipeline.balance import balanced, sampled_remainders
 from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.dataset import with_dataset
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
@@ -62,6 +62,7 @@ def load_model(
             find_others=options.find_states,
             shapes=shapes,
             show=options.show,
+            remainders=sampled_remainders(options),
         )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []

@@ -42,7 +42,6 @@ from onnxpar.pipeline.options import Options, wanted_mesh
 from onnxpar.pipeline.predicted_times import (
     Reckon,
     ignore,
-    note_open_parts,
     note_unsplit,
     note_weights,
     reckon_typical,
@@ -189,7 +188,6 @@ def _plan_once(
             f"sizes with {model.sizes.flags}"
         )
     note_weights(made, ctx.sharding)
-    note_open_parts(made, ctx.sharding)
     if made.unpaired:
         warnings.warn(unpaired_text(made.unpaired), stacklevel=2)
     unruled = [w for w in made.whole if w.is_lack]

@@ -106,23 +106,6 @@ def note_unsplit(made: Plan, sharding: ShardingState) -> None:
         )
 
 
-def note_open_parts(made: Plan, sharding: ShardingState) -> None:
-    """Adds a note to the plan if ranks of unequal shares split an open size."""
-    tensors = sharding.factors.tensors
-    split = {
-        (leaf.atom, over)
-        for name, axes in sharding.tensors.items()
-        for leaf, over in zip(tensors[name].leaves, axes, strict=True)
-        if over
-    }
-    atoms = {atom for atom, over in split if sharding.costs.shares(over) is not None}
-    if atoms & sharding.factors.open_atoms:
-        made.notes.append(
-            "--balance: open sizes are divided equally; to divide them by speed, fix them with "
-            "--dim NAME=N"
-        )
-
-
 @dataclass(frozen=True)
 class _Costs:
     """The costs of a plan at one of the typical sizes, and the weight of these sizes."""

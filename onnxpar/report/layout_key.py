@@ -20,6 +20,8 @@ KEY = {
     "sharded.",
     "[tp{4,4,1,1}]": "Shards of these sizes. Where no sizes are printed, shards are as equal as "
     "possible, the larger ones first: 10 over 4 ranks is 3, 3, 2, 2. A shard of size 0 is empty.",
+    "[dp{3:1}]": "The proportion in which ranks share a size that the model leaves open: they hold "
+    "6 and 2 of 8 elements.",
     "[tp:(1)2]": "A part of an axis. With tp=4 seen as a grid of 2 by 2, tp:(1)2 is its outer axis "
     "of size 2, and tp:(2)2 its inner one.",
     "[dp, -] sum(tp)": "Partial: each rank along tp holds one term, and the tensor is the sum of "

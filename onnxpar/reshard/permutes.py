@@ -17,11 +17,11 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from onnxpar.base.arrays import Array
-from onnxpar.layout.layout import ReduceOp, default_parts
+from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over
 from onnxpar.reshard.shard_sizes import PartSizes
 from onnxpar.reshard.sub_axes import Location, Locations, leaves_at, located
-from onnxpar.sharding.factors import TensorFactors
+from onnxpar.sharding.factors import TensorFactors, sizes_of
 from onnxpar.sharding.state import FactorSharding
 
 MOST_PAIRS = 1 << 16
@@ -59,13 +59,12 @@ def permuted(
 
 def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | None) -> Key:
     """The sizes of the shards of a leaf that is split over axes; if its size is open, those of the
-    axes."""
+    axes, and the proportion of the shards."""
     axes = merge_axes(axes)
+    given = parts(leaf, axes) if parts is not None and axes else None
     if leaf in factors.open:
-        return tuple((axis.size, axis.at) for axis in axes)
-    if parts is not None and axes:
-        return parts(leaf, axes)
-    return default_parts(factors.leaves[leaf].size, axes)
+        return (given, *((axis.size, axis.at) for axis in axes))
+    return sizes_of(given, factors.leaves[leaf].size, axes)
 
 
 def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | None) -> Key:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from onnxpar.cost.cost import Costs
-from onnxpar.layout.layout import default_parts
 from onnxpar.layout.mesh import Axes, in_mesh_order, merge_axes, plain
 from onnxpar.reshard.graph import ReshardGraph
 from onnxpar.reshard.permutes import permuted
 from onnxpar.reshard.shard_sizes import PartSizes
 from onnxpar.reshard.steps import PERMUTE, ReshardStep
 from onnxpar.reshard.sub_axes import Unordered
-from onnxpar.sharding.factors import TensorFactors
+from onnxpar.sharding.factors import TensorFactors, sizes_of
 from onnxpar.sharding.state import FactorSharding
 
 Bytes = Callable[[FactorSharding], float]
@@ -125,9 +124,7 @@ def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None
 def _sizes(
     factors: TensorFactors, parts: PartSizes | None, leaf: int, axes: Axes
 ) -> tuple[int, ...]:
-    if parts is not None:
-        return parts(leaf, axes)
-    return default_parts(factors.leaves[leaf].size, axes)
+    return sizes_of(parts(leaf, axes) if parts else None, factors.leaves[leaf].size, axes)
 
 
 def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:

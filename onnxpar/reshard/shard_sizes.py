@@ -13,10 +13,10 @@ from onnxpar.layout.layout import Dim, largest_size
 from onnxpar.layout.mesh import Axes, Axis, merge_axes
 from onnxpar.layout.rows import rows_within
 from onnxpar.reshard.sub_axes import Locations, leaves_at, located
-from onnxpar.sharding.factors import TensorFactors, with_axes
+from onnxpar.sharding.factors import Parts, TensorFactors, with_axes
 
-PartSizes = Callable[[int, Axes], tuple[int, ...]]
-"""Sizes of the shards of a leaf that is split over axes."""
+PartSizes = Callable[[int, Axes], Parts | None]
+"""Sizes of the shards of a leaf that is split over axes; None if they are the default ones."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ShardSizes:
     def _extent(self, dim: Dim, leaves: Sequence[int], at: Sequence[int]) -> tuple[float, float]:
         """Elements of a dimension in the largest shard (NaN if a leaf has too few), and the
         contiguous runs within it; `at` has the index of each sub-axis's location."""
-        given: list[tuple[Axes, tuple[int, ...] | None]] = []
+        given: list[tuple[Axes, Parts | None]] = []
         for leaf in leaves:
             held = [
                 located(sub_axis, locations[i])
@@ -115,9 +115,7 @@ class ShardSizes:
 
 
 @lru_cache(maxsize=1 << 16)
-def _extent_of(
-    dim: Dim, given: tuple[tuple[Axes, tuple[int, ...] | None], ...]
-) -> tuple[float, float]:
+def _extent_of(dim: Dim, given: tuple[tuple[Axes, Parts | None], ...]) -> tuple[float, float]:
     """Elements of a dimension in the largest shard if `given` axes split it, and its number of
     contiguous runs (`rows_within`)."""
     split = with_axes(dim, iter(given))

@@ -22,7 +22,7 @@ from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 from onnxpar.runtime.values import is_value
 from onnxpar.symbols.symbols import Polynomial
 
-FORMAT = 3
+FORMAT = 4
 """The only format of plan.json that this runtime reads."""
 
 _WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"

@@ -91,7 +91,7 @@ class ReshardCosts:
         sharding, name = self.sharding, self.tensor.name
         factors = sharding.factors.tensors[name]
         is_uneven = bool(sharding.parts or sharding.costs.topology.shares)
-        parts = partial(sharding.part_sizes, name) if is_uneven else None
+        parts = partial(sharding.parts_of_leaf, name) if is_uneven else None
         size = element_bytes(self.tensor)
         own = (name if sharding.parts else None, factors.open if is_uneven else None)
         key = (*self.index, factors.dims, factors.priced, size, *own)

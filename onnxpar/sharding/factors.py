@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.layout.layout import Dim, Factor, Layout, SizedFactor
+from onnxpar.layout.layout import Dim, Factor, Layout, SizedFactor, default_parts
 from onnxpar.layout.layout import leaves as leaves_of
 from onnxpar.layout.mesh import Axes, parts_over
-from onnxpar.layout.shares import Shares
+from onnxpar.layout.shares import Proportion, Shares
 from onnxpar.model.interchange import is_weight
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.bonds import edges_of, groups
@@ -249,8 +249,16 @@ def _open(tensor: TensorFactors, atoms: frozenset[int]) -> frozenset[int]:
     return frozenset(i for i, (_, dim) in enumerate(each) if dim in dims)
 
 
-Parts = tuple[int, ...] | Shares
+Parts = tuple[int, ...] | Shares | Proportion
 """Sizes of the shards of a leaf, or the shares from which they follow."""
+
+
+def sizes_of(parts: Parts | None, size: int, axes: Axes) -> tuple[int, ...]:
+    """Sizes of the shards of a leaf of this size that is split over axes; without `parts`, the
+    default ones."""
+    if size > 0 and isinstance(parts, (Shares, Proportion)):
+        return parts.sizes(size)
+    return parts if isinstance(parts, tuple) else default_parts(size, axes)
 
 
 def with_axes(dim: Dim, axes: Iterator[tuple[Axes, Parts | None]]) -> Dim:
@@ -262,6 +270,8 @@ def with_axes(dim: Dim, axes: Iterator[tuple[Axes, Parts | None]]) -> Dim:
         over, parts = next(axes, ((), None))
         if isinstance(parts, Shares):
             parts = parts.sizes(dim.size) if over and dim.size > 0 else None
+        elif isinstance(parts, Proportion):
+            parts = parts if over and dim.size >= 0 else None
         elif isinstance(
             dim, SizedFactor
         ):  # sizes by hand hold only for the dimension's size for which they were given

@@ -21,14 +21,19 @@ from onnxpar.layout.layout import (
     Layout,
     Product,
     ReduceOp,
-    default_parts,
     estimated_size,
     largest_size,
     normalize,
 )
 from onnxpar.layout.mesh import Axes, Axis, Mesh, in_mesh_order, merge_axes, plain
-from onnxpar.layout.shares import Shares
-from onnxpar.sharding.factors import GraphFactors, OpFactors, Parts, TensorFactors, with_axes
+from onnxpar.sharding.factors import (
+    GraphFactors,
+    OpFactors,
+    Parts,
+    TensorFactors,
+    sizes_of,
+    with_axes,
+)
 
 
 @dataclass(frozen=True)
@@ -227,32 +232,24 @@ class ShardingState:
                 reduce = op.reduction(i)  # type: ignore[assignment]
         return axes, reduce
 
-    def part_sizes(self, name: str, leaf: int, axes: Axes) -> tuple[int, ...]:
-        """Sizes of the shards of a tensor's leaf if it is split over these axes: those given by
-        hand, or by the shares of ranks, or else the default ones."""
-        factor = self.factors.tensors[name].leaves[leaf]
-        found = self.uneven_sizes(factor.atom, axes, factor.size)
-        return found or default_parts(factor.size, axes)
+    def parts_of_leaf(self, name: str, leaf: int, axes: Axes) -> Parts | None:
+        """The result of `parts_of` for a leaf of a tensor."""
+        return self.parts_of(self.factors.tensors[name].leaves[leaf].atom, axes)
 
     def parts_of(self, atom: int, axes: Axes) -> Parts | None:
         """Sizes by hand of the shards of an atom, or the shares of the ranks along the axes; None
-        if its shards have the default sizes. Open sizes are divided equally."""
+        if its shards have the default sizes. An open size has a proportion that holds for all
+        sizes."""
         if not axes or any(axis.at is not None for axis in axes):
             return None
         if self.parts and (by_hand := self.parts.get((atom, axes))):
             return by_hand
-        return None if atom in self.factors.open_atoms else self.costs.shares(axes)
-
-    def uneven_sizes(self, atom: int, axes: Axes, size: int) -> tuple[int, ...] | None:
-        """Sizes of the shards of an atom of this size; None if they are the default ones."""
-        parts = self.parts_of(atom, axes)
-        if isinstance(parts, Shares):
-            return parts.sizes(size) if size > 0 else None
-        return parts
+        is_open = atom in self.factors.open_atoms
+        return self.costs.proportion(axes) if is_open else self.costs.shares(axes)
 
     def sizes_by_rank(self, atom: int, axes: Axes, size: int) -> Sequence[int]:
         """The number of elements of an atom of this size that each rank holds if axes split it."""
-        sizes = self.uneven_sizes(atom, axes, size) or default_parts(size, axes)
+        sizes = sizes_of(self.parts_of(atom, axes), size, axes)
         return [sizes[at] for at in self.costs.places(axes)]
 
     def layout(self, tensor: gs.Tensor | str, factor_sharding: FactorSharding) -> Layout:

@@ -59,13 +59,16 @@ DOMAINS = (Domain(1, 11, 60), Domain(1, 4, 16))
 it has a short table of positions."""
 
 
-def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> list[Binding]:
+def sample(
+    domains: Mapping[str, Domain], least: int, taken: Iterable[int], remainders: int = 0
+) -> list[Binding]:
     """Bindings for which the shapes of a model are inferred. Sizes are at least `least`; those of
     one symbol are consecutive, so that they have every remainder; those in one binding differ from
     each other. If possible, the first binding has no size in `taken`. The last FAR bindings are
-    much larger."""
+    much larger. There are at least as many bindings as `remainders`, up to MOST, and if a domain
+    has room for that, sizes are at least as large, so that no shard is empty."""
     source = random.Random(0)
-    count = min(max(FEWEST, least), MOST)
+    count = min(max(FEWEST, least, remainders), MOST)
     rows: list[tuple[int, ...]] = []
     for _ in range(_TRIES):
         columns = []
@@ -74,7 +77,7 @@ def sample(domains: Mapping[str, Domain], least: int, taken: Iterable[int]) -> l
                 drawn = [source.randint(domain.low, domain.high) for _ in range(count + FAR)]
                 columns.append(drawn)
                 continue
-            low = max(domain.low, -(-least // domain.step))
+            low = max(domain.low, -(-least // domain.step), min(remainders, domain.high - count))
             start = source.randint(low, max(low, domain.high - count))
             drawn = source.sample(range(start, start + count), count)
             drawn += [start + count * source.randint(8, 40) for _ in range(FAR)]

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxpar.layout.shares import Shares, apportioned
+from onnxpar.layout.shares import (
+    Proportion,
+    Shares,
+    apportioned,
+    integer_weights,
+    most_weight,
+)
 
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4)
 
@@ -59,3 +65,49 @@ def test_shards_over_more_axes_lie_within_those_over_fewer(weights: list[float],
 )
 def test_examples(size: int, weights: tuple[float, ...], sizes: tuple[int, ...]) -> None:
     assert Shares((len(weights),), weights).sizes(size) == sizes
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=6), st.integers(0, 500))
+def test_a_proportion_rounds_each_bound(weights: list[int], size: int) -> None:
+    found = Proportion(tuple(weights))
+    sizes = found.sizes(size)
+    assert sum(sizes) == size and min(sizes) >= 0
+    for at in range(len(weights) + 1):
+        assert found.bound(size, at) == sum(sizes[:at])
+        exact = size * sum(weights[:at]) / sum(weights)
+        assert abs(found.bound(size, at) - exact) <= 0.5
+
+
+@given(st.lists(st.integers(1, 9), min_size=6, max_size=6), st.integers(0, 200))
+def test_proportions_over_more_axes_lie_within_those_over_fewer(
+    weights: list[int], size: int
+) -> None:
+    many = Proportion(tuple(weights)).sizes(size)
+    few = Proportion(tuple(sum(weights[i : i + 3]) for i in (0, 3))).sizes(size)
+    assert few == (sum(many[:3]), sum(many[3:]))
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=12))
+def test_integer_weights(shares: list[float]) -> None:
+    weights = integer_weights(shares)
+    count = sum(weights)
+    assert min(weights) >= 1 and count <= most_weight(len(shares))
+    total = sum(shares)
+    for weight, share in zip(weights, shares, strict=True):
+        assert weight == 1 or abs(weight - count * share / total) <= len(shares)
+
+
+@pytest.mark.parametrize(
+    ("shares", "weights"),
+    [
+        ((0.75, 0.25), (3, 1)),
+        ((0.9, 0.1), (9, 1)),
+        ((0.5, 1 / 6, 1 / 3), (3, 1, 2)),
+        ((0.99, 0.01), (15, 1)),
+        ((0.25,) * 4, (1, 1, 1, 1)),
+    ],
+)
+def test_weights_are_the_smallest_exact_ones(
+    shares: tuple[float, ...], weights: tuple[int, ...]
+) -> None:
+    assert integer_weights(shares) == weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -497,3 +498,53 @@ def test_reduce_scatter_into_default_parts(worlds_of: Worlds) -> None:
     results = on_ranks(worlds_of(3), lambda world: run(world, proto, *xs))
     for y, part in zip(results, np.split(sum(xs), [2, 4]), strict=True):
         np.testing.assert_array_equal(y, part)
+
+
+def cut_model(kind: str, **attributes: object) -> bytes:
+    """A model of one collective that takes the sizes of shards as an operand: X, t, sizes -> Y."""
+    return model(
+        [node(kind, ["X", "t", "sizes"], ["Y", "s"], tag=1, name="node", **attributes)],
+        [("X", TensorProto.FLOAT, ["n", "m"]), ("sizes", TensorProto.INT64, ["k"])],
+        [("Y", TensorProto.FLOAT, None), ("s", TensorProto.BOOL, [0])],
+    )
+
+
+def test_cuts_of_sizes_that_are_known_in_a_run(worlds_of: Worlds) -> None:
+    """One session cuts into shards of other sizes in each run."""
+    three = worlds_of(3)
+    scatters = [session(w, cut_model("ReduceScatter", axis=0)) for w in three]
+    exchanges = [session(w, cut_model("AllToAll", split_axis=0, concat_axis=1)) for w in three]
+    for sizes in ([3, 0, 2], [1, 1, 1], [0, 7, 0], [0, 0, 0]):
+        xs = [numbered([sum(sizes), 2], 100 * rank) for rank in range(3)]
+        ends = np.cumsum(sizes)[:-1]
+
+        def each(world: World, xs: list = xs, sizes: list = sizes) -> list[np.ndarray]:
+            feeds = {"X": xs[world.rank], "t": TOKEN, "sizes": np.array(sizes, np.int64)}
+            return [kind[world.rank].run(["Y"], feeds)[0] for kind in (scatters, exchanges)]
+
+        sums = np.split(sum(xs), ends)
+        rows = [np.concatenate([np.split(x, ends)[i] for x in xs], 1) for i in range(3)]
+        for (scattered, exchanged), a, b in zip(on_ranks(three, each), sums, rows, strict=True):
+            np.testing.assert_array_equal(scattered, a)
+            np.testing.assert_array_equal(exchanged, b)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([[3, 2], [2, 3]], "disagree|differ"),
+        ([[3, 1], [3, 1]], "requires 4"),
+        ([[6, -1], [6, -1]], "negative"),
+        ([[5], [5]], r"not \[2\]"),
+    ],
+)
+def test_sizes_that_do_not_fit(worlds_of: Worlds, sizes: list[list[int]], message: str) -> None:
+    proto = cut_model("ReduceScatter", axis=0)
+
+    def each(world: World) -> object:
+        given = np.array(sizes[world.rank], np.int64)
+        feeds = {"X": numbered([5, 2]), "t": TOKEN, "sizes": given}
+        return session(world, proto).run(["Y"], feeds)
+
+    for error in errors_on_ranks(worlds_of(2), each):
+        assert re.search(message, error), error

@@ -246,3 +246,29 @@ def test_a_link_that_is_not_understood(text: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ONNXPAR_LINK", text)
     with pytest.raises(Exception, match=f"ONNXPAR_LINK='{text}': '{text}' is not understood"):
         thread_worlds(2)
+
+
+@pytest.mark.parametrize("kind", ["ReduceScatter", "AllToAll"])
+def test_sizes_that_only_a_run_knows(kind: str) -> None:
+    """The sizes of shards are an operand, other ones in each run of a session."""
+    outputs = [("Y", FLOAT, None), ("s", TensorProto.BOOL, None)]
+    inputs = [("X", FLOAT, ["n", 2]), ("sizes", TensorProto.INT64, [3])]
+    protos = []
+    for nodes in (in_one(kind, **KINDS[kind]), in_two(kind, **KINDS[kind])):
+        nodes[0].input.append("sizes")
+        protos.append(model(nodes, inputs, outputs))
+    worlds = thread_worlds(3)
+
+    def run(world: World) -> list[list[np.ndarray]]:
+        one, two = (session(world, proto) for proto in protos)
+        found = []
+        for sizes in ([3, 0, 2], [0, 0, 7], [1, 2, 1], [0, 0, 0]):
+            x = np.random.default_rng(world.rank).standard_normal((sum(sizes), 2), np.float32)
+            feeds = {"X": x, "t": TOKEN, "sizes": np.array(sizes, np.int64)}
+            found.append([each.run(["Y"], feeds)[0] for each in (one, two)])
+            assert found[-1][0].shape[0] == sizes[world.rank]
+        return found
+
+    for pairs in on_ranks(worlds, run):
+        for one, two in pairs:
+            np.testing.assert_array_equal(one, two)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from agreement import check_agrees
 from committed import MODELS
+from pipeline.unequal import options, topology
 from training.steps import CROSS_ENTROPY, MLP, ThreadTrainer, batches, write_step
 
 import onnxpar
@@ -26,24 +26,6 @@ from onnxpar.search.objective import Objective
 from onnxpar.training import grad
 
 GPT2 = MODELS / "gpt2.dynamo.static.onnx"
-
-
-def topology(*speeds: float, **more: Any) -> Topology:
-    """Devices of these relative speeds."""
-    devices = [{"flops": s * 1e10, "memory_bandwidth": s * 5e9, "launch": 1e-6} for s in speeds]
-    return Topology.of({"device": [{**device, **more} for device in devices]})
-
-
-def options(mesh: str, preset: str | None, devices: Topology, balance: bool = True) -> Options:
-    search = None if preset else "auto"
-    return Options(
-        mesh=Mesh.parse(mesh),
-        preset=preset,
-        search=search,
-        topology=devices,
-        balance=balance,
-        verify=True,
-    )
 
 
 def layouts(plan: Plan) -> dict[str, str]:
@@ -259,15 +241,6 @@ def test_the_command_and_python(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert plan.to_json()["loads"] == loads
     assert main(["plan", str(GPT2), *how, "--html", str(tmp_path / "page.html")]) == 0
     assert "one run on the fastest rank" in (tmp_path / "page.html").read_text()
-
-
-def test_open_sizes_are_divided_equally(tmp_path: Path) -> None:
-    model = MODELS / "gpt2.dynamo.dynamic.onnx"
-    how = options("dp=2", "data-parallel", topology(3, 1))
-    plan = pipeline.shard(model, tmp_path / "m.par", how)
-    assert any("open sizes are divided equally" in note for note in plan.notes)
-    split = pipeline.plan(model, options("tp=2", "tensor-parallel", topology(3, 1)))[0]
-    assert layouts(split)[QKV].count("tp{36,12}") == 3 and not split.notes
 
 
 @pytest.mark.parametrize("given", [None, topology(2, 2)])

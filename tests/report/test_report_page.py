@@ -17,6 +17,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.layout.layout import Concat, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axis, Mesh
+from onnxpar.layout.shares import Proportion
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.options import Options
 from onnxpar.report.charts import TICKS, Bar, memory_curve, merged, ticks, timeline
@@ -96,6 +97,7 @@ def test_the_key_reads_layouts_as_they_are_printed() -> None:
         Layout((Product((Factor(8), tp)),)),
         Layout((Concat((tp, tp, tp)),)),
         Layout((replace(tp, size=10, parts=(4, 4, 1, 1)),)),
+        Layout((replace(dp, size=8, parts=Proportion((3, 1))),)),
         Layout((Factor(2, (Axis("tp", 2, 1),)),)),
         Layout((dp, whole), (mesh.axis("tp"),)),
     ]
@@ -105,6 +107,7 @@ def test_the_key_reads_layouts_as_they_are_printed() -> None:
     assert named in found.terms["[tp+tp+tp]"]
     inner = Layout((Factor(2, (Axis("tp", 2, 2),)),)).text(mesh).strip("[]")
     assert inner in found.terms["[tp:(1)2]"]
+    assert Proportion((3, 1)).sizes(8) == (6, 2) and "6 and 2" in found.terms["[dp{3:1}]"]
     assert nested_parts(10, (4,)) == (3, 3, 2, 2) and "3, 3, 2, 2" in found.terms["[tp{4,4,1,1}]"]
 
 

@@ -1,0 +1,72 @@
+"""The starts and sizes of a rank's shards of open sizes, which a rank computes in each run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxpar.layout.layout import default_parts
+from onnxpar.layout.mesh import Axes
+from onnxpar.layout.shares import Proportion
+from onnxpar.symbols.symbols import Binding, Polynomial
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The start, or the size, of a rank's shard of an open size that is split over several axes.
+
+    `at` are the rank's coordinates along the axes. Ranks share the size in the proportion `parts`,
+    or else equally. If `filled`, an empty shard is replaced by one element, as a stand-in.
+    """
+
+    size: Polynomial
+    axes: Axes
+    at: tuple[int, ...]
+    is_start: bool
+    is_filled: bool = False
+    parts: Proportion | None = None
+
+    @property
+    def place(self) -> int:
+        """The rank's place along the axes, in their row-major order."""
+        return int(np.ravel_multi_index(self.at, [axis.size for axis in self.axes]))
+
+    def value(self, size: int) -> int:
+        """The start or size of the shard if the whole has `size` elements."""
+        sizes = self.parts.sizes(size) if self.parts else default_parts(size, self.axes)
+        at = self.place
+        start, own = sum(sizes[:at]), sizes[at]
+        if self.is_filled and size and not own:
+            start, own = min(start, size - 1), 1
+        return start if self.is_start else own
+
+
+@dataclass(frozen=True)
+class SplitSize:
+    """An open size that is split: its value at each binding, its polynomial, the axes, and the
+    proportion in which they share it."""
+
+    sizes: tuple[int, ...]
+    size: Polynomial
+    axes: Axes
+    parts: Proportion | None
+
+
+@dataclass(frozen=True)
+class OpenArray:
+    """An integer tensor whose elements are polynomials of symbols and extents of shards."""
+
+    elements: tuple[Polynomial, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def part_values(parts: Mapping[str, Extent], bindings: Sequence[Binding]) -> dict[str, list[int]]:
+    """The value of each extent at every binding."""
+    return {
+        name: [part.value(part.size.at(binding)) for binding in bindings]
+        for name, part in parts.items()
+    }
