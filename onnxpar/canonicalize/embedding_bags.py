@@ -1,23 +1,31 @@
 """Replaces the loops that PyTorch's exporters write for `nn.EmbeddingBag` by lookups and sums.
 
 Such a loop cannot be split. Where all bags have the same size, a Reshape and a reduction replace
-it; otherwise a ScatterElements adds each row to its bag.
+it; otherwise a ScatterElements adds each row to its bag, or takes the maximum. Rows of a
+`padding_idx` are replaced by zeros, or by minus infinity for a maximum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.canonicalize.bag_loops import Array, Bags, Names, bags_of
+from onnxpar.canonicalize.bag_loops import bags_of
+from onnxpar.canonicalize.bag_names import Array, Bags, Names
 from onnxpar.ir.stored import graphs_of, subgraphs_of
 
 _ADDS_WHEN_SCATTERING = 16
 """The opset since which ScatterElements can add."""
+_TAKES_MAX = 18
+"""The opset since which ScatterElements can take the maximum."""
 _AXES_AS_OPERAND = {"ReduceSum": 13, "ReduceMean": 18, "ReduceMax": 18}
+
+Grouped = Callable[[str, int, bool, str], str]
+"""Adds nodes for the sums of the rows of each bag: takes the rows, their width, True for largest
+values instead of sums, and a name for the result."""
 
 
 def add_up_bags(model: ModelProto) -> bool:
@@ -80,22 +88,28 @@ class _Sums:
         source, width = self._sizes()
         if source is None or width is None:
             return []
-        known = names.value(bags.offsets)
         size = source // bags.count
-        is_even = known is not None and np.array_equal(
-            known, np.arange(bags.count + 1, dtype=np.int64) * size
-        )
-        if is_even and size and size * bags.count == source:
+        bounds = np.arange(bags.count + 1, dtype=np.int64) * size
+        known = names.value(bags.offsets)
+        fits = bool(size) and size * bags.count == source
+        is_even = known is not None and fits and np.array_equal(known, bounds)
+        if is_even and not bags.padding:
             rows = self._add("Reshape", [self._lift(bags.rows), [bags.count, size, width]])
-            self._reduce(rows)
-        elif bags.op == "ReduceMax" or names.opset < _ADDS_WHEN_SCATTERING:
+            self._reduce(bags.op, rows, self.result)
+        elif is_even:
+            self._combine(lambda *given: self._even(size, *given), source, width)
+        elif names.opset < (_TAKES_MAX if bags.op == "ReduceMax" else _ADDS_WHEN_SCATTERING):
             return []
         else:
-            self._scatter(source, width)
+            number = self._numbers(source)
+            self._combine(lambda *given: self._scattered(number, source, *given), source, width)
         return self.made
 
     def _sizes(self) -> tuple[int | None, int | None]:
         """The number of all rows, and their width."""
+        if self.bags.padding:
+            shape = self.names.shape(self.bags.rows) or []
+            return (shape[0], shape[1]) if len(shape) == 2 else (None, None)
         source = table = None
         todo = [self.bags.rows]
         while todo:
@@ -143,18 +157,57 @@ class _Sums:
             return list(node.input[1:2])
         return list(node.input[: 2 if node.op_type == "Mul" else 1])
 
-    def _reduce(self, rows: str) -> None:
-        op = self.bags.op
+    def _reduce(self, op: str, rows: str, result: str = "") -> str:
         if self.names.opset >= _AXES_AS_OPERAND[op]:
-            self._add(op, [rows, [1]], self.result, keepdims=0)
-        else:
-            self._add(op, [rows], self.result, axes=[1], keepdims=0)
+            return self._add(op, [rows, [1]], result, keepdims=0)
+        return self._add(op, [rows], result, axes=[1], keepdims=0)
 
-    def _scatter(self, source: int, width: int) -> None:
-        """Adds each row to its bag; rows before the first bag and after the last one go to one more
-        bag, which is sliced off."""
+    def _combine(self, grouped: Grouped, source: int, width: int) -> None:
+        """Makes the result from sums, or largest values, of the rows of each bag, and from the
+        numbers of its rows; a bag without rows is zero."""
+        op, largest = self.bags.op, self.bags.op == "ReduceMax"
+        rows = self._weighted(self.bags.rows) if self.bags.padding else self._lift(self.bags.rows)
+        kept = self._kept() if self.bags.padding else None
+        if kept is not None:
+            filler = self._like(-np.inf if largest else 0, rows)
+            rows = self._add("Where", [kept, rows, filler])
+        if op == "ReduceSum":
+            grouped(rows, width, False, self.result)
+            return
+        total = grouped(rows, width, largest, "")
+        if kept is None:
+            sizes = self._add("Unsqueeze", [self._sizes_of_bags(), [1]])
+        else:
+            sizes = grouped(self._add("Cast", [kept], to=TensorProto.INT64), 1, False, "")
+        if largest:
+            is_some = self._add("Less", [[0], sizes])
+            self._add("Where", [is_some, total, self._like(0, rows)], self.result)
+            return
+        sizes = self._add("CastLike", [self._add("Max", [sizes, [1]]), rows])
+        self._add("Div", [total, sizes], self.result)
+
+    def _even(self, size: int, rows: str, width: int, largest: bool, result: str) -> str:
+        """The sum, or the largest values, of the rows of each bag; all have this size."""
+        apart = self._add("Reshape", [rows, [self.bags.count, size, width]])
+        return self._reduce("ReduceMax" if largest else "ReduceSum", apart, result)
+
+    def _scattered(
+        self, number: str, source: int, rows: str, width: int, largest: bool, result: str
+    ) -> str:
+        """The sum, or the largest values, of the rows of each bag, given the number of each row's
+        bag."""
+        count = self.bags.count
+        number = self._add("Expand", [number, [source, width]])
+        start = np.full((count + 1, width), -np.inf if largest else 0, np.float32)
+        how = "max" if largest else "add"
+        found = self._add("CastLike", [start, rows])
+        found = self._add("ScatterElements", [found, number, rows], axis=0, reduction=how)
+        return self._add("Slice", [found, [0], [count], [0]], result)
+
+    def _numbers(self, source: int) -> str:
+        """The number of each row's bag, [source, 1]. Rows before the first bag and after the last
+        one go to one more bag, which is sliced off."""
         count, offsets = self.bags.count, self.bags.offsets
-        rows = self._lift(self.bags.rows)
         ones = np.ones(count + 1, np.int64)
         starts = self._add(
             "ScatterElements", [[0] * (source + 1), offsets, ones], axis=0, reduction="add"
@@ -164,19 +217,28 @@ class _Sums:
         number = self._add("Sub", [number, [1]])
         is_before = self._add("Less", [number, [0]])
         number = self._add("Where", [is_before, [count], number])
-        number = self._add("Unsqueeze", [number, [1]])
-        number = self._add("Expand", [number, [source, width]])
-        zeros = self._add("CastLike", [np.zeros((count + 1, width), np.float32), rows])
-        sums = self._add("ScatterElements", [zeros, number, rows], axis=0, reduction="add")
-        if self.bags.op == "ReduceSum":
-            self._add("Slice", [sums, [0], [count], [0]], self.result)
-            return
-        sums = self._add("Slice", [sums, [0], [count], [0]])
+        return self._add("Unsqueeze", [number, [1]])
+
+    def _sizes_of_bags(self) -> str:
+        count, offsets = self.bags.count, self.bags.offsets
         ends = self._add("Slice", [offsets, [1], [count + 1], [0]])
-        begins = self._add("Slice", [offsets, [0], [count], [0]])
-        sizes = self._add("Max", [self._add("Sub", [ends, begins]), [1]])
-        sizes = self._add("CastLike", [self._add("Unsqueeze", [sizes, [1]]), rows])
-        self._add("Div", [sums, sizes], self.result)
+        return self._add("Sub", [ends, self._add("Slice", [offsets, [0], [count], [0]])])
+
+    def _kept(self) -> str:
+        """True for each row that counts, [source, 1]."""
+        padding = self.bags.padding
+        assert padding is not None
+        ids = padding.ids
+        shifted = self._add("Add", [ids, self._like(padding.height, ids)])
+        is_below = self._add("Less", [ids, self._like(0, ids)])
+        ids = self._add("Where", [is_below, shifted, ids])
+        is_one = self._add("Equal", [ids, self._like(padding.one, ids)])
+        return self._add("Unsqueeze", [self._add("Not", [is_one]), [1]])
+
+    def _like(self, value: float, tensor: str) -> str:
+        """A number in a tensor's type."""
+        dtype = np.int64 if isinstance(value, int) else np.float32
+        return self._add("CastLike", [np.array([value], dtype), tensor])
 
     def _add(
         self, op: str, inputs: Sequence[str | Sequence[int] | Array], result: str = "", **attrs: Any

@@ -17,19 +17,31 @@ from onnxpar.load.load import load
 
 BAGS = MODELS / "bags"
 Feeds = dict[str, np.ndarray[Any, Any]]
-FORMS = [f"{name}.{exporter}" for name in ("equal", "offsets") for exporter in ("legacy", "dynamo")]
+FORMS = [
+    *(f"{name}.{exporter}" for name in ("equal", "offsets") for exporter in ("legacy", "dynamo")),
+    *("padded.dynamo", "uneven.dynamo"),
+]
+EVEN = ("equal", "padded")
+PADDED = 2
+"""The id that does not count, in some of the tables."""
 ROWS = {"a": 23, "b": 17, "c": 11}
 
 
 def feeds_of(form: str, seed: int = 0, starts: tuple[int, ...] = (0, 3, 3, 7)) -> Feeds:
     """Ids of all rows, some counted from the end."""
     draw = np.random.default_rng(seed)
-    shape = (4, 3) if form.startswith("equal") else (10,)
+    shape = (4, 3) if form.startswith(EVEN) else (10,)
     ids = {n: draw.integers(-rows, rows, shape) for n, rows in ROWS.items()}
-    weights = draw.standard_normal(shape).astype(np.float32)
-    if form.startswith("equal"):
-        return {**ids, "weights": weights}
-    return {"a": ids["a"], "b": ids["b"], "starts": np.array(starts), "weights": weights}
+    weights = {"weights": draw.standard_normal(shape).astype(np.float32)}
+    if form.startswith(("padded", "uneven")):
+        weights = {}
+        for name, rows in ROWS.items():
+            ones = draw.choice([PADDED, PADDED - rows], shape)
+            ids[name] = np.where(draw.random(shape) < 0.4, ones, ids[name])
+            ids[name][:3] = PADDED  # a bag without rows, or several
+    if form.startswith(EVEN):
+        return {**ids, **weights}
+    return {"a": ids["a"], "b": ids["b"], "starts": np.array(starts), **weights}
 
 
 def unsplit(path: Path, feeds: Feeds) -> Any:
@@ -45,9 +57,13 @@ def test_no_loop_is_left(form: str) -> None:
     assert list(graph.outputs[0].shape) == [4, 2]
     reductions = {"ReduceSum", "ReduceMean", "ReduceMax"}
     added = ops.count("ScatterElements")
-    assert (reductions & {*ops}, added) == (
-        (reductions, 0) if form.startswith("equal") else (set(), 4)
-    )
+    wanted: dict[str, tuple[set[str], int]] = {
+        "equal": (reductions, 0),
+        "offsets": (set(), 4),
+        "padded": (reductions - {"ReduceMean"}, 0),
+        "uneven": (set(), 5),  # also for the numbers of rows that count
+    }
+    assert (reductions & {*ops}, added) == wanted[form.partition(".")[0]]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -88,7 +104,7 @@ def test_training(form: str, tmp_path: Path) -> None:
     step = load(tmp_path / "step.onnx").step
     assert step is not None
     assert {s.of for s in step.parameters} == {
-        *(f"tables.{i}.weight" for i in range(3 if form.startswith("equal") else 2)),
+        *(f"tables.{i}.weight" for i in range(3 if form.startswith(EVEN) else 2)),
         *("top.weight", "top.bias"),
     }
     feeds = feeds_of(form) | {"target": np.ones((4, 2), np.float32)}
