@@ -72,8 +72,8 @@ def _assumptions(ctx: PassContext) -> Iterator[str]:
             found[f"{share * experts:g} of {experts} experts"] = None
     if found:
         yield (
-            f"each token has {' or '.join(found)}; FLOPs, activations and times are of a router "
-            "that chooses all of them equally often"
+            f"each row of a mixture has {' or '.join(found)} (a token may be several rows); FLOPs, "
+            "activations and times are of a router that chooses all of them equally often"
         )
 
 

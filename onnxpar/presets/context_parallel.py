@@ -46,13 +46,30 @@ def context_annotation(
         )
     atoms = frozenset(sequence_atoms(graph, sharding, step)) - batch
     if not atoms and mesh.sizes[AXIS] > 1:
+        why = _why_no_sequence(graph, sharding)
         raise StrategyError(
-            f"{preset} over {mesh.sizes[AXIS]}: no input has a sequence of more than one position "
-            "as its second dimension (token ids, or features of each position); use "
-            "tensor-parallel or data-parallel"
+            f"{preset} over {mesh.sizes[AXIS]}: {why}; use tensor-parallel or data-parallel"
         )
     return SplitSequences(
         atoms, frozenset(batch), frozenset(_computed(graph)), (mesh.axis(AXIS),), preset == RING
+    )
+
+
+def _why_no_sequence(graph: gs.Graph, sharding: ShardingState) -> str:
+    """The reason why no dimension of an input is a sequence that ranks can split."""
+    for tensor in graph.inputs:
+        factors = sharding.factors.tensors.get(tensor.name)
+        shape = tuple(tensor.shape or ())
+        if factors is None or is_weight(tensor) or len(shape) != (3 if is_float(tensor) else 2):
+            continue
+        if shape[1] > 1 and 1 not in factors.dim_of_leaf:
+            return (
+                f"the model takes the positions of '{tensor.name}' apart, as an unrolled loop over "
+                "them does, so that no rank can have some of them"
+            )
+    return (
+        "no input has a sequence of more than one position as its second dimension (token ids, or "
+        "features of each position)"
     )
 
 

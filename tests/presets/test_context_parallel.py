@@ -19,7 +19,7 @@ from agreement import (
     run_unsplit,
 )
 from committed import MODELS, ODD, dims_of
-from small_models import write_text
+from small_models import HEAD, write_text
 from training import steps
 from training.steps import CROSS_ENTROPY, check_training
 
@@ -287,3 +287,16 @@ def test_auto_splits_a_long_sequence_of_one_sample() -> None:
 def test_models_without_a_sequence_are_refused(model: str, layout: str, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         pipeline.plan(MODELS / f"{model}.onnx", context(layout))
+
+
+def test_a_loop_over_positions_is_refused_by_its_name(tmp_path: Path) -> None:
+    """An export of a recurrence takes each position from the sequence, one after the other."""
+    taken = "  ".join(
+        f"x{i} = Gather <axis = 1> (x, n{i})  h{i} = MatMul (x{i}, w)  s{i} = Add (h{i}, {before})"
+        for i, before in enumerate(["h0", "s0", "s1", "s2"])
+    )
+    indices = ", ".join(f"int64 n{i} = {{{i}}}" for i in range(4))
+    text = f"{HEAD} m (float[2,4,6] x, float[6,6] w) => (float[2,6] s3) <{indices}> {{ {taken} }}"
+    model = write_text(text, tmp_path / "m.onnx")
+    with pytest.raises(StrategyError, match="takes the positions of 'x' apart, as an unrolled"):
+        pipeline.plan(model, context("2"))

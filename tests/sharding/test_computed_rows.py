@@ -97,6 +97,6 @@ def test_activations_are_of_the_chosen_rows() -> None:
 
 def test_a_plan_says_what_it_assumes() -> None:
     plan, _ = pipeline.plan(MODELS / LOOP, options("expert-parallel 2"))
-    assert any(note.startswith("each token has 2 of 4 experts; FLOPs") for note in plan.notes)
+    assert any(note.startswith("each row of a mixture has 2 of 4 experts ") for note in plan.notes)
     other, _ = pipeline.plan(MODELS / "gpt2.legacy.static.onnx", options("data-parallel 2"))
     assert not any("experts" in note for note in other.notes)

@@ -143,4 +143,4 @@ def test_ranks_hold_and_compute_their_experts_alone(name: str, tmp_path: Path) -
     mixtures = [w for w in plan.weights if "first" in w.name or "second" in w.name]
     assert mixtures and all(w.bytes_per_rank * 2 == w.bytes for w in mixtures)
     assert plan.flops["per_rank"] * 2 == plan.flops["model"]
-    assert any(note.startswith("each token has 2 of 4 experts") for note in plan.notes)
+    assert any(note.startswith("each row of a mixture has 2 of 4 experts ") for note in plan.notes)
