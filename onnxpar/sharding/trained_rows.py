@@ -13,7 +13,8 @@ chosen need not be computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -87,15 +88,16 @@ def find_trained_rows(graph: gs.Graph, shapes: Shapes) -> Iterator[TrainedRows]:
     """The mixtures of a graph, whose nodes are in the order in which they run, that have experts
     with matrices of their own and a sum over experts, and in which nothing that is read elsewhere
     depends on rows that are not chosen."""
-    chosen: dict[int, gs.Tensor] = {}
+    masks: dict[int, list[gs.Node]] = {}
     for node in graph.nodes:
         if is_mask(node, shapes):
-            chosen.setdefault(id(node.inputs[0]), node.inputs[0])
-    for mask in chosen.values():
+            masks.setdefault(id(node.inputs[0]), []).append(node)
+    order = {id(node): i for i, node in enumerate(graph.nodes)} if masks else {}
+    for same in masks.values():
         apart: set[int] = set()
         while True:
-            search = _Search(graph, shapes, TrainedRows(mask), apart)
-            leaks = search.fill()
+            search = _Search(graph, shapes, TrainedRows(same[0].inputs[0]), order, apart)
+            leaks = search.fill(same)
             if not leaks or not search.is_complete:
                 break
             apart |= leaks
@@ -124,12 +126,15 @@ def before_experts(tensor: gs.Tensor, shapes: Shapes) -> gs.Tensor:
 
 
 class _Search:
-    """Gives nodes their roles, from the masks on; none to nodes whose ids are in `apart`."""
+    """Gives nodes their roles, from the masks on; none to nodes whose ids are in `apart`. `order`
+    has the places of the graph's nodes, by id."""
 
     def __init__(
-        self, graph: gs.Graph, shapes: Shapes, region: TrainedRows, apart: Collection[int]
-    ) -> None:
-        self.graph, self.shapes, self.region, self.apart = graph, shapes, region, apart
+        self, graph: gs.Graph, shapes: Shapes, region: TrainedRows, order: Mapping[int, int],
+        apart: Collection[int],
+    ) -> None:  # fmt: skip
+        self.graph, self.shapes, self.region = graph, shapes, region
+        self.order, self.apart = order, apart
         self.experts, self.rows, _ = shapes[region.chosen.name]
 
     @property
@@ -137,14 +142,22 @@ class _Search:
         """True if the nodes are those of a mixture."""
         return {Role.MASK, Role.PRODUCT, Role.TOTAL} <= set(self.region.roles.values())
 
-    def fill(self) -> set[int]:
+    def fill(self, masks: Sequence[gs.Node]) -> set[int]:
         """Collects nodes; returns those of which another node needs rows that are not chosen, which
         must stay apart."""
         region = self.region
-        for node in self.graph.nodes:
+        todo = [self.order[id(node)] for node in masks]  # a heap, as they are in order
+        seen = set(todo)
+        while todo:
+            node = self.graph.nodes[heapq.heappop(todo)]
             role = None if id(node) in self.apart else self._role(node)
             if role is None:
                 continue
+            for reader in (r for t in node.outputs for r in t.outputs):
+                place = self.order.get(id(reader))
+                if place is not None and place not in seen:
+                    seen.add(place)
+                    heapq.heappush(todo, place)
             region.nodes.append(node)
             region.roles[id(node)] = role
             if role is Role.FLIP:

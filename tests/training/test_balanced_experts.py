@@ -72,9 +72,12 @@ def test_one_rank(step: Path) -> None:
     [
         "expert-parallel 2",
         "expert-parallel 3",
+        "expert-parallel 4",
+        "4",
         "expert-parallel dp=2,ep=2",
         "expert-parallel dp=3,ep=2",
         "expert-parallel ep=2,tp=2",
+        "data-parallel 1",
         "data-parallel 3",
     ],
 )
