@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -26,6 +28,14 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in entries if tag in _KNOWN]
     for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file in UTF-8. Errors: OSError; ValueError for any other file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("not a text file; give a YAML file in UTF-8") from None
 
 
 def parse(text: str) -> Any:

@@ -8,10 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from onnxpar.base.plain_yaml import parse
+from onnxpar.base.plain_yaml import parse, read_text
 from onnxpar.base.units import text_of
 from onnxpar.cost.device import DEVICE_UNITS, Listed, devices_of
 from onnxpar.cost.device import Device as Device
@@ -101,7 +100,7 @@ class Topology:
         """Reads a topology file (YAML), or a rank table of MindSpore or HCCL (JSON). Errors:
         StrategyError that names the file and the mistake."""
         try:
-            text = Path(path).read_text()
+            text = read_text(path)
             is_json = text.lstrip().startswith("{")
             data = json.loads(text) if is_json else parse(text)
         except OSError as error:

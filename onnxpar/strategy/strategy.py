@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from onnxpar.base.plain_yaml import parse
+from onnxpar.base.plain_yaml import parse, read_text
 from onnxpar.errors import StrategyError
 from onnxpar.files.unreadable import cannot_read
 from onnxpar.layout.mesh import Axes, Mesh
@@ -57,7 +57,7 @@ class Strategy:
         """Reads a strategy file (YAML). Errors: StrategyError, which names the file and the
         mistake."""
         try:
-            data = parse(Path(path).read_text())
+            data = parse(read_text(path))
         except OSError as error:
             raise StrategyError(cannot_read(path, error)) from None
         except ValueError as error:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from onnxpar.api import inspect, make_plan
+from onnxpar.cost.topology import Topology
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.files.unreadable import cannot_read, missing
 from onnxpar.strategy.strategy import Strategy
@@ -43,3 +48,18 @@ def test_a_folder_as_a_model(tmp_path: Path) -> None:
     (tmp_path / "plan.json").touch()
     with pytest.raises(ModelError, match="is a sharded model; give"):
         make_plan(tmp_path, devices=2)
+
+
+@pytest.mark.parametrize("read", [Strategy.read, Topology.read])
+def test_a_model_instead_of_a_yaml_file(read: Callable[[Path], object], tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x08\x12\xa2\xff")
+    with pytest.raises(StrategyError, match=r"model\.onnx: not a text file; give a YAML file"):
+        read(tmp_path / "model.onnx")
+
+
+def test_strategy_files_are_in_utf_8_in_every_locale(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_bytes("tensors: {größe: [dp]}".encode())
+    read = f"Strategy.read({str(tmp_path / 's.yaml')!r})"
+    script = f"from onnxpar.strategy.strategy import Strategy; {read}"
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", script], env=plain, check=True)
