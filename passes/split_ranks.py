@@ -16,6 +16,7 @@ from onnxpar.ir.lazy_values import stacked_parts, stored_proto
 from onnxpar.ir.stored import nodes_of, stored_tensors, subgraphs_of
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
+from onnxpar.lowering.open_shapes import OpenShapes
 from onnxpar.lowering.size_graph import SizeGraph, add_size_input
 from onnxpar.lowering.unroll_experts import unroll_experts
 from onnxpar.lowering.weights import WeightStore, whole_layout
@@ -84,13 +85,15 @@ class SplitRanks(Pass):
             templates[f"{name}.onnx"] = _export(program, ctx.model.header)
             _drop_unread(templates[f"{name}.onnx"].graph)
             _add_defaults(templates[f"{name}.onnx"].graph, defaults)
+        shapes = OpenShapes(opened) if opened else None
         for rank in range(mesh.size):
             for suffix, each in templates.items():
                 model = onnx.ModelProto()
                 model.CopyFrom(each)
                 _instantiate(model, ctx, weights, rank)
-                if opened:
+                if opened and shapes:
                     _open(model.graph, ctx, opened, rank)
+                    shapes.declare(model.graph, rank)
                 unroll_experts(model.graph)
                 (self.output / f"rank_{rank:04d}.{suffix}").write_bytes(model.SerializeToString())
             if first:

@@ -1,0 +1,57 @@
+"""Declares the shapes of a rank's tensors where sizes are open: onnxruntime fuses ops only if it
+knows that their shapes are equal."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+from onnx import GraphProto, helper
+
+from onnxpar.layout.layout import Dim, leaves, local_size
+from onnxpar.lowering.open_constants import OpenConstants
+from onnxpar.symbols.fits import fit
+
+Bound = tuple[Dim, ...]
+"""A dimension of a tensor at each binding."""
+
+
+class OpenShapes:
+    """The shapes of the tensors of a lowered graph. Dimensions that are the same at all bindings
+    have the same name, if their sizes have a closed form.
+
+    There are none if inputs may have other sizes than the symbols say.
+    """
+
+    def __init__(self, opened: OpenConstants) -> None:
+        self._mesh = opened.mesh
+        self._variables = opened.sizes.variables()
+        self._names: dict[Bound, str | None] = {}
+        self._dims: dict[str, tuple[int, list[Bound]]] = {}
+        nodes = [] if opened.sizes.free else opened.base.graph.nodes
+        outputs = {t.name for t in opened.base.graph.outputs}
+        for tensor in (t for node in nodes for t in node.outputs if t.name not in outputs):
+            found = [each.layouts.get(tensor.name) for each in opened.all]
+            layouts = [layout for layout in found if layout is not None]
+            if len(layouts) == len(found) and tensor.dtype not in (None, object):
+                element = gs.exporters.onnx_exporter.dtype_to_onnx(tensor.dtype)
+                dims = list(zip(*(layout.dims for layout in layouts), strict=True))
+                self._dims[tensor.name] = element, dims
+
+    def declare(self, graph: GraphProto, rank: int) -> None:
+        """Adds the shapes on a rank to its graph."""
+        for name in (name for node in graph.node for name in node.output if name in self._dims):
+            element, dims = self._dims[name]
+            shape = [self._size(bound, rank) for bound in dims]
+            graph.value_info.append(helper.make_tensor_value_info(name, element, shape))
+
+    def _size(self, bound: Bound, rank: int) -> int | str | None:
+        """A number, the name of an open size, or None if the size depends on data or has no closed
+        form."""
+        if len(set(bound)) == 1:
+            size = local_size(bound[0], self._mesh, rank)
+            return size if size >= 0 else None
+        if bound not in self._names:
+            columns = zip(*map(leaves, bound), strict=True)
+            sizes = [[leaf.size for leaf in column] for column in columns]
+            is_known = all(min(s) >= 0 and fit(s, self._variables) is not None for s in sizes)
+            self._names[bound] = f"onnxpar.{len(self._names)}" if is_known else None
+        return self._names[bound]
