@@ -17,6 +17,7 @@ from onnxpar.lowering.localize import localize_node
 from onnxpar.lowering.lower_bucket import BucketBuilder
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.lowering.unsigned_pairs import exchange_unsigned
+from onnxpar.search.predict import predict_nodes
 from onnxpar.sharding.planned_collectives import collective_of, inner_collective
 
 
@@ -65,6 +66,9 @@ class LocalizeOps(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         mesh = ctx.sharding.mesh
         factors = ctx.sharding.factors
+        if len(ctx.sharding.costs.topology.levels) > 1 and ctx.choices.started is None:
+            each = predict_nodes(graph.nodes, ctx.sharding)
+            ctx.lowered.seconds = {name: times.compute for name, times in each.items()}
         for op in factors.ops:
             localize_node(op.graph, op, ctx.layouts, mesh, ctx.lowered.per_rank, factors.open_atoms)
         inner = [body.graph for op in ctx.sharding.factors.ops for body in op.bodies]

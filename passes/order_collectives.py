@@ -9,8 +9,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.ir.collectives import DOMAIN, RANK_CONSTANTS
+from onnxpar.ir.collectives import COMPLETE, DOMAIN, RANK_CONSTANTS
 from onnxpar.ir.subgraphs import all_nodes, bodies
+
+_TELL = ("AllToAllV", COMPLETE)
+"""Ops whose tokens have more than one dimension."""
 
 
 @dataclass(frozen=True)
@@ -114,5 +117,5 @@ def _carry(node: gs.Node, token: gs.Tensor) -> gs.Tensor:
 
 
 def _passed(name: str, op: str = "") -> gs.Variable:
-    """A token; that of an AllToAllV has a second dimension, the bytes that were sent."""
-    return gs.Variable(f"{name}::token", np.bool_, None if op == "AllToAllV" else [0])
+    """A token; those of some ops have further dimensions, which tell profiles something."""
+    return gs.Variable(f"{name}::token", np.bool_, None if op in _TELL else [0])

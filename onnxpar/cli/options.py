@@ -9,6 +9,7 @@ from onnxpar.errors import OnnxparError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.compression import THRESHOLD
 from onnxpar.passes.fuse_all_reduces import FUSIONS
+from onnxpar.passes.overlap_collectives import OVERLAPS
 from onnxpar.presets.presets import PRESETS
 from onnxpar.search.objective import LATENCY, OBJECTIVES
 from onnxpar.search.search import SEARCHES
@@ -189,6 +190,13 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
         "(default for training steps); cost: as many as overlap with compute by the cost model; "
         "index:20,35: the gradients' reductions before the 20th, then those before the 35th, then "
         "the rest, in the order in which they run; or none",
+    )
+    to.add_argument(
+        "--overlap",
+        choices=OVERLAPS,
+        help="whether a thread of each rank communicates while the rank computes. auto (default): "
+        "collectives between hosts that gain by it, by the cost model of --topology; on: all that "
+        "have something in between; off: none",
     )
     to.add_argument(
         "--bucket-mb",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -35,6 +36,7 @@ class Choices:
     steps              reshards by tensor, and by the sharding and the goals that they lead to
     fed                shardings of inputs that nobody asked for
     bytes              bytes of all-reduces that may be fused, by node
+    started            names of the collectives that overlap-collectives starts; None until it ran
     """
 
     results: dict[str, tuple[Axes, ReduceOp]] | None = None
@@ -44,6 +46,7 @@ class Choices:
     )
     fed: dict[str, FactorSharding] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
+    started: set[str] | None = None
 
 
 @dataclass
@@ -88,6 +91,7 @@ class LoweredState:
     row_outputs  outputs for the indices and the rows that change of each table on the host, by the
                  table's input, from place-tables on
     replays      the graph and context at the other bindings of open sizes
+    seconds      in which each node computes, by name, if ranks are on several hosts
     localized    true if nodes are rank-local; `ordered`, if collectives are chained
     """
 
@@ -97,6 +101,7 @@ class LoweredState:
     programs: dict[str, gs.Graph] = field(default_factory=dict)
     row_outputs: dict[str, tuple[str, str]] = field(default_factory=dict)
     replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     localized: bool = False
     ordered: bool = False
 

@@ -258,8 +258,8 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
     """Checks that the token passes through the collectives in graph order; returns the last token.
     `token` is None before the first collective."""
     for node in graph.nodes:
-        if node.domain == DOMAIN and node.op == "Gate":
-            continue
+        if node.op == "Gate" and (token is None or node.inputs[-1] is not token):
+            continue  # it waits for another gate
         if node.domain == DOMAIN and node.inputs:
             assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
             token = node.outputs[-1]

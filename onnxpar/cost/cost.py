@@ -8,7 +8,7 @@ that the group crosses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.cost.device import ROW_BYTES, Device
-from onnxpar.cost.topology import Level, Topology
+from onnxpar.cost.topology import HOST, Level, Link, Topology
 from onnxpar.ir.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.layout.shares import Proportion, Shares, integer_weights
@@ -107,14 +107,25 @@ class Costs:
         the tensor on a rank where it is largest (before an all-reduce, after an all-gather); for a
         NeighborExchange or HaloExchange, it is the bytes sent."""
         ranks = parts_over(axes)
-        if ranks == 1:
+        return 0.0 if ranks == 1 else _transfer(kind, ranks, self.level(axes).link(kind), size)
+
+    def idle(self, kind: str, groups: Iterable[Sequence[int]], size: float) -> float:
+        """Of the seconds of a collective in these groups of ranks, those in which the cores have
+        nothing to do: they only wait for a link that is slower than those within a host, where
+        cores move the bytes."""
+        levels = {self._level_of(group): len(group) for group in groups}
+        outermost = max(levels)
+        if outermost == 0:
             return 0.0
-        link = self.level(axes).link(kind)
-        rounds, sent = messages(kind, ranks, size)
-        seconds = rounds * link.latency + sent / link.bandwidth
-        if kind == "AllReduce":  # no jump of costs where the plugin changes its algorithm
-            return min(seconds, 2 * link.latency + bytes_sent(kind, ranks, size) / link.bandwidth)
-        return seconds
+        ranks, link = levels[outermost], self.topology.levels[outermost].link(kind)
+        own = Link(min(HOST.latency, link.latency), max(HOST.bandwidth, link.bandwidth))
+        return _transfer(kind, ranks, link, size) - _transfer(kind, ranks, own, size)
+
+    def _level_of(self, group: Sequence[int]) -> int:
+        """The number of the innermost level that has all ranks of a group in one unit."""
+        units = self.topology.units()
+        inside = (i for i, unit in enumerate(units) if len({r // unit for r in group}) == 1)
+        return next(inside, len(units))
 
     def level(self, axes: Axes) -> Level:
         """The outermost level whose links any group of ranks along these axes uses."""
@@ -200,6 +211,15 @@ class Costs:
         one, on the slowest."""
         each = self.devices if device is None else (device,)
         return max(_roofline(d, flops, size, convolves) for d in each)
+
+
+def _transfer(kind: str, ranks: int, link: Link, size: float) -> float:
+    """Seconds of a collective of several ranks over a link."""
+    rounds, sent = messages(kind, ranks, size)
+    seconds = rounds * link.latency + sent / link.bandwidth
+    if kind == "AllReduce":  # no jump of costs where the plugin changes its algorithm
+        return min(seconds, 2 * link.latency + bytes_sent(kind, ranks, size) / link.bandwidth)
+    return seconds
 
 
 def _roofline(device: Device, flops: float, size: float, convolves: bool) -> float:

@@ -171,6 +171,13 @@ them."""
 START, COMPLETE = "Start", "Complete"
 """A collective in two ops: the op that starts one has this before the name of its kind, and the op
 that waits for its result has this name."""
+
+
+def kind_of(op: str) -> str:
+    """The kind of an op that runs or starts a collective; other ops are their own."""
+    return op.removeprefix(START)
+
+
 AFTER = "After"
 """The op that passes a token on once its operand has been computed."""
 

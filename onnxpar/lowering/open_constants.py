@@ -19,7 +19,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import OpenSizesError
-from onnxpar.ir.collectives import DOMAIN, KINDS
+from onnxpar.ir.collectives import DOMAIN, KINDS, kind_of
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import captured
 from onnxpar.layout.layout import Factor, Layout, leaves, nested_parts
@@ -314,9 +314,10 @@ def _moved_axis(node: gs.Node) -> int | None:
     other node."""
     if node.domain != DOMAIN:
         return None
-    if node.op == "NeighborExchange":
+    kind = kind_of(node.op)
+    if kind == "NeighborExchange":
         return int(node.attrs["axis"])
-    same = node.op == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]
+    same = kind == "AllToAll" and node.attrs["split_axis"] == node.attrs["concat_axis"]
     return int(node.attrs["split_axis"]) if same else None
 
 
@@ -345,7 +346,7 @@ def _is_found_in_a_run(node: gs.Node, key: str, values: Sequence[Any]) -> bool:
     or those of shards that are as equal as possible."""
     if _moved_axis(node) is not None:
         return False
-    kind = KINDS.get(node.op)
+    kind = KINDS.get(kind_of(node.op))
     if kind and kind.joins and key == kind.joins.sizes:
         return True
     if kind and kind.shapes and key == kind.shapes:

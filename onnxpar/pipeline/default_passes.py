@@ -18,6 +18,7 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
 from onnxpar.passes.localize_ops import LocalizeOps
 from onnxpar.passes.order_collectives import OrderCollectives
+from onnxpar.passes.overlap_collectives import OVERLAPS, OverlapCollectives
 from onnxpar.passes.place_tables import PlaceTables
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.passes.split_programs import SplitPrograms
@@ -36,6 +37,7 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     CompactExperts,
     SplitPrograms,
     PlaceTables,
+    OverlapCollectives,
     OrderCollectives,
     GateRecomputation,
 )
@@ -61,7 +63,7 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
     fusion = _fusion(options, model)
     together = 0 if fusion.by == "none" else fusion.bucket_bytes
     compression = CompressCollectives(options.compression or NONE, bucket_bytes=together)
-    given: dict[type[Pass], Pass] = {type(p): p for p in (fusion, compression)}
+    given: dict[type[Pass], Pass] = {type(p): p for p in (fusion, compression, _overlap(options))}
     added = {type(p.step if isinstance(p, Placed) else p) for p in options.passes}
     own_fusion = fusion.by == "none" and FuseAllReduces in added  # --add-pass has it, with options
     kept = [p for p in DEFAULT_PASSES if not (own_fusion and p is FuseAllReduces)]
@@ -70,6 +72,14 @@ def _own_passes(options: Options, model: Model) -> list[Pass]:
     if options.preset == CONTEXT and any(can_split_cache(n, states) for n in model.graph.nodes):
         rings = [FuseAttention(only_caches=True)]
     return [*rings, *(given.get(p) or p() for p in kept)]
+
+
+def _overlap(options: Options) -> OverlapCollectives:
+    """The pass that starts collectives early. Errors: StrategyError."""
+    when = options.overlap or "auto"
+    if when not in OVERLAPS:
+        raise StrategyError(f"--overlap {when!r}: give one of {', '.join(OVERLAPS)}")
+    return OverlapCollectives(when)
 
 
 def _fusion(options: Options, model: Model) -> FuseAllReduces:

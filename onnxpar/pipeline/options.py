@@ -53,6 +53,7 @@ class Options:
     replicas: bool = False
     exposed: Collection[str] = ()
     fusion: str | None = None
+    overlap: str | None = None
     bucket_bytes: int | None = None
     topology: Topology | None = None
     search: str | None = None

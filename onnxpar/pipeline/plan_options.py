@@ -86,6 +86,8 @@ class PlanOptions(LayoutOptions, total=False):
     """Options that decide a plan: those of `LayoutOptions`, and these.
 
     fusion          how collectives are joined: size, cost or none
+    overlap         whether communication runs while ranks compute: auto (default: between hosts,
+                    where it gains by the cost model), on or off
     bucket_mb       largest collective that is fused by size, in MiB
     compression     format in which ranks send gradients of a training step: float16, bfloat16,
                     2bit:THRESHOLD or none
@@ -98,6 +100,7 @@ class PlanOptions(LayoutOptions, total=False):
     """
 
     fusion: str | None
+    overlap: str | None
     bucket_mb: float | None
     compression: str | None
     place: Mapping[str, str] | Sequence[str]
@@ -173,6 +176,7 @@ def options_of(
         states=asked.get("states") or (),
         find_states=asked.get("find_states", True),
         fusion=asked.get("fusion"),
+        overlap=asked.get("overlap"),
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
         compression=asked.get("compression"),
         place=places_of(asked.get("place", ())),

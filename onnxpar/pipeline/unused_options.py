@@ -24,6 +24,7 @@ def refuse_for_manual(options: Options) -> None:
         {
             "compression": options.compression not in (None, NONE),
             "fusion": options.fusion is not None,
+            "overlap": options.overlap is not None,
             "bucket-mb": options.bucket_bytes is not None,
             "search": options.search is not None,
             "objective": options.objective.goal != LATENCY,

@@ -129,7 +129,7 @@ def _check_same(
             raise StrategyError(
                 f"{other} the {here} has the collective '{name}', the {there} does not; {_REMEDY}"
             )
-    calls = Counter((e.name, e.rank, e.run) for e in events)
+    calls = Counter((e.name, e.rank, e.run) for e in events if e.collective)
     for name, event in recorded.items():
         made, entry = event.collective, known[name]
         sent = entry.bytes // calls[name, event.rank, event.run]
@@ -255,7 +255,7 @@ def _collective(
         size = sum(sent_in[each] for each in {e.name for e in events})
     wait, seconds = (
         sum(of) / (runs * max(len(ranks), 1))
-        for of in ((e.wait for e in events), (e.seconds for e in events))
+        for of in ((e.wait for e in events), (e.busy[1] for e in events))
     )
     return Communicated(
         name,

@@ -27,6 +27,7 @@ def trace_lines(trace: Trace) -> Iterator[str]:
             (rank, *_columns(_parts(trace, rank, program), _PARTS)) for rank in range(trace.ranks)
         ]
         yield from table(rows, ("rank", *_heads(_PARTS)))
+        yield from _transfers(trace, program)
         yield ""
     busy = sum(event.own for event in trace.events)
     if busy:
@@ -81,6 +82,21 @@ def _parts(trace: Trace, rank: int, program: str) -> list[str]:
     idle = max(window - compute - communication, 0.0)
     parts = (compute, communication - waiting, waiting, idle, window)
     return [f"{part * 1e3 / len(runs):.3f}" for part in parts]
+
+
+def _transfers(trace: Trace, program: str) -> Iterator[str]:
+    """Yields a line about what a thread of each rank sent and received, if there is any."""
+    runs = set(trace.runs(program))
+    sent = [e for e in trace.events if e.run in runs and e.collective and e.collective.transfer]
+    if sent:
+        total, hidden = (
+            sum(times) * 1e3 / (len(runs) * trace.ranks)
+            for times in ([e.busy[1] for e in sent], [e.hidden for e in sent])
+        )
+        yield (
+            f"a thread of each rank communicated for {total:.3f} ms, {hidden:.3f} ms of which the "
+            "rank did not wait for"
+        )
 
 
 def _windows(trace: Trace, program: str) -> float:

@@ -38,7 +38,7 @@ class _Rank:
     def shift(self, seconds: float) -> None:
         """Adds seconds to the start of every run and event."""
         self.spans = [replace(s, start=s.start + seconds) for s in self.spans]
-        self.events = [replace(e, start=e.start + seconds) for e in self.events]
+        self.events = [e.shifted(seconds) for e in self.events]
 
 
 def merge(
@@ -127,19 +127,19 @@ def _rank(
             if run is None or begin > sum(runs[k]):
                 continue
             node = record["nodes"][at]
-            is_collective = "group" in node
+            name, made = _collective(node, begin + length - zero, told)
             events.append(
                 Event(
                     rank,
                     run,
-                    node["name"],
+                    name,
                     node["op"],
                     tuple(node["nodes"]),
                     (begin - zero) / 1e6,
                     length / 1e6,
                     own / 1e6,
                     lanes.setdefault(thread, len(lanes)),
-                    Collective(node["op"], tuple(node["group"]), told) if is_collective else None,
+                    made,
                     None if finder_of(node["name"], finders)[0] is None else told,
                 )
             )
@@ -148,7 +148,21 @@ def _rank(
     return _Rank(record["host"], spans, sorted(events, key=lambda e: e.start), roots, sources)
 
 
-def _with_own(events: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+def _collective(node: Mapping[str, Any], end: int, told: Any) -> tuple[str, Collective | None]:
+    """Returns the name of a recorded node, and what it communicates. The completion of a collective
+    has the name of the collective; it told when a thread ran that, in microseconds before `end`."""
+    if "group" not in node:
+        return node["name"], None
+    name, kind = node.get("started", (node["name"], node["op"]))
+    group = tuple(node["group"])
+    if "started" not in node:
+        return name, Collective(kind, group, told)
+    began, ended = told
+    transfer = (end - began) / 1e6, (began - ended) / 1e6
+    return name, Collective(kind, group, transfer=transfer)
+
+
+def _with_own(events: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
     """Extends each event [node, thread, begin, duration, told] by its own time: its duration minus
     the durations of events nested in it. A nested event is cut at the end of the outer event,
     because onnxruntime rounds both."""
@@ -195,7 +209,7 @@ def _ends(ranks: Sequence[_Rank]) -> dict[_Call, float]:
     for rank in ranks:
         for call, event in _calls(rank.events):
             if event.collective and KINDS[event.collective.kind].ends_together:
-                found[call] = max(found.get(call, event.start), event.start + event.seconds)
+                found[call] = max(found.get(call, event.busy[0]), sum(event.busy))
     return found
 
 
@@ -214,7 +228,7 @@ def _with_plan(
 ) -> Iterator[Event]:
     """Yields the events; collectives get the plan's tensor and group, and its bytes, unless data
     decided these. The plan has the bytes of a run, which are divided among the calls."""
-    calls = Counter((e.name, e.run) for e in events)
+    calls = Counter((e.name, e.run) for e in events if e.collective)
     for event in events:
         made = event.collective
         if made is None:
@@ -241,7 +255,7 @@ def _with_waits(rank: _Rank, begins: Mapping[_Call, Mapping[int, float]]) -> Ite
     calls = {id(event): call for call, event in _calls(rank.events)}
     for event in rank.events:
         made = event.collective
-        if made is None or KINDS[made.kind].awaits is None:
+        if made is None or made.transfer or KINDS[made.kind].awaits is None:
             yield event
             continue
         others = begins[calls[id(event)]]

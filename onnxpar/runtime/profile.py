@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,8 @@ WEIGHTS = "session.optimized_model_external_initializers_file_name"
 LEAST = "session.optimized_model_external_initializers_min_size_in_bytes"
 _ERRORS = 3
 _SUFFIX = "_kernel_time"
-_TELL = ("NonZero", "AllToAllV")
+_START, _COMPLETE = "Start", "Complete"
+_TELL = ("NonZero", "AllToAllV", _COMPLETE)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class ProfiledSessions:
         """Ends the recording and returns it, with times in whole microseconds of this host's clock.
 
         nodes     of each node: `name`, `op`, names of the global `nodes` that it computes; for a
-                  collective, `group`, `root` and `sources`
+                  collective, `group`, `root` and `sources`; for the completion of a collective, its
+                  name and kind as `started`
         programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration, told],
                   and the number of `dropped` events; `told` is what the shapes of results tell
         """
@@ -115,13 +117,14 @@ def _program(
     return {"runs": runs, "events": events, "dropped": dropped}
 
 
-def _told(args: dict[str, Any]) -> int | None:
-    """Returns how many elements a NonZero found, or how many bytes an AllToAllV sent to others;
-    None for any other node. Profiles have no values, but shapes."""
+def _told(args: dict[str, Any]) -> int | list[int] | None:
+    """Returns how many elements a NonZero found, or how many bytes an AllToAllV sent to others; for
+    a Complete, how many microseconds before its end the collective began and ended; None for any
+    other node. Profiles have no values, but shapes."""
     if args["op_name"] not in _TELL or not args.get("output_type_shape"):
         return None
     (shape,) = args["output_type_shape"][-1].values()
-    return int(shape[-1])
+    return list(map(int, shape[1:])) if args["op_name"] == _COMPLETE else int(shape[-1])
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -143,21 +146,31 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
 
     graph, run = (onnx.load(f, load_external_data=False).graph for f in (file, optimized))
     members = Fused(graph, run).members()
+    makers = {name: node for node in run.node for name in node.output}
     return [
         {
             "name": node.name,
             "op": node.op_type,
             "nodes": list(dict.fromkeys(map(origin_of, members[node.name]))),
-            **_meeting(node),
+            **_meeting(node, makers),
         }
         for node in nodes_in(run)
         if node.name
     ]
 
 
-def _meeting(node: NodeProto) -> dict[str, Any]:
-    """Returns group, root and sources of a node if it is a collective, that is, has a tag. An
-    empty group stands for all ranks."""
+def _meeting(node: NodeProto, makers: Mapping[str, NodeProto]) -> dict[str, Any]:
+    """Returns group, root and sources of a node if it is a collective, that is, has a tag, or
+    completes one. An empty group stands for all ranks."""
+    if node.domain == "onnxpar" and node.op_type == _COMPLETE:
+        start = makers[node.input[0]]
+        kind = start.op_type.removeprefix(_START)
+        return {**_of_collective(start), "started": [start.name, kind]}
+    return {} if node.op_type.startswith(_START) else _of_collective(node)
+
+
+def _of_collective(node: NodeProto) -> dict[str, Any]:
+    """Returns group, root and sources of a collective; nothing for another node."""
     attributes = {a.name: a for a in node.attribute}
     if node.domain != "onnxpar" or "tag" not in attributes:
         return {}

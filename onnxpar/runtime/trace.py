@@ -10,7 +10,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,24 @@ _RUNS, _COMPUTE, _COMMUNICATION = range(3)
 _LANES = ("runs", "compute", "communication")
 """The lanes of a rank in the viewer; each further thread of onnxruntime adds a compute and a
 communication lane."""
+TRANSFER, _TRANSFERS = "Transfer", 1 << 16
+"""The category and the lane of what a thread of the plugin sends and receives."""
 
 
 @dataclass(frozen=True)
 class Collective:
     """A collective: its ranks, the bytes that a rank sends per call, and the tensor. `wait` is the
-    time that this rank waited for the last rank, in seconds. None: unknown."""
+    time that this rank waited for the last rank, in seconds. None: unknown.
+
+    `transfer` is the start and the duration, in seconds, of a collective that a thread of the
+    plugin ran while the rank computed. The event is then its completion, and `wait` is unknown."""
 
     kind: str
     group: tuple[int, ...]
     bytes: int | None = None
     tensor: str | None = None
     wait: float | None = None
+    transfer: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,27 @@ class Event:
     def wait(self) -> float:
         """Seconds that the rank waited for other ranks; 0 if unknown."""
         return (self.collective and self.collective.wait) or 0.0
+
+    @property
+    def busy(self) -> tuple[float, float]:
+        """The start and the seconds of what the event is about: for a collective that a thread ran,
+        those of the transfer."""
+        transfer = self.collective and self.collective.transfer
+        return transfer or (self.start, self.seconds)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of a transfer in which the rank did not wait for it."""
+        start, seconds = self.busy
+        return min(max(self.start - start, 0.0), seconds)
+
+    def shifted(self, seconds: float) -> Event:
+        """The event so many seconds later."""
+        made = self.collective
+        if made is not None and made.transfer is not None:
+            start, length = made.transfer
+            made = replace(made, transfer=(start + seconds, length))
+        return replace(self, start=self.start + seconds, collective=made)
 
 
 @dataclass(frozen=True)
@@ -230,6 +257,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yields the events in Chrome's trace format, with times in microseconds."""
     lanes = {(e.rank, _thread(e)) for e in trace.events} | {(s.rank, _RUNS) for s in trace.spans}
+    sent = [e for e in trace.events if e.collective and e.collective.transfer]
     for rank in range(trace.ranks):
         yield _named("process_name", rank, 0, name=f"rank {rank}")
         yield _named("process_sort_index", rank, 0, sort_index=rank)
@@ -238,6 +266,12 @@ def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
         name = _LANES[thread - 2 * max(lane, 0)] + (f" {lane}" if lane > 0 else "")
         yield _named("thread_name", rank, thread, name=name)
         yield _named("thread_sort_index", rank, thread, sort_index=thread)
+    for rank in sorted({e.rank for e in sent}):
+        yield _named("thread_name", rank, _TRANSFERS, name="transfers")
+        yield _named("thread_sort_index", rank, _TRANSFERS, sort_index=_TRANSFERS)
+    for event in sent:
+        what = {"run": event.run, "hidden_us": _us(event.hidden)}
+        yield _complete(TRANSFER, event.name, event.rank, _TRANSFERS, *event.busy, what)
     for span in trace.spans:
         name = f"{span.program or 'run'} {span.run}"
         args = {"run": span.run, "program": span.program}
@@ -265,6 +299,8 @@ def _args(event: Event) -> dict[str, Any]:
     if made is None:
         return args
     args |= {"kind": made.kind, "group": made.group, "bytes": made.bytes, "tensor": made.tensor}
+    if made.transfer is not None:
+        args["transfer"] = [_us(each) for each in made.transfer]
     if made.wait is not None:
         args |= {"wait_us": _us(made.wait), "transfer_us": _us(event.seconds - made.wait)}
     return args
@@ -301,6 +337,7 @@ def _event(e: dict[str, Any]) -> Event:
             args["bytes"],
             args["tensor"],
             None if wait is None else wait / 1e6,
+            _transfer(args.get("transfer")),
         )
     return Event(
         e["pid"],
@@ -315,3 +352,7 @@ def _event(e: dict[str, Any]) -> Event:
         made,
         args.get("rows"),
     )
+
+
+def _transfer(us: Sequence[float] | None) -> tuple[float, float] | None:
+    return None if us is None else (us[0] / 1e6, us[1] / 1e6)

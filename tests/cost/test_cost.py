@@ -97,7 +97,7 @@ def test_what_is_sent_in_how_many_rounds(
 
 
 def test_the_plugin_changes_algorithms_where_the_costs_do() -> None:
-    source = Path(__file__).parents[2] / "onnxpar/native/message_transport.cc"
+    source = Path(__file__).parents[2] / "onnxpar/native/message_transport.h"
     found = dict(re.findall(r"size_t (k\w+) = (\d+) \* 1024;", source.read_text()))
     assert int(found["kDirectBytes"]) * 1024 == DIRECT_BYTES
     assert int(found["kScatteredBytes"]) * 1024 == SCATTERED_BYTES

@@ -145,6 +145,17 @@ PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
         ),
         ["insert-collectives", "fuse-all-reduces"],
     ),
+    # the sum of y is complete when d is; that of z is not read
+    "overlapped": (
+        Example(
+            """branches (float[4,6] x, float[6,3] w1, float[4,2] b, float[2,3] w2)
+            => (float[4,3] z, float[4,3] u)
+            { y = MatMul(x, w1)  c = Exp(b)  d = MatMul(c, w2)  z = Max(y, d)
+              u = MatMul(x, w1) }""",
+            {"mesh": "tp=2", "overlap": "on", "strategy": {"tensors": {"x": [None, "tp"]}}},
+        ),
+        ["localize-ops", "overlap-collectives", "order-collectives"],
+    ),
     # both graphs need the forward pass and its sum; the gradient stays in the step alone
     "evaluation": (
         Example(

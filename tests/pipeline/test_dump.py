@@ -28,6 +28,7 @@ PASSES = (
     "fuse-all-reduces",
     "localize-ops",
     "split-programs",
+    "overlap-collectives",
     "order-collectives",
 )
 TEXT = """<ir_version: 8, opset_import: ["" : 11]>
@@ -72,7 +73,7 @@ def test_later_passes_make_the_same_of_a_dump(
 ) -> None:
     model = step if name == "step" else MODELS / name
     assert opt(model, *how, "--passes", ",".join(PASSES), "--dump", str(tmp_path / "all")) == 0
-    wanted = (tmp_path / "all" / "08-order-collectives.onnxtxt").read_text()
+    wanted = (tmp_path / "all" / "09-order-collectives.onnxtxt").read_text()
     first = {1: "annotate-strategy", 2: PASSES[0], 3: PASSES[1], 5: PASSES[3]}
     for number, made in first.items():
         dump = tmp_path / "all" / f"{number:02d}-{made}.onnx"
@@ -88,12 +89,12 @@ def test_ops_of_the_compiler_are_read_again(tmp_path: Path) -> None:
     how = ["--mesh", "cp=2", "--preset", "ring-attention", "--dump", str(tmp_path / "d")]
     passes = ",".join(("fuse-attention", "annotate-strategy", *PASSES))
     assert opt(model, *how, "--passes", passes) == 0
-    wanted = (tmp_path / "d" / "09-order-collectives.onnxtxt").read_text()
+    wanted = (tmp_path / "d" / "10-order-collectives.onnxtxt").read_text()
     wanted = re.sub(r"(?m)^(const .*float32 scalar \[\]) = .*", r"\1", wanted)  # read when needed
     assert "CollectivePermute" in wanted
     dump, rest = tmp_path / "d" / "02-annotate-strategy.onnx", PASSES
     assert opt(dump, "--passes", ",".join(rest), "--dump", str(tmp_path / "e")) == 0
-    assert (tmp_path / "e" / "07-order-collectives.onnxtxt").read_text() == wanted
+    assert (tmp_path / "e" / "08-order-collectives.onnxtxt").read_text() == wanted
 
 
 def test_weights_are_written_once(tmp_path: Path) -> None:

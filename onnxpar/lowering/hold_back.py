@@ -1,0 +1,77 @@
+"""Holds nodes back until the collectives before them in the graph have started.
+
+onnxruntime runs a node that it has fused after all others that are ready, so a gradient may be
+computed long after the next layer's, and its collective starts late.
+"""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
+from onnxpar.ir.subgraphs import bodies
+from onnxpar.ir.tensors import tensor_shape
+from onnxpar.lowering.overlap import VIEWS
+
+_PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))
+_INTO_PRODUCTS = frozenset(("Transpose", "Mul", "Div", "Cast"))
+"""Ops that onnxruntime fuses with a product behind them."""
+_AFTER_PRODUCTS = frozenset(("Add", "Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid"))
+"""Ops that onnxruntime fuses with a product before them."""
+
+
+def hold_back(graph: gs.Graph) -> None:
+    """Puts a Gate behind each start of a collective, on an operand of the next node that computes.
+
+    The graph must be sorted topologically, and stays so. A Gate is never between nodes that
+    onnxruntime fuses: a fused node may compute other bits.
+    """
+    makers = {id(t): node for node in graph.nodes for t in node.outputs}
+    nodes: list[gs.Node] = []
+    is_due = False
+    held: dict[int, gs.Tensor] = {}
+    for node in graph.nodes:
+        node.inputs = [held.get(id(t), t) for t in node.inputs]
+        found = _operand(node, makers) if is_due and _computes(node) else None
+        if found is not None:
+            passed = gs.Variable(f"{found.name}::held", found.dtype, found.shape)
+            gate = gs.Node("Gate", passed.name, {}, [found], [passed], domain=DOMAIN)
+            makers[id(passed)] = makers[id(found)]
+            node.inputs = [passed if t is found else t for t in node.inputs]
+            held = {key: passed if t is found else t for key, t in held.items()}
+            held[id(found)] = passed
+            nodes.append(gate)
+            is_due = False
+        nodes.append(node)
+        is_start = node.domain == DOMAIN and node.op.startswith(START)
+        is_due |= is_start and not KINDS[kind_of(node.op)].is_late
+    graph.nodes = nodes
+
+
+def _computes(node: gs.Node) -> bool:
+    return node.domain != DOMAIN and node.op not in VIEWS and not bodies(node)
+
+
+def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
+    """An operand that another node computes, and that may pass a gate before this one."""
+    for tensor in node.inputs:
+        maker = makers.get(id(tensor))
+        if maker is not None and _computes(maker) and not _are_fused(maker, node, tensor):
+            return tensor
+    return None
+
+
+def _are_fused(maker: gs.Node, reader: gs.Node, tensor: gs.Tensor) -> bool:
+    """True if onnxruntime may fuse two nodes with this tensor between them."""
+    if reader.op in _PRODUCTS:
+        return maker.op in _INTO_PRODUCTS or maker.op in VIEWS
+    if maker.op not in _PRODUCTS:
+        return bool(maker.op == reader.op == "Transpose")
+    others = [t for t in reader.inputs if t is not tensor]
+    scales = reader.op in ("Mul", "Div") and any(_is_scalar(t) for t in others)
+    return reader.op in _AFTER_PRODUCTS or scales
+
+
+def _is_scalar(tensor: gs.Tensor) -> bool:
+    shape = tensor_shape(tensor)
+    return shape is None or all(size in (1, None) for size in shape)

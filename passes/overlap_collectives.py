@@ -1,0 +1,121 @@
+"""overlap-collectives: start collectives early and complete them late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
+from onnxpar.ir.collectives import COMPLETE, KINDS
+from onnxpar.lowering.hold_back import hold_back
+from onnxpar.lowering.overlap import Windows, is_collective, split
+from onnxpar.sharding.planned_collectives import Collective
+
+OVERLAPS = ("auto", "on", "off")
+HANDED = 50e-6
+"""Seconds that it takes to hand a collective to the thread, and its result back."""
+
+
+@dataclass(frozen=True)
+class OverlapCollectives(Pass):
+    """Replace collectives by a start and a completion, with independent nodes in between.
+
+    A thread of the plugin moves the bytes meanwhile. Reductions of gradients start where they are
+    and complete at the update, gathers of parameters start while the nodes before their reader
+    compute, at most two of them ahead. A Gate behind each start makes the nodes after it wait until
+    its operand is there: onnxruntime might compute a gradient last.
+
+    Requires rank-local nodes (localize-ops), and collectives that are not ordered yet. Ensures the
+    same results, bit by bit.
+
+    when  auto: collectives between hosts that gain by it, by the cost model; on: all with something
+          in between; off: none
+
+    Example: shard(mesh="tp=2", overlap="on", strategy={"tensors": {"x": [None, "tp"]}})
+
+        two (float[4,6] x, float[6,3] w, float[4,3] b) => (float[4,3] z)
+        { y = MatMul(x, w)  c = Exp(b)  z = Max(y, c) }
+
+    Before:
+
+        mesh tp=2
+        input  x: float32 4x3 [-, tp]
+        input  b: float32 4x3 [-, -]
+        const  w: float32 6x3 [tp, -]
+        y: float32 4x3 [-, -] sum(tp) = MatMul(x, w)
+        y@1: float32 4x3 [-, -] = onnxpar.AllReduce(y) {group=[0, 1]/rank, op=sum, tag=1}
+        c: float32 4x3 [-, -] = Exp(b)
+        z: float32 4x3 [-, -] = Max(y@1, c)
+        output z: float32 4x3 [-, -]
+
+    After:
+
+        mesh tp=2
+        input  x: float32 4x3 [-, tp]
+        input  b: float32 4x3 [-, -]
+        const  w: float32 6x3 [tp, -]
+        y: float32 4x3 [-, -] sum(tp) = MatMul(x, w)
+        AllReduce_y@1::pending: float32 ? whole = onnxpar.StartAllReduce(y) {group=[0, 1]/rank,
+                op=sum, tag=1}
+        c: float32 4x3 [-, -] = Exp(b)
+         = onnxpar.After(c)
+        y@1: float32 4x3 [-, -] = onnxpar.Complete(AllReduce_y@1::pending)
+        c::held: float32 4x3 whole = onnxpar.Gate(c)
+        z: float32 4x3 [-, -] = Max(y@1, c::held)
+        output z: float32 4x3 [-, -]
+    """
+
+    name: ClassVar[str] = "overlap-collectives"
+    stage = Stage.LOWER
+    requires = (LOCAL,)
+    excludes = (ORDER,)
+    when: str = "auto"
+
+    def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        if self.when == "off":
+            return False
+        windows = Windows(graph, {op.node.name for op in ctx.sharding.factors.ops})
+        if ctx.choices.started is None:
+            ctx.choices.started = self._chosen(graph, ctx, windows)
+        started = ctx.choices.started
+        chosen = windows.find(lambda node: node.name in started)
+        split(graph, chosen)
+        hold_back(graph)
+        return bool(chosen)
+
+    def _chosen(self, graph: gs.Graph, ctx: PassContext, windows: Windows) -> set[str]:
+        """The names of the collectives to start."""
+        planned = {entry.name: entry for entry in ctx.lowered.collectives}
+        idle = self._idle(graph, planned, ctx)
+        chosen = set()
+        for window in windows.find(lambda node: idle.get(node.name, 0.0) > 0.0):
+            name, costs = window.collective.name, ctx.sharding.costs
+            work = sum(ctx.lowered.seconds.get(node.name, 0.0) for node in window.between)
+            own = HANDED + 2 * costs.local(COMPLETE, planned[name].operand)
+            if min(idle[name], work) > own or (self.when == "on" and window.between):
+                chosen.add(name)
+        return chosen
+
+    def _idle(
+        self, graph: gs.Graph, planned: Mapping[str, Collective], ctx: PassContext
+    ) -> dict[str, float]:
+        """The seconds in which collectives leave the cores idle, by name."""
+        costs = ctx.sharding.costs
+        if self.when == "auto" and len(costs.topology.levels) == 1:
+            return {}
+        found: dict[str, float] = {}
+        groups: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+        for node in graph.nodes:
+            if node.name not in planned or not (is_collective(node) and KINDS[node.op].is_started):
+                continue
+            entry = planned[node.name]
+            if entry.group not in groups:
+                group_of = ctx.lowered.per_rank.attributes[node.name, "group"]
+                groups[entry.group] = {tuple(group_of(r)) for r in range(ctx.sharding.mesh.size)}
+            seconds = costs.idle(entry.kind, groups[entry.group], entry.operand)
+            found[node.name] = math.inf if self.when == "on" else seconds
+        return found

@@ -1,0 +1,186 @@
+"""Steps over a slow link, with and without communication while ranks compute.
+
+    python tests/bench/bench_overlap.py [--ranks 2] [--layers 6] [--width 256] [--rounds 11]
+
+A step of an encoder over the ranks, under data-parallel and under zero3. The link is simulated
+(ONNXPAR_LINK), and so slow that communication takes about half as long as the compute of a step.
+Three runners take steps in turns, so that what else the machine does falls on all: over the slow
+link with and without overlap, and over the host's own memory. What the link adds to a step without
+overlap is the communication that can be hidden, if ranks compute for longer; hidden is what overlap
+takes off. Then a line for the same steps on one host, where overlap must change nothing. Fails
+where less than 80 % is hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from bench_training import Runner
+from onnx import TensorProto, helper, numpy_helper
+
+import onnxpar
+from onnxpar.training import grad
+
+PRESETS = {"data-parallel": 1.0, "zero3": 1.5}
+"""Presets, and the bytes that a rank of two sends in a step, as a multiple of those of all
+parameters."""
+LATENCY = 200e-6
+SHARE = 0.4
+"""The seconds of communication for each second of a step."""
+LEAST = 0.8
+WARM, SEQUENCE, HEADS = 3, 64, 4
+
+
+class Encoder:
+    """Writes an encoder with norms before its layers; the first dimension of x counts samples."""
+
+    def __init__(self, layers: int, width: int, batch: int) -> None:
+        self.draw = np.random.default_rng(0)
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[TensorProto] = []
+        self.width, self.batch = width, batch
+        x = "x"
+        for i in range(layers):
+            x = self.add("Add", x, self.attention(self.norm(x, f"a{i}"), f"l{i}"))
+            up = self.add("Relu", self.linear(self.norm(x, f"f{i}"), f"up{i}", width, 4 * width))
+            x = self.add("Add", x, self.linear(up, f"down{i}", 4 * width, width))
+        self.nodes.append(helper.make_node("Identity", [x], ["y"], "y"))
+
+    def add(self, op: str, *inputs: str, **attributes: Any) -> str:
+        name = f"{op}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op, list(inputs), [name], name, **attributes))
+        return name
+
+    def constant(self, name: str, value: Any) -> str:
+        self.weights.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+    def norm(self, x: str, name: str) -> str:
+        scale = self.constant(f"{name}.scale", np.ones(self.width, np.float32))
+        shift = self.constant(f"{name}.shift", np.zeros(self.width, np.float32))
+        return self.add("LayerNormalization", x, scale, shift, axis=-1)
+
+    def linear(self, x: str, name: str, wide: int, narrow: int) -> str:
+        weight = self.draw.standard_normal((wide, narrow), np.float32) * np.float32(wide**-0.5)
+        return self.add("MatMul", x, self.constant(f"{name}.weight", weight))
+
+    def attention(self, x: str, name: str) -> str:
+        shape = self.constant(f"{name}.heads", np.array([0, 0, HEADS, -1], np.int64))
+        q, k, v = (
+            self.add(
+                "Transpose",
+                self.add("Reshape", self.linear(x, f"{name}.{n}", self.width, self.width), shape),
+                perm=perm,
+            )
+            for n, perm in (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3]))
+        )
+        each = np.float32((self.width // HEADS) ** -0.5)
+        scores = self.add("Mul", self.add("MatMul", q, k), self.constant(f"{name}.scale", each))
+        mixed = self.add("MatMul", self.add("Softmax", scores, axis=-1), v)
+        flat = self.constant(f"{name}.flat", np.array([0, 0, self.width], np.int64))
+        joined = self.add("Reshape", self.add("Transpose", mixed, perm=[0, 2, 1, 3]), flat)
+        return self.linear(joined, f"{name}.o", self.width, self.width)
+
+    def save(self, path: Path) -> int:
+        """Writes the model; returns the bytes of its parameters."""
+        shape = [self.batch, SEQUENCE, self.width]
+        ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "xy"]
+        graph = helper.make_graph(self.nodes, "encoder", ports[:1], ports[1:], self.weights)
+        opsets = [helper.make_opsetid("", 17)]
+        onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+        return sum(len(w.raw_data) for w in self.weights if w.data_type == TensorProto.FLOAT)
+
+
+class Steps(Runner):
+    """A sharded step whose batch are sequences."""
+
+    def __init__(self, par: Path, batch: int, width: int, link: str) -> None:
+        os.environ["ONNXPAR_LINK"] = link
+        super().__init__(par, batch, width)
+        os.environ.pop("ONNXPAR_LINK")
+        x = np.random.default_rng(0).standard_normal((batch, SEQUENCE, width), np.float32)
+        self.batch = {"x": x, "target": np.zeros_like(x)}
+
+
+def medians(runners: dict[str, Steps], rounds: int) -> dict[str, list[float]]:
+    """Seconds of the steps of each runner, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for number in range(WARM + rounds):
+        for name, runner in runners.items():
+            seconds = runner.seconds()
+            if number >= WARM:
+                times[name].append(seconds)
+    return times
+
+
+def ops(par: Path) -> list[str]:
+    """The ops of rank 0, in order."""
+    model = onnx.load(par / "rank_0000.onnx", load_external_data=False)
+    return [node.op_type for node in model.graph.node]
+
+
+def bench(folder: Path, preset: str, size: int, options: argparse.Namespace) -> float:
+    """Prints the lines of a preset; returns the share of communication that is hidden."""
+    step, batch, width = folder / "step.onnx", options.batch * options.ranks, options.width
+    how = {"devices": options.ranks, "preset": preset, "fusion": "none"}
+    hosts = [folder / f"{preset}-{overlap}-here.par" for overlap in ("auto", "off")]
+    for par, overlap in zip(hosts, ("auto", "off"), strict=True):
+        onnxpar.shard(step, par, overlap=overlap, **how)
+    assert ops(hosts[0]) == ops(hosts[1]), "overlap changes what ranks do on one host"
+
+    fast = Steps(hosts[1], batch, width, "")
+    with fast.trainer:
+        seconds = statistics.median(medians({"fast": fast}, options.rounds)["fast"])
+    bandwidth = PRESETS[preset] * size / (SHARE * seconds)
+    link = {"latency": f"{LATENCY * 1e6:.0f} us", "bandwidth": f"{bandwidth / 1e6:.1f} MB/s"}
+    host = {"name": "host", "size": 1, "latency": "50 us", "bandwidth": "2 GB/s"}
+    topology = {"levels": [host, {"name": "network", **link}]}
+    pars = {name: folder / f"{preset}-{name}.par" for name in ("auto", "off")}
+    for name, par in pars.items():
+        onnxpar.shard(step, par, overlap=name, topology=topology, **how)
+    text = ",".join(f"{key}={value.replace(' ', '')}" for key, value in link.items())
+    runners = {name: Steps(par, batch, width, text) for name, par in pars.items()}
+    runners["fast"] = Steps(pars["off"], batch, width, "")
+    with runners["auto"].trainer, runners["off"].trainer, runners["fast"].trainer:
+        times = medians(runners, options.rounds)
+    on, off, alone = (times[name] for name in ("auto", "off", "fast"))
+    added = statistics.median(a - b for a, b in zip(off, alone, strict=True))
+    saved = statistics.median(a - b for a, b in zip(off, on, strict=True))
+    share = saved / min(added, statistics.median(alone))
+    print(
+        f"{preset:14} over {text}: {statistics.median(off) * 1e3:.0f} ms a step, with overlap "
+        f"{statistics.median(on) * 1e3:.0f} ms; the link adds {added * 1e3:.0f} ms, of which "
+        f"{saved * 1e3:.0f} ms are hidden: {share:.0%}",
+        flush=True,
+    )
+    return share
+
+
+def main() -> int:
+    """Prints lines for each preset; fails if too little is hidden."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8, help="samples of each rank")
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Encoder(options.layers, options.width, options.batch * options.ranks)
+        size = model.save(Path(folder) / "model.onnx")
+        grad(f"{folder}/model.onnx", f"{folder}/step.onnx", loss="mse", optimizer="sgd")
+        print(f"{size / 1e6:.0f} MB of parameters, {options.ranks} ranks", flush=True)
+        shares = [bench(Path(folder), preset, size, options) for preset in PRESETS]
+    return int(min(shares) < LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
