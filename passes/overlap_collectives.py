@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.ir.collectives import COMPLETE, KINDS
+from onnxpar.lowering.buckets import PART_BYTES
 from onnxpar.lowering.hold_back import hold_back
 from onnxpar.lowering.overlap import Windows, is_collective, split
 from onnxpar.sharding.planned_collectives import Collective
@@ -25,9 +26,9 @@ class OverlapCollectives(Pass):
     """Replace collectives by a start and a completion, with independent nodes in between.
 
     A thread of the plugin moves the bytes meanwhile. Reductions of gradients start where they are
-    and complete at the update, gathers of parameters start while the nodes before their reader
-    compute, at most two of them ahead. A Gate behind each start makes the nodes after it wait until
-    its operand is there: onnxruntime might compute a gradient last.
+    and complete at the update. Gathers of parameters start while nodes before their reader compute:
+    for two nodes ahead, or up to 8 MiB. A Gate behind each start makes the next node wait until the
+    operand is there: onnxruntime might compute a gradient last.
 
     Requires rank-local nodes (localize-ops), and collectives that are not ordered yet. Ensures the
     same results, bit by bit.
@@ -81,23 +82,23 @@ class OverlapCollectives(Pass):
         windows = Windows(graph, {op.node.name for op in ctx.sharding.factors.ops})
         if ctx.choices.started is None:
             ctx.choices.started = self._chosen(graph, ctx, windows)
-        started = ctx.choices.started
-        chosen = windows.find(lambda node: node.name in started)
+        chosen = windows.find(ctx.choices.started, PART_BYTES)
         split(graph, chosen)
         hold_back(graph)
         return bool(chosen)
 
-    def _chosen(self, graph: gs.Graph, ctx: PassContext, windows: Windows) -> set[str]:
-        """The names of the collectives to start."""
+    def _chosen(self, graph: gs.Graph, ctx: PassContext, windows: Windows) -> dict[str, int]:
+        """The bytes of the tensors of the collectives to start, by name."""
         planned = {entry.name: entry for entry in ctx.lowered.collectives}
         idle = self._idle(graph, planned, ctx)
-        chosen = set()
-        for window in windows.find(lambda node: idle.get(node.name, 0.0) > 0.0):
+        chosen = {}
+        sizes = {name: planned[name].operand for name, seconds in idle.items() if seconds > 0.0}
+        for window in windows.find(sizes, PART_BYTES):
             name, costs = window.collective.name, ctx.sharding.costs
             work = sum(ctx.lowered.seconds.get(node.name, 0.0) for node in window.between)
             own = HANDED + 2 * costs.local(COMPLETE, planned[name].operand)
             if min(idle[name], work) > own or (self.when == "on" and window.between):
-                chosen.add(name)
+                chosen[name] = sizes[name]
         return chosen
 
     def _idle(

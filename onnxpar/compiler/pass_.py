@@ -36,7 +36,8 @@ class Choices:
     steps              reshards by tensor, and by the sharding and the goals that they lead to
     fed                shardings of inputs that nobody asked for
     bytes              bytes of all-reduces that may be fused, by node
-    started            names of the collectives that overlap-collectives starts; None until it ran
+    started            bytes of the collectives that overlap-collectives starts, by node; None until
+                       it ran
     """
 
     results: dict[str, tuple[Axes, ReduceOp]] | None = None
@@ -46,7 +47,7 @@ class Choices:
     )
     fed: dict[str, FactorSharding] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
-    started: set[str] | None = None
+    started: dict[str, int] | None = None
 
 
 @dataclass

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -14,8 +14,10 @@ from onnxpar.ir.subgraphs import all_nodes, bodies, read_by
 VIEWS = frozenset(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
 """Ops that wait with their operand at no cost."""
 AHEAD = 2
-"""How many nodes' parameters are gathered ahead: one that waits, and one for which the link works
-meanwhile."""
+"""How many nodes' parameters are gathered ahead at least: one that waits, and one for which the
+link works meanwhile."""
+_ARRANGING = VIEWS | {"Transpose", "Cast", "Slice", "Concat", "Split"}
+"""Ops that may be moved with a gather, where they arrange parameters."""
 Place = tuple[float, ...]
 """Where a node stands in the graph: places are compared item by item."""
 
@@ -63,23 +65,30 @@ class Windows:
             for tensor in tensors:
                 self.readers.setdefault(id(tensor), []).append(node)
         self.heavy = [self._is_heavy(node, heavy) for node in self.nodes]
+        self.arranging: set[int] = set()
+        for i, node in enumerate(self.nodes):
+            makers = [self.makers.get(id(t)) for t in self.reads[i]]
+            known = all(m is None or self.index[id(m)] in self.arranging for m in makers)
+            if known and node.op in _ARRANGING and node.domain != DOMAIN:
+                self.arranging.add(i)
 
     def _is_heavy(self, node: gs.Node, heavy: Collection[str]) -> bool:
         computes = node.name in heavy and node.op not in VIEWS
         return computes or node.domain == DOMAIN or bool(bodies(node))
 
-    def find(self, may_start: Callable[[gs.Node], bool]) -> list[Window]:
-        """The windows of the collectives that may start, in graph order.
+    def find(self, sizes: Mapping[str, int], most: int) -> list[Window]:
+        """The windows of the collectives in `sizes`, which has the bytes of their tensors, in graph
+        order.
 
-        A gather ends where it is, and starts once all but AHEAD of those that are read before it
-        have ended: so a rank holds what the next nodes read, and no more. Others start where they
-        are, and end at the first node that reads the result."""
-        cuts = [i for i, n in enumerate(self.nodes) if communicates(n) and not may_start(n)]
+        A gather ends where it is, and starts so early that ranks hold at most `most` bytes of
+        gathered tensors, or those of AHEAD nodes. Others start where they are, and end at the first
+        node that reads the result."""
+        cuts = [i for i, n in enumerate(self.nodes) if communicates(n) and n.name not in sizes]
         found: list[Window] = []
         batch: list[int] = []
-        fetched = [-1] * AHEAD
+        batches: list[tuple[int, int]] = []
         for i, node in enumerate(self.nodes):
-            if is_collective(node) and may_start(node):
+            if is_collective(node) and node.name in sizes:
                 behind, end = self._behind(i)
                 if KINDS[node.op].is_late and end < len(self.nodes):
                     batch.append(i)
@@ -87,9 +96,11 @@ class Windows:
                     between = self._between(i, end, cuts)
                     found.append(self._window(i, (i,), (end - 0.5, i), (), behind, between))
             elif self.heavy[i] and batch:
-                found += [self._early(each, fetched[0], cuts) for each in batch]
-                batch, fetched = [], [*fetched[1:], batch[-1]]
-        found += [self._early(each, fetched[0], cuts) for each in batch]
+                batches.append((batch[-1], sum(sizes[self.nodes[b].name] for b in batch)))
+                fetched = _fetched(batches, most)
+                found += [self._early(each, fetched, cuts) for each in batch]
+                batch = []
+        assert not batch, "a gather that no node reads"
         return sorted(found, key=lambda w: self.index[id(w.collective)])
 
     def _early(self, at: int, fetched: int, cuts: Sequence[int]) -> Window:
@@ -141,7 +152,7 @@ class Windows:
                 if maker is None:
                     continue
                 i = self.index[id(maker)]
-                if self.heavy[i]:
+                if self.heavy[i] and i not in self.arranging:
                     first = max(first, i)
                 elif i not in shaped:
                     shaped[i] = maker
@@ -181,6 +192,17 @@ class Windows:
             tensor = maker.inputs[0]
             maker = self._maker(tensor)
         return tensor
+
+
+def _fetched(batches: Sequence[tuple[int, int]], most: int) -> int:
+    """The index of the gather that must be complete before the last of these batches starts; -1 if
+    there is none. Each batch is the index of its last gather, and its bytes."""
+    held = batches[-1][1]
+    for number, (at, size) in enumerate(reversed(batches[:-1]), 1):
+        held += size
+        if number >= AHEAD and held > most:
+            return at
+    return -1
 
 
 def split(graph: gs.Graph, windows: Iterable[Window]) -> None:

@@ -15,6 +15,7 @@ from training.steps import CROSS_ENTROPY, ThreadTrainer, batches, same, states, 
 from onnxpar.checking.compare_training import compare_training
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
+from onnxpar.passes import overlap_collectives
 from onnxpar.pipeline import pipeline
 from onnxpar.training import grad
 
@@ -121,9 +122,12 @@ def test_gradients_are_sent_behind_the_backward_pass(tmp_path: Path) -> None:
     assert ops[:first].count("StartAllReduce") == ops.count("StartAllReduce")
 
 
-def test_parameters_are_gathered_for_two_nodes_ahead(tmp_path: Path) -> None:
+def test_parameters_are_gathered_for_two_nodes_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A node has at most two parameters; what starts next does so once the last but one is
     complete."""
+    monkeypatch.setattr(overlap_collectives, "PART_BYTES", 1)
     par, _ = shard(write_step(DEEP, tmp_path), "zero3 2", topology=SLOW)
     under_way = 0
     for op in [op for op in ops_of(par) if op.endswith(("AllGather", "Complete"))][:8]:
