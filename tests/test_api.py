@@ -319,6 +319,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text for a list": ({"passes": "x"}, StrategyError, "passes='x'.*give Sequence"),
     "unknown pass": ({"passes": ["nope"]}, StrategyError, "nope"),
     "unknown plugin": ({"plugin": ["no.such.module"]}, onnxpar.OnnxparError, "no.such.module"),
+    "text for a pair": ({"states": ["a:b"]}, StrategyError, "'a:b' is no pair; give .INPUT, OUTP"),
     "bad mesh": ({"mesh": "dp"}, StrategyError, "dp"),
 }
 
