@@ -151,14 +151,24 @@ class Walk:
             return None
         if not self._fits(node):
             return None
-        feeds = {name: self.values[name] for name in node.input if name}
-        try:
-            results = ReferenceEvaluator(self._one_node(node)).run(None, feeds)
-        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
-            return None  # left to the runtime, which has every op
-        if any(not isinstance(r, (np.ndarray, np.generic)) for r in results):
+        results = self._computed(node)
+        if results is None or any(not isinstance(r, (np.ndarray, np.generic)) for r in results):
             return None
-        return list(results)
+        return results
+
+    def _computed(self, node: NodeProto) -> list[Any] | None:
+        """The results of a node of known operands; None if they are left to the runtime, which has
+        every op."""
+        feeds = {name: self.values[name] for name in node.input if name}
+        if any(array.dtype.kind == "f" for array in feeds.values()):
+            # the last bits are then those that the runtime would compute
+            found = self.runtime.evaluate(node, self.types, self.protos)
+            if found is not None:
+                return found
+        try:
+            return list(ReferenceEvaluator(self._one_node(node)).run(None, feeds))
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
+            return None
 
     def _fits(self, node: NodeProto) -> bool:
         """True if a node's results are small enough to be stored. A large ConstantOfShape of floats

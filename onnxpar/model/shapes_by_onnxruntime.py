@@ -1,4 +1,5 @@
-"""Types and shapes of ops that ONNX does not know, inferred by onnxruntime one node at a time.
+"""What onnxruntime says about one node at a time: types and shapes of ops that ONNX does not know,
+and results of known operands.
 
 onnxruntime has schemas of its own (com.microsoft, SimplifiedLayerNormalization ...) and infers
 with them when it creates a session. If a size stays open though all operands are known, one run
@@ -35,6 +36,8 @@ _GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
 the cache that is read."""
 _NO_SIZES = frozenset(("DecoderMaskedMultiHeadAttention",))
 """Ops whose integer operands do not determine sizes of their results."""
+_SMALL = 4096
+"""Bytes of a model of one node up to which its results are kept."""
 _SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
 _Shape = list[int | str | None]
 
@@ -46,6 +49,7 @@ class RuntimeShapes:
         self._opsets = list(opsets)
         self._ir_version = ir_version
         self._known: dict[bytes, list[TypeProto | None]] = {}
+        self._computed: dict[bytes, list[Any] | None] = {}
 
     def refusal(
         self,
@@ -80,6 +84,23 @@ class RuntimeShapes:
             self._known[key] = _result_types(model)
         found = zip(node.output, self._known[key], strict=True)
         return {name: type_ for name, type_ in found if name and type_ is not None}
+
+    def evaluate(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> list[Any] | None:
+        """The results of a node whose operands are all known; None if onnxruntime has no kernel
+        for it, or NumPy no type for a result. Layers repeat nodes on small operands, so these are
+        computed once."""
+        model = self._one_node(node, types, values)
+        if model.ByteSize() > _SMALL:
+            return _results(model)
+        key = model.SerializeToString(deterministic=True)
+        if key not in self._computed:
+            self._computed[key] = _results(model)
+        return self._computed[key]
 
     def _one_node(
         self,
@@ -145,6 +166,14 @@ def _session(model: onnx.ModelProto) -> Any:
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def _results(model: onnx.ModelProto) -> list[Any] | None:
+    """The results of a one-node model; None if it cannot run, or NumPy has no type for one."""
+    try:
+        return list(_session(model).run(None, {}))
+    except (*REFUSED, RuntimeError):
+        return None
 
 
 def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime as ort
 import pytest
 from agreement import check_agrees, options
 from onnx import numpy_helper
@@ -69,6 +70,23 @@ def test_folding(line: str, wanted: object) -> None:
     assert [n.op_type for n in model.graph.node] == ["Relu"]
     (value,) = [numpy_helper.to_array(w) for w in model.graph.initializer if w.name == "y"]
     np.testing.assert_array_equal(value, wanted)
+
+
+@pytest.mark.parametrize("op", ["Cos", "Sin", "Tanh", "Exp", "Erf", "Sqrt", "Softmax"])
+def test_floats_are_folded_to_the_bits_of_onnxruntime(op: str) -> None:
+    """Which are not always those of NumPy."""
+    values = np.arange(-400, 400)
+    folded, kept = (
+        onnx.parser.parse_model(
+            HEAD + f"g ({own}) => (float[800] y) {{ f = Cast<to = 1>(c)  y = {op}(f) }}"
+        )
+        for own in ("", "int64[800] c")
+    )
+    folded.graph.initializer.append(numpy_helper.from_array(values, "c"))
+    infer(folded)
+    (found,) = [numpy_helper.to_array(w) for w in folded.graph.initializer if w.name == "y"]
+    session = ort.InferenceSession(kept.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(found, session.run(None, {"c": values})[0])
 
 
 @pytest.mark.parametrize("op", ["RandomNormal<shape = [2, 2]>()", "Dropout(f)"])
