@@ -20,6 +20,7 @@ from onnxpar.model.write_model import export_model, write_model
 from onnxpar.pipeline.context import load_model
 from onnxpar.pipeline.options import Options, manual_of
 from onnxpar.pipeline.overwritten import refuse_overwriting
+from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.data import Data
@@ -166,6 +167,8 @@ def train(
     profile: str | os.PathLike[str] | None = None,
     table_dir: str | os.PathLike[str] | None = None,
     table_cache: float | str | None = None,
+    threads: int | None = None,
+    bind: str = BINDINGS[0],
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> list[Record]:
@@ -190,6 +193,7 @@ def train(
     profile     a file to write with a trace of all steps
     table_dir   a folder for the files of tables on the host; default: `par`
     table_cache  most bytes of their rows that a rank keeps in memory; default: 256 MiB
+    threads, bind  threads of each rank, and the cores that it runs on, as in `InferenceSession`
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
 
@@ -207,6 +211,8 @@ def train(
         "profile": profile is not None,
         "table_dir": table_dir,
         "table_cache": table_cache,
+        "threads": threads,
+        "bind": bind,
     }
     with held_by_first(folder) as held, Trainer(par, held=held, **options) as trainer:
         samples = Data.given(data, trainer.data)

@@ -4,7 +4,9 @@ onnxruntime fuses what it fuses in the unsplit model."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,13 @@ from onnxpar.runtime.shards import PortParts
 from onnxpar.runtime.threads import ThreadSession
 
 EXPORTS = ["bert", "gpt2", "vit", "unet"]
+
+
+@pytest.fixture
+def worlds_of() -> Iterator[Callable[[int], list[World]]]:
+    """Worlds of threads, which are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda ranks: [stack.enter_context(world) for world in thread_worlds(ranks)]
 
 
 def feeds_of(par: Path, sizes: dict[str, int]) -> dict[str, np.ndarray]:
@@ -63,7 +72,9 @@ def shapes_in(
 
 @pytest.mark.parametrize("preset", ["data-parallel", "tensor-parallel"])
 @pytest.mark.parametrize("model", EXPORTS)
-def test_declared_shapes_are_true(model: str, preset: str, tmp_path: Path) -> None:
+def test_declared_shapes_are_true(
+    model: str, preset: str, tmp_path: Path, worlds_of: Callable[[int], list[World]]
+) -> None:
     par = tmp_path / "m.par"
     shard(MODELS / f"{model}.dynamo.dynamic.onnx", par, devices=2, preset=preset)
     bundle = Bundle.load(par)
@@ -71,7 +82,7 @@ def test_declared_shapes_are_true(model: str, preset: str, tmp_path: Path) -> No
         sizes = sizes_of(par, least)
         values = tuple(sizes[symbol] for symbol in bundle.symbols)
         whole, parts = feeds_of(par, sizes), PortParts(bundle).at(values)
-        worlds = thread_worlds(2)
+        worlds = worlds_of(2)
 
         def of(rank: int) -> list[tuple[str, list[int | str | None], tuple[int, ...]]]:
             own = {n: parts[n].take(a, rank) for n, a in whole.items()}  # noqa: B023
@@ -100,11 +111,13 @@ def fused(path: Path, folder: Path, options: ort.SessionOptions) -> Counter[str]
 
 
 @pytest.mark.parametrize("model", EXPORTS)
-def test_ranks_fuse_what_the_unsplit_model_fuses(model: str, tmp_path: Path) -> None:
+def test_ranks_fuse_what_the_unsplit_model_fuses(
+    model: str, tmp_path: Path, worlds_of: Callable[[int], list[World]]
+) -> None:
     path, par = MODELS / f"{model}.dynamo.dynamic.onnx", tmp_path / "m.par"
     shard(path, par, devices=2, preset="data-parallel")
     unsplit = fused(path, tmp_path, ort.SessionOptions())
-    world = thread_worlds(2)[1]
+    world = worlds_of(2)[1]
     split = fused(Bundle.load(par).rank_file(1), tmp_path, session_options(world))
     ops = ("SkipLayerNormalization", "LayerNormalization", "BiasGelu", "FusedMatMul", "Gelu")
     assert {op: split[op] for op in ops} == {op: unsplit[op] for op in ops}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ import pytest
 from native.ranks import TOKEN, errors_on_ranks, model, node, on_ranks, session
 from onnx import TensorProto, helper
 
-from onnxpar.runtime.groups import World, thread_worlds
+from onnxpar.runtime.groups import World
 
+Fresh = Callable[..., list[World]]
 FLOAT = TensorProto.FLOAT
 KINDS: dict[str, dict[str, Any]] = {
     "AllReduce": {"op": "sum"},
@@ -44,11 +45,11 @@ def in_one(kind: str, **attributes: Any) -> list[onnx.NodeProto]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("width", [0, 3, 70_000])
-def test_same_bits_as_in_one_op(kind: str, ranks: int, width: int) -> None:
+def test_same_bits_as_in_one_op(kind: str, ranks: int, width: int, fresh_worlds: Fresh) -> None:
     """4 rows over 5 ranks: some have none."""
     draw = np.random.default_rng(0)
     x = [draw.standard_normal((4, width), np.float32) for _ in range(ranks)]
-    worlds = thread_worlds(ranks)
+    worlds = fresh_worlds(ranks)
 
     def run(world: World) -> list[np.ndarray]:
         both = [in_one(kind, **KINDS[kind]), in_two(kind, **KINDS[kind])]
@@ -62,7 +63,7 @@ def test_same_bits_as_in_one_op(kind: str, ranks: int, width: int) -> None:
             assert y.tobytes() == one.tobytes()
 
 
-def test_shapes_follow_at_loading() -> None:
+def test_shapes_follow_at_loading(fresh_worlds: Fresh) -> None:
     sizes = {"AllGather": [1, 2], "ReduceScatter": [1, 3]}
 
     def shapes(world: World) -> list[list[Any]]:
@@ -73,7 +74,7 @@ def test_shapes_follow_at_loading() -> None:
             found.append(session(world, made).get_outputs()[0].shape)
         return found
 
-    for rank, (same, gathered, scattered, dealt) in enumerate(on_ranks(thread_worlds(2), shapes)):
+    for rank, (same, gathered, scattered, dealt) in enumerate(on_ranks(fresh_worlds(2), shapes)):
         assert same == [4, "n"]
         assert gathered == [4, 3]
         assert scattered == [1 + 2 * rank, "n"]
@@ -84,7 +85,9 @@ def later(name: str, x: str, y: str) -> onnx.NodeProto:
     return helper.make_node("Identity", [x], [y], name)
 
 
-def test_the_thread_works_while_onnxruntime_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_works_while_onnxruntime_computes(
+    monkeypatch: pytest.MonkeyPatch, fresh_worlds: Fresh
+) -> None:
     """The token of Complete tells when the thread was at work: before Complete began."""
     monkeypatch.setenv("ONNXPAR_LINK", "latency=50ms")
     between = [helper.make_node("MatMul", ["A", "A"], ["B0"])]
@@ -103,28 +106,30 @@ def test_the_thread_works_while_onnxruntime_computes(monkeypatch: pytest.MonkeyP
         y, token = session(world, made).run(["Y", "s"], feeds)
         return y, token.shape
 
-    for y, (none, began, ended) in on_ranks(thread_worlds(2), run):
+    for y, (none, began, ended) in on_ranks(fresh_worlds(2), run):
         assert y.tolist() == [2, 2, 2]
         assert none == 0
         assert began - ended >= 50_000
 
 
-def test_ranks_that_disagree_are_named() -> None:
+def test_ranks_that_disagree_are_named(fresh_worlds: Fresh) -> None:
     def run(world: World) -> None:
         kind, attributes = ("AllReduce", {"op": "sum" if world.rank else "max"})
         made = loaded(in_two(kind, **attributes), [3])
         session(world, made).run(["Y"], {"X": np.ones(3, np.float32), "t": TOKEN})
 
-    for message in errors_on_ranks(thread_worlds(2), run):
+    for message in errors_on_ranks(fresh_worlds(2), run):
         assert "AllReduce 'node' (tag 1)" in message
         assert "op=max" in message and "op=sum" in message
 
 
-def test_a_wrong_operand_interrupts_all_ranks_and_the_next_run_is_right() -> None:
+def test_a_wrong_operand_interrupts_all_ranks_and_the_next_run_is_right(
+    fresh_worlds: Fresh,
+) -> None:
     def run(world: World, rows: int, made: Any) -> np.ndarray:
         return made.run(["Y"], {"X": np.ones((rows, 2), np.float32), "t": TOKEN})[0]
 
-    worlds = thread_worlds(3)
+    worlds = fresh_worlds(3)
     attributes = {"axis": 0, "sizes": [2, 1, 1], "op": "sum"}
     made = {
         w.rank: session(w, loaded(in_two("ReduceScatter", **attributes), ["n", 2])) for w in worlds
@@ -150,7 +155,9 @@ def fails_between() -> bytes:
     )
 
 
-def test_a_run_that_fails_between_start_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_between_start_and_complete(
+    monkeypatch: pytest.MonkeyPatch, fresh_worlds: Fresh
+) -> None:
     """The thread still works when the run's memory is freed, and when the session ends."""
     monkeypatch.setenv("ONNXPAR_LINK", "latency=100ms")
 
@@ -168,12 +175,12 @@ def test_a_run_that_fails_between_start_and_complete(monkeypatch: pytest.MonkeyP
         [y] = session(world, fails_between()).run(["Y"], feeds(world, 5))
         return message, float(y.min())
 
-    for message, least in on_ranks(thread_worlds(2), run):
+    for message, least in on_ranks(fresh_worlds(2), run):
         assert "out of data bounds" in message
         assert least == 3
 
 
-def test_a_session_that_fails_again_and_again_keeps_nothing() -> None:
+def test_a_session_that_fails_again_and_again_keeps_nothing(fresh_worlds: Fresh) -> None:
     def run(world: World) -> list[float]:
         made = session(world, fails_between())
         found = []
@@ -185,12 +192,12 @@ def test_a_session_that_fails_again_and_again_keeps_nothing() -> None:
                 found.append(-1.0)
         return found
 
-    assert on_ranks(thread_worlds(2), run) == [[-1, -1, 2]] * 2
+    assert on_ranks(fresh_worlds(2), run) == [[-1, -1, 2]] * 2
 
 
-def test_an_interrupt_between_start_and_complete() -> None:
+def test_an_interrupt_between_start_and_complete(fresh_worlds: Fresh) -> None:
     """A rank that never starts its own tells the others, whose started collective fails."""
-    worlds = thread_worlds(2)
+    worlds = fresh_worlds(2)
 
     def run(world: World) -> None:
         if world.rank == 1:
@@ -211,7 +218,9 @@ def test_an_interrupt_between_start_and_complete() -> None:
         assert y.tolist() == [2, 2, 2]
 
 
-def test_one_in_one_op_waits_for_those_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_in_one_op_waits_for_those_that_were_started(
+    monkeypatch: pytest.MonkeyPatch, fresh_worlds: Fresh
+) -> None:
     """Ranks run all of them in one order, which the tokens give."""
     monkeypatch.setenv("ONNXPAR_LINK", "latency=20ms")
     start, end = in_two("AllReduce", "first", 1)
@@ -224,10 +233,10 @@ def test_one_in_one_op_waits_for_those_that_were_started(monkeypatch: pytest.Mon
         x = np.full(2, world.rank + 1, np.float32)
         return [y.tolist() for y in session(world, made).run(["Y", "Z"], {"X": x, "t": TOKEN})]
 
-    assert on_ranks(thread_worlds(3), run) == [[[6, 6], [3, 3]]] * 3
+    assert on_ranks(fresh_worlds(3), run) == [[[6, 6], [3, 3]]] * 3
 
 
-def test_complete_without_start() -> None:
+def test_complete_without_start(fresh_worlds: Fresh) -> None:
     made = model(
         [node("Complete", ["X", "t"], ["Y", "s"], name="end")],
         [("X", FLOAT, [0, "n", 2])],
@@ -237,19 +246,21 @@ def test_complete_without_start() -> None:
     def run(world: World) -> None:
         session(world, made).run(["Y"], {"X": np.zeros((0, 99_999, 2), np.float32), "t": TOKEN})
 
-    (message,) = errors_on_ranks(thread_worlds(1), run)
+    (message,) = errors_on_ranks(fresh_worlds(1), run)
     assert "names no started collective" in message
 
 
 @pytest.mark.parametrize("text", ["fast", "latency=3", "bandwidth=-1GB/s", "ranks_per_host=0.5"])
-def test_a_link_that_is_not_understood(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_is_not_understood(
+    text: str, monkeypatch: pytest.MonkeyPatch, fresh_worlds: Fresh
+) -> None:
     monkeypatch.setenv("ONNXPAR_LINK", text)
     with pytest.raises(Exception, match=f"ONNXPAR_LINK='{text}': '{text}' is not understood"):
-        thread_worlds(2)
+        fresh_worlds(2)
 
 
 @pytest.mark.parametrize("kind", ["ReduceScatter", "AllToAll"])
-def test_sizes_that_only_a_run_knows(kind: str) -> None:
+def test_sizes_that_only_a_run_knows(kind: str, fresh_worlds: Fresh) -> None:
     """The sizes of shards are an operand, other ones in each run of a session."""
     outputs = [("Y", FLOAT, None), ("s", TensorProto.BOOL, None)]
     inputs = [("X", FLOAT, ["n", 2]), ("sizes", TensorProto.INT64, [3])]
@@ -257,7 +268,7 @@ def test_sizes_that_only_a_run_knows(kind: str) -> None:
     for nodes in (in_one(kind, **KINDS[kind]), in_two(kind, **KINDS[kind])):
         nodes[0].input.append("sizes")
         protos.append(model(nodes, inputs, outputs))
-    worlds = thread_worlds(3)
+    worlds = fresh_worlds(3)
 
     def run(world: World) -> list[list[np.ndarray]]:
         one, two = (session(world, proto) for proto in protos)
