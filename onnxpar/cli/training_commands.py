@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from onnxpar.base.interrupts import Terminated
 from onnxpar.cli.arguments import dims_of
+from onnxpar.errors import RankError
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.files.write_file import whole_file, writing
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
@@ -118,12 +119,17 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None
         data.check_batch(args.batch)
-        if not trainer.leads:
-            deque(records(trainer, data, run, held_out), maxlen=0)
-        else:
-            with writing(logs):
-                logs.mkdir(parents=True, exist_ok=True)
-            _follow(trainer, data, run, held_out, logs)
+        try:
+            if not trainer.leads:
+                deque(records(trainer, data, run, held_out), maxlen=0)
+            else:
+                with writing(logs):
+                    logs.mkdir(parents=True, exist_ok=True)
+                _follow(trainer, data, run, held_out, logs)
+        except RankError as error:
+            first, *others = str(error).split("\n")
+            error.args = ("\n".join([f"{first}; {last_checkpoint(run)}", *others]),)
+            raise
         trace = trainer.session.end_profile(args.profile, warm_up=1) if args.profile else None
     if trace is not None:
         print("\n" + "\n".join(trace_lines(trace)))

@@ -45,6 +45,23 @@ _NEVER = frozenset(
 below."""
 
 
+_UNKNOWN_DEFAULTS = {"STFT": {"onesided": 1}}
+"""Attributes without which ONNX infers a wrong shape, with the defaults of the standard."""
+
+
+def _with_defaults(node: NodeProto) -> NodeProto:
+    """The node with the attributes that inference needs."""
+    have = {attribute.name for attribute in node.attribute}
+    defaults = _UNKNOWN_DEFAULTS.get(node.op_type, {})
+    missing = {name: value for name, value in defaults.items() if name not in have}
+    if not missing or node.domain not in ("", "ai.onnx"):
+        return node
+    whole = NodeProto()
+    whole.CopyFrom(node)
+    whole.attribute.extend(onnx.helper.make_attribute(*each) for each in missing.items())
+    return whole
+
+
 def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool = False) -> None:
     """Removes all nodes but `kept`; `others` is True if some of these are not in the graph yet."""
     if others or len(kept) < len(graph.node):
@@ -253,7 +270,7 @@ class Walk:
         try:
             found = onnx.shape_inference.infer_node_outputs(
                 schema,
-                node,
+                _with_defaults(node),
                 {n: self.types[n] for n in names},
                 {n: self.protos[n] for n in node.input if n in self.protos},
                 opset_imports=list(self.model.opset_import),

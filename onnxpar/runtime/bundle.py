@@ -220,8 +220,8 @@ class Bundle:
             if any(v not in found for v in own.variables) or own.at(found) != size:
                 others = "; ".join(origin[v] for v in own.variables if v in origin)
                 remedy = (
-                    "; give equal sizes, or, if the sizes may differ, give the dimensions "
-                    "different names in the model"
+                    "; give sizes that agree: dimensions are equal if they have one name in the "
+                    "model, or if an op of the model combines them"
                     if others
                     else ""
                 )

@@ -40,6 +40,18 @@ def test_targets_computed_from_shapes_are_constants() -> None:
     assert shapes == {"y": (4, 48)}
 
 
+@pytest.mark.parametrize(
+    ("given", "bins"), [("", 9), ("<onesided = 1>", 9), ("<onesided = 0>", 16)]
+)
+def test_an_attribute_that_is_not_written(given: str, bins: int) -> None:
+    """By default, STFT computes one half of the frequencies of a real signal."""
+    _, shapes = inferred(
+        f"""g (float[2,64,1] x, float[16] w) => (float[a,b,c,d] y) <int64 step = {{8}}>
+        {{ y = STFT{given}(x, step, w) }}"""
+    )
+    assert shapes == {"y": (2, 7, bins, 2)}
+
+
 def test_declared_shapes_are_not_trusted() -> None:
     ops, shapes = inferred(
         """g (float[4,6] x) => (float[9,9] y) <float[1,1,1] h> { h = Relu(x)  y = Exp(h) }"""

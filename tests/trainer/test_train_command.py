@@ -231,6 +231,8 @@ def test_a_killed_rank_ends_the_run(
     _, error = run.communicate(timeout=60)
     assert run.returncode == 2
     assert "was killed" in error and "rank" in error and "Traceback" not in error
+    last = f"the last checkpoint is {newest(tmp_path / 'c')}; continue from it with --resume"
+    assert f"(signal 9); {last}" in error
     assert wait_until(lambda: not any(map(is_alive, ranks)), 20)
     assert main(arguments(made, tmp_path, "--resume", epochs=LONG)) == 0
     same(left(tmp_path), left(undisturbed))
