@@ -156,7 +156,8 @@ class ProcessRanks:
             messages = None
         else:
             places, pieces = self._hand_over(feeds, request.sizes)
-            last = _Run(request, {n: a.shape for n, a in feeds.items()}, pieces)
+            shapes = {} if self._has_values else {n: a.shape for n, a in feeds.items()}
+            last = _Run(request, shapes, pieces)
             message = {"do": "run", "feeds": places, "size": self._size(), **vars(request)}
             messages = [pack(message)] * self._bundle.mesh.size
         answers = self._processes.call(messages, f"run {self._runs}")

@@ -15,7 +15,7 @@ from runtime.bundles import Tensor, k_split, write_par
 import onnxpar
 from onnxpar.compiler.plan import write_plan
 from onnxpar.errors import InputError, ModelError
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.bundle import FORMAT, Bundle
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
 
@@ -96,7 +96,7 @@ def test_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "has format 99, but this onnxpar reads 3"),
+        ({"format": 99}, f"has format 99, but this onnxpar reads {FORMAT}"),
         ({"mesh": 7}, "plan.json is damaged: TypeError"),
         ({"outputs": [{}]}, "plan.json is damaged: KeyError: 'name'"),
         (
