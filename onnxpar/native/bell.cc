@@ -13,16 +13,15 @@ bool Reaches(uint32_t count, uint32_t awaited) {
 
 /// The order of the store and the load is that of the store and the load in Wait, reversed: either
 /// this process sees the sleeper, or the sleeper sees the new count.
-void Bell::Ring() {
-  const uint32_t now = this->count.fetch_add(1, std::memory_order_seq_cst) + 1;
-  if (sleepers.load(std::memory_order_seq_cst) != 0 && Reaches(now, awaited.load())) Wake(count);
+void Bell::Ring(uint32_t awaited) {
+  const uint32_t now = count.fetch_add(1, std::memory_order_seq_cst) + 1;
+  if (Reaches(now, awaited) && sleepers.load(std::memory_order_seq_cst) != 0) Wake(count);
 }
 
 bool Bell::Wait(uint32_t wanted, bool spins, std::chrono::milliseconds longest) {
   const auto has_come = [&] { return Reaches(count.load(std::memory_order_acquire), wanted); };
   if (Look(spins, has_come, [] { return false; })) return true;
   const auto until = std::chrono::steady_clock::now() + longest;
-  awaited.store(wanted);
   sleepers.fetch_add(1, std::memory_order_seq_cst);
   bool come = false;
   for (;;) {

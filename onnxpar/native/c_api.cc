@@ -233,8 +233,11 @@ ONNXPAR_EXPORT int onnxpar_hub_stop(const char* host, int port) {
   });
 }
 
-/// Rings the bell in shared memory at this address.
-ONNXPAR_EXPORT void onnxpar_bell_ring(void* bell) { static_cast<onnxpar::Bell*>(bell)->Ring(); }
+/// Rings the bell in shared memory at this address; wakes sleepers if the count is now at least
+/// `awaited`.
+ONNXPAR_EXPORT void onnxpar_bell_ring(void* bell, uint32_t awaited) {
+  static_cast<onnxpar::Bell*>(bell)->Ring(awaited);
+}
 
 /// Waits until the bell was rung `count` times; returns 1, or 0 after `longest_ms`.
 ONNXPAR_EXPORT int onnxpar_bell_wait(void* bell, uint32_t count, int spins, int64_t longest_ms) {

@@ -55,13 +55,13 @@ class Doorbell:
         self._calls += 1
         self._looks = self.spins
         self._words[_KIND] = _AGAIN if again else _MESSAGE
-        self._ring(self._call)
+        self._ring(self._call, self._calls % _WRAP)
 
     def wait_for_answers(self, seconds: float) -> bool:
         """Waits until all ranks have answered; returns False after about `seconds`."""
         looks, self._looks = self._looks, False
-        answers = self._calls * self.ranks % _WRAP
-        return bool(self._wait(self._answer, answers, looks, round(seconds * 1000)))
+        return bool(self._wait(self._answer, self._last_answer, looks, round(seconds * 1000)))
+
 
     def is_again(self, rank: int) -> bool:
         """True if the rank has answered the call, the same again."""
@@ -78,7 +78,12 @@ class Doorbell:
         """Tells the session that this rank has answered; a message must be sent before."""
         if again:
             self._words[_FIRST + rank] = self._calls % _WRAP
-        self._ring(self._answer)
+        self._ring(self._answer, self._last_answer)
+
+    @property
+    def _last_answer(self) -> int:
+        """The count of answers when all ranks have answered the call."""
+        return self._calls * self.ranks % _WRAP
 
     def close(self) -> None:
         """Closes the file."""

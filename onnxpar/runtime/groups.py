@@ -236,7 +236,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
         function.argtypes, function.restype = arguments, number
     wait, ring = loaded.onnxpar_bell_wait, loaded.onnxpar_bell_ring
     wait.argtypes = [ctypes.c_void_p, ctypes.c_uint32, number, ctypes.c_int64]
-    ring.argtypes, ring.restype = [ctypes.c_void_p], None
+    ring.argtypes, ring.restype = [ctypes.c_void_p, ctypes.c_uint32], None
     loaded.onnxpar_last_error.restype = text
     loaded.onnxpar_interruption.restype = text
     return loaded
