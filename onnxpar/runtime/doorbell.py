@@ -62,7 +62,6 @@ class Doorbell:
         looks, self._looks = self._looks, False
         return bool(self._wait(self._answer, self._last_answer, looks, round(seconds * 1000)))
 
-
     def is_again(self, rank: int) -> bool:
         """True if the rank has answered the call, the same again."""
         return bool(self._words[_FIRST + rank] == self._calls % _WRAP)
