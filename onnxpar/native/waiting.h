@@ -10,8 +10,8 @@
 
 namespace onnxpar {
 
-/// How long to look before sleeping. Waking a sleeper on an idle core takes up to 75 us in a virtual
-/// machine, and who looks offers its core to all who have work.
+/// How long to look before sleeping. Waking a sleeper on an idle core takes up to 75 us in a
+/// virtual machine, and who looks offers its core to all who have work.
 constexpr std::chrono::microseconds kLookTime{1000};
 
 /// Sleeps until another process or thread wakes this word, unless it has another value already.
