@@ -12,8 +12,9 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
+from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
 from onnxpar.ir.lazy_values import stacked_parts, stored_proto
-from onnxpar.ir.stored import nodes_of, stored_tensors, subgraphs_of
+from onnxpar.ir.stored import nodes_of, subgraphs_of
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.open_shapes import OpenShapes
@@ -67,10 +68,17 @@ class SplitRanks(Pass):
     progress: Callable[[int], None] = lambda n: None
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
+        store = WeightStore(self.output, ctx.model.folder, ctx.sharding.mesh, self.progress)
+        if ctx.model.original is not None and are_whole(ctx):
+            write_whole_ranks(self.output, ctx.model.original, ctx, store)
+        else:
+            self._write_split_ranks(graph, ctx, store)
+        return False
+
+    def _write_split_ranks(self, graph: gs.Graph, ctx: PassContext, store: WeightStore) -> None:
         mesh = ctx.sharding.mesh
         opened = open_constants(graph, ctx)
         apart = {*ctx.lowered.per_rank.constants, *(opened.varying if opened else ())}
-        store = WeightStore(self.output, ctx.model.folder, mesh, self.progress)
         weights = _cut_constants([graph, *ctx.lowered.programs.values()], apart, ctx, store)
         template = _export(graph, ctx.model.header)
         states = dict(ctx.model.states)
@@ -79,7 +87,7 @@ class SplitRanks(Pass):
         _add_defaults(template.graph, defaults)
         # first values of states have files of their own: they are not needed after the first run
         first = _cut_defaults([t for t in graph.inputs if t.name in states], ctx, store).values()
-        _store_the_rest(template.graph, weights, store)
+        store.cut_inner(template.graph, weights)
         templates = {"onnx": template}
         for name, program in ctx.lowered.programs.items():
             templates[f"{name}.onnx"] = _export(program, ctx.model.header)
@@ -100,7 +108,6 @@ class SplitRanks(Pass):
                 values = onnx.GraphProto(initializer=[parts[rank] for parts in first])
                 data = onnx.ModelProto(graph=values).SerializeToString()
                 (self.output / f"rank_{rank:04d}.states.onnx").write_bytes(data)
-        return False
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
@@ -182,16 +189,6 @@ def _cut_defaults(
         name: store.cut(name, default, ctx.layouts.get(name) or whole_layout(default))
         for name, default in found.items()
     }
-
-
-def _store_the_rest(
-    graph: onnx.GraphProto, weights: Mapping[str, list[TensorProto]], store: WeightStore
-) -> None:
-    """Stores tensors that only subgraphs and attributes refer to, whole on every rank."""
-    for i, tensor in enumerate(stored_tensors(graph)):
-        if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in weights:
-            name = tensor.name or f"attribute.{i}"
-            tensor.CopyFrom(store.cut(name, tensor, whole_layout(tensor))[0])
 
 
 def weight_proto(tensor: gs.Constant) -> TensorProto:

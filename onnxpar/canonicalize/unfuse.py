@@ -41,10 +41,10 @@ def unfuse(model: onnx.ModelProto) -> None:
     """Replaces fused nodes by ONNX's ops, in place, also in subgraphs."""
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     _Unfusing(model.graph, opset).run()
-    _free_names(model.graph)
+    free_names(model.graph)
 
 
-def _free_names(graph: onnx.GraphProto) -> None:
+def free_names(graph: onnx.GraphProto) -> None:
     """Renames constants whose names a session would add again: it would reject the second one."""
     renamed = {w.name: f"{w.name}::kept" for w in graph.initializer if w.name.startswith(_RESERVED)}
     for weight in graph.initializer:

@@ -16,6 +16,7 @@ from onnxpar.canonicalize.bodies_for_training import add_bodies
 from onnxpar.canonicalize.embedding_bags import add_up_bags
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
+from onnxpar.canonicalize.name_nodes import name_nodes
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
@@ -34,7 +35,6 @@ from onnxpar.ir.stored import (
     densify,
     is_folded,
     lift_constants,
-    nodes_of,
     sparse_tensors,
     stored_tensors,
 )
@@ -42,6 +42,7 @@ from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import Whole
 from onnxpar.ir.training_spec import Step
 from onnxpar.load.inference import infer
+from onnxpar.load.stored_model import StoredModel
 from onnxpar.model.annotations import Configuration, read_annotations
 from onnxpar.model.checker import MIN_IR, blaming, check_bound, check_references, check_standard
 from onnxpar.model.input_sizes import bind_dims, fix_shapes
@@ -80,6 +81,7 @@ class Model:
     on_host   weights and states that stay in files, as tables of which each run reads some rows,
               and the results that replace these states
     shared    numbers of nodes that read a vector as their scale or bias, if several do
+    original  the model before these rewrites; None if passes may change what the graph computes
     """
 
     path: Path
@@ -95,6 +97,7 @@ class Model:
     exported: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     on_host: Sequence[str] = ()
+    original: StoredModel | None = None
 
     @property
     def folder(self) -> Path:
@@ -155,6 +158,7 @@ def load(
     proto = inlined(proto, path)
     show("inline-functions", proto)
     stored = _checked_stored(proto, path)
+    original = None if for_training else StoredModel.of(proto, path, dims or {}, shapes or {})
     refusal = check_standard(proto, path)
     with blaming(refusal, path):
         proto, defaults, fixed = _normalized(proto, path, for_training, show)
@@ -194,6 +198,7 @@ def load(
         whole = sizes.whole if sizes is not None else {}
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
         model.exported, model.shared = exported, shared
+        model.original = original if step is None and infer_types is None else None
         return model
 
 
@@ -256,7 +261,7 @@ class _Importer:
     def graph(self, inferred: onnx.ModelProto) -> gs.Graph:
         """The graph that passes see. Errors: ModelError for an output without a type."""
         _check_outputs(inferred.graph, self.path)
-        _name_nodes(inferred.graph)
+        name_nodes(inferred.graph)
         self.show("infer-shapes", inferred)
         graph = import_graph(inferred, self.defaults, self.path.parent)
         for tensor in graph.outputs:
@@ -350,18 +355,6 @@ def _type_copy(type_: onnx.TypeProto) -> onnx.TypeProto:
 def _keep(field: Any, messages: list[Any]) -> None:
     del field[:]
     field.extend(messages)
-
-
-def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node, in subgraphs too, a unique name, by default from its op and result."""
-    taken: set[str] = set()
-    for node in nodes_of(graph):
-        name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
-        unique, i = name, 1
-        while unique in taken:
-            unique, i = f"{name}_{i}", i + 1
-        node.name = unique
-        taken.add(unique)
 
 
 def _unshare_vectors(graph: gs.Graph) -> None:

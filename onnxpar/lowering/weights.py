@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.packing import pack, unpack
-from onnxpar.ir.stored import element_bits, external_location, stored_bytes
+from onnxpar.ir.stored import element_bits, external_location, stored_bytes, stored_tensors
 from onnxpar.layout.layout import Factor, Layout, indices, neutral
 from onnxpar.layout.mesh import Mesh
 
@@ -97,6 +97,14 @@ class WeightStore:
             for writer in writers:
                 writer.finish()
         return [shards[r].proto(name, weight) for r in holder]
+
+    def cut_inner(self, graph: GraphProto, others: Collection[str] = ()) -> None:
+        """Stores external tensors that subgraphs and attributes of a graph have, whole on every
+        rank; `others` are names of weights that are stored already."""
+        for i, tensor in enumerate(stored_tensors(graph)):
+            if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in others:
+                name = tensor.name or f"attribute.{i}"
+                tensor.CopyFrom(self.cut(name, tensor, whole_layout(tensor))[0])
 
     def _cut_strings(self, name: str, weight: TensorProto, layout: Layout) -> list[TensorProto]:
         """Splits strings, which ONNX stores only in the graph."""

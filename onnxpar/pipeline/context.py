@@ -80,6 +80,8 @@ def prepare(
     """Runs the passes of the stage REWRITE, at every binding of open sizes, then makes the context
     for the other passes. Errors: OnnxparError."""
     steps = [p for p in passes if p.stage is Stage.REWRITE]
+    if steps or options.passes or options.exposed:
+        model.original = None
     if steps:
         ctx = _rewriting_context(model, options)
         run_passes(model, ctx, steps, watch, options.verify, times=options.times)

@@ -21,7 +21,6 @@ from onnxpar.runtime.executor import SIZES
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.groups import World, session_options, thread_worlds
 from onnxpar.runtime.shards import PortParts
-from onnxpar.runtime.threads import ThreadSession
 
 EXPORTS = ["bert", "gpt2", "vit", "unet"]
 
@@ -121,17 +120,3 @@ def test_ranks_fuse_what_the_unsplit_model_fuses(
     split = fused(Bundle.load(par).rank_file(1), tmp_path, session_options(world))
     ops = ("SkipLayerNormalization", "LayerNormalization", "BiasGelu", "FusedMatMul", "Gelu")
     assert {op: split[op] for op in ops} == {op: unsplit[op] for op in ops}
-
-
-@pytest.mark.parametrize("model", EXPORTS)
-def test_one_rank_computes_the_same_bits(model: str, tmp_path: Path) -> None:
-    path, par = MODELS / f"{model}.dynamo.dynamic.onnx", tmp_path / "m.par"
-    shard(path, par, devices=1)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    unsplit = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    with ThreadSession(par) as session:
-        for least in (1, 4):
-            feeds = feeds_of(par, sizes_of(par, least))
-            for one, other in zip(unsplit.run(None, feeds), session.run(None, feeds), strict=True):
-                np.testing.assert_array_equal(one, other)

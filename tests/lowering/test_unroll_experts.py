@@ -55,13 +55,13 @@ def test_ranks_read_stored_matrices(layout: str, experts: list[int], tmp_path: P
 
 @pytest.mark.parametrize("name", ["gpt_oss.batched_mm.legacy", "qwen3_moe.grouped_mm.hf"])
 def test_stacks_that_are_one_weight(name: str, tmp_path: Path) -> None:
-    (graph,) = ranks_of(MODELS / f"{name}.onnx", "1", tmp_path)
+    graph, _ = ranks_of(MODELS / f"{name}.onnx", "data-parallel 2", tmp_path)
     assert matrices(graph)
     assert Counter(node.op_type for node in graph.node)["Scan"] == 0
 
 
 def test_many_experts_stay_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unroll_experts, "MOST", 3)
-    (graph,) = ranks_of(LOOP, "1", tmp_path)
+    graph, _ = ranks_of(LOOP, "data-parallel 2", tmp_path)
     assert "Scan" in {node.op_type for node in graph.node}
     assert not matrices(graph)

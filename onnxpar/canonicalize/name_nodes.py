@@ -1,0 +1,19 @@
+"""Names the nodes of a model."""
+
+from __future__ import annotations
+
+import onnx
+
+from onnxpar.ir.stored import nodes_of
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Gives every node, in subgraphs too, a unique name, by default from its op and result."""
+    taken: set[str] = set()
+    for node in nodes_of(graph):
+        name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
+        unique, i = name, 1
+        while unique in taken:
+            unique, i = f"{name}_{i}", i + 1
+        node.name = unique
+        taken.add(unique)

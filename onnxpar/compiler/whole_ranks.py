@@ -1,0 +1,80 @@
+"""Writes the ranks of a plan that splits nothing: each runs the model as its file has it.
+
+The rewrites of the loader (folded constants, known shapes, newer ops, experts in one node) serve
+the plan. In a rank that computes the whole model they would only change what onnxruntime fuses, and
+with it the last bits of results.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.layout.mesh import parts_over
+from onnxpar.load.stored_model import StoredModel
+from onnxpar.lowering.size_graph import add_size_input
+from onnxpar.lowering.weights import WeightStore, whole_layout
+
+
+def are_whole(ctx: PassContext) -> bool:
+    """True if the program of each rank is that of the model's file: no tensor is split, ranks
+    neither communicate nor differ."""
+    lowered = ctx.lowered
+    if lowered.collectives or lowered.programs or lowered.row_outputs:
+        return False
+    ranks = range(1, ctx.sharding.mesh.size)
+    if lowered.per_rank.attributes or any(
+        not np.array_equal(value(0), value(rank))
+        for value in lowered.per_rank.constants.values()
+        for rank in ranks
+    ):
+        return False
+    return all(parts_over(layout.axes) == 1 for layout in ctx.layouts.values())
+
+
+def write_whole_ranks(
+    folder: Path, original: StoredModel, ctx: PassContext, store: WeightStore
+) -> None:
+    """Writes the files of all ranks to a folder; weights go to the store, and first values of
+    states to files of their own."""
+    model = original.bound()
+    _open_outputs(model.graph, ctx)
+    states = dict(ctx.model.states)
+    names = [weight.name for weight in model.graph.initializer]
+    data = [*original.weights, *model.graph.initializer[len(original.weights) :]]
+    weights = [
+        store.cut(name, weight, whole_layout(weight))[0]
+        for name, weight in zip(names, data, strict=True)
+    ]
+    del model.graph.initializer[:]
+    store.cut_inner(model.graph)
+    model.graph.initializer.extend(w for w in weights if w.name not in states)
+    first = onnx.GraphProto(initializer=[w for w in weights if w.name in states])
+    if ctx.model.sizes is not None:
+        add_size_input(model.graph, ctx.model.sizes.symbols)
+    model.producer_name = model.producer_name or "onnxpar"
+    program = model.SerializeToString()
+    values = onnx.ModelProto(graph=first).SerializeToString()
+    for rank in range(ctx.sharding.mesh.size):
+        (folder / f"rank_{rank:04d}.onnx").write_bytes(program)
+        if first.initializer:
+            (folder / f"rank_{rank:04d}.states.onnx").write_bytes(values)
+
+
+def _open_outputs(graph: onnx.GraphProto, ctx: PassContext) -> None:
+    """Removes declared sizes of outputs that are wrong: onnxruntime only warns of them, unless an
+    output is bound."""
+    for port in graph.output:
+        layout = ctx.layouts.get(port.name)
+        if layout is None or not port.type.tensor_type.HasField("shape"):
+            continue
+        declared = port.type.tensor_type.shape.dim
+        if len(declared) != len(layout.shape):
+            port.type.tensor_type.ClearField("shape")
+            continue
+        for dim, size in zip(declared, layout.shape, strict=True):
+            if dim.HasField("dim_value") and dim.dim_value != size:
+                dim.Clear()
