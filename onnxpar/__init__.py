@@ -29,6 +29,7 @@ search        the strategy with the lowest cost
 grad          gradients, one file per family of ops
 training      training steps as graphs: backward pass, optimizers, precision, recomputation
 runtime       ranks, sessions, traces (native/ is the plugin)
+calibration   measurement of a machine
 compiler      the pass interface, the plan, verification, text
 passes        the passes, one per file
 pipeline      order and execution of passes, dumps, options
@@ -36,7 +37,6 @@ report        tables and pages for people
 trainer       training runs: the loop, data, checkpoints
 checking      comparison of sharded results with those of the unsplit model
 api           the Python functions
-calibration   measurement of a machine
 hvd           Horovod's API
 cli           the command line
 testing       oracles and proofs for people who write rules and gradients

@@ -15,6 +15,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+os.environ["ONNXPAR_MEASURE"] = "0"  # costs do not depend on the machine; commands inherit this
+
 hypothesis.settings.register_profile(
     "repeatable",
     derandomize=True,

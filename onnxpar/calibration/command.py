@@ -10,21 +10,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from onnxpar.calibration.fit import file_text, fit, lines
-from onnxpar.calibration.measure import Measurements, measure
+from onnxpar.calibration.measure import MOST_RANKS as MOST_RANKS
+from onnxpar.calibration.measure import Measurements, default_ranks, measure
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import InputError
 from onnxpar.files.write_file import whole_file
 from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.launch import launched_rank
-
-MOST_RANKS = 8
-"""The largest default number of ranks; more would take long and change the result little."""
-
-
-def default_ranks() -> int:
-    """Returns the default number of ranks: one for each core, at least 2 and at most MOST_RANKS."""
-    return max(2, min(MOST_RANKS, len(own_cores())))
 
 
 def calibrate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ import onnx
 from onnxpar.calibration import models
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.ir.collectives import KINDS
-from onnxpar.runtime.cores import shares
+from onnxpar.runtime.cores import own_cores, shares
 from onnxpar.runtime.launch import bind_address
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.timing import WARM_UP
@@ -26,9 +27,30 @@ SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
 """Bytes of the tensors of collectives: 4 KiB to 4 MiB."""
 LARGE = 32 << 20
 """Bytes of a tensor that is larger than any cache."""
-ROUNDS = 5
-"""The number of rounds. Each round runs every case, so that a short load from other programs
-affects few runs of each case."""
+
+MOST_RANKS = 8
+"""The largest default number of ranks; more would take long and change the result little."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    sizes        bytes of the tensors of collectives
+    rounds       the number of rounds; each runs every case, so that a short load from other
+                 programs affects few runs of each case
+    every_group  False: groups of 2 and of all ranks alone, without those of other sizes
+    most         seconds after which no further round begins
+    """
+
+    sizes: tuple[int, ...] = SIZES
+    rounds: int = 5
+    every_group: bool = True
+    most: float = float("inf")
+
+
+THOROUGH = Effort()
+QUICK = Effort((SIZES[0], SIZES[2], SIZES[-1]), rounds=2, every_group=False, most=3.0)
 FEWEST, MOST = 3, 100
 """The smallest and the largest number of runs of a case in a round."""
 QUANTILE = 0.2
@@ -83,31 +105,46 @@ class Measurements:
     collectives: tuple[CollectiveTime, ...]
 
 
-def group_sizes(ranks: int) -> list[int]:
+def default_ranks() -> int:
+    """Returns the default number of ranks: one for each core, at least 2 and at most MOST_RANKS."""
+    return max(2, min(MOST_RANKS, len(own_cores())))
+
+
+def group_sizes(ranks: int, effort: Effort = THOROUGH) -> list[int]:
     """Returns the sizes of groups to measure: powers of two, and all ranks."""
+    if not effort.every_group:
+        return sorted({2, ranks})
     return sorted({*(1 << i for i in range(1, ranks.bit_length()) if 1 << i <= ranks), ranks})
 
 
-def cases(ranks: int) -> list[tuple[str, int, int]]:
+def cases(ranks: int, effort: Effort = THOROUGH) -> list[tuple[str, int, int]]:
     """Returns the collectives to measure: (kind, ranks in a group, bytes)."""
-    return [(k, members, s) for members in group_sizes(ranks) for k in MEASURED for s in SIZES]
+    groups = group_sizes(ranks, effort)
+    return [(k, members, s) for members in groups for k in MEASURED for s in effort.sizes]
 
 
 def measure(
-    ranks: int, seconds: float, timeout: float = 60.0, note: Callable[[float], object] = abs
+    ranks: int,
+    seconds: float,
+    timeout: float = 60.0,
+    note: Callable[[float], object] = abs,
+    effort: Effort = THOROUGH,
 ) -> Measurements:
     """Starts the ranks, measures for about `seconds` seconds, and returns the measurements. Calls
     `note` after each case with the fraction of all work that the case was. Errors: RankError if a
     rank fails, or does not respond within the timeout."""
-    of_collectives = cases(ranks)
+    of_collectives = cases(ranks, effort)
+    start = time.monotonic()
     with _ranks(ranks, timeout) as (processes, folder):
         each = [_Case(folder, [model(count)] * ranks, count, **how) for model, count, how in _WORK]
         for kind, members, size in of_collectives:
             repeats = max(2, min(20, (4 << 20) // size))
             of_groups = _of_groups(kind, size, members, ranks, repeats)
             each.append(_Case(folder, of_groups, repeats, communicates=True))
-        share = 1 / len(each) / ROUNDS
-        for _ in range(ROUNDS):
+        share = 1 / len(each) / effort.rounds
+        for turn in range(effort.rounds):
+            if turn and time.monotonic() - start > effort.most:
+                break
             for case in each:
                 case.run(processes, seconds * share)
                 note(share)

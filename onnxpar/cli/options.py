@@ -103,8 +103,15 @@ def _add_strategy_files(to: argparse.ArgumentParser) -> None:
         "--topology",
         metavar="FILE",
         help="YAML file with the levels of links between ranks and the speed and memory of a "
-        "rank, such as calibrate writes; or a rank table of MindSpore or HCCL. Default: one host "
-        "with slow cores",
+        "rank, such as calibrate writes; or a rank table of MindSpore or HCCL. Default: this host, "
+        "which is measured once, in less than 5 s, and the result kept",
+    )
+    to.add_argument(
+        "--no-measure",
+        dest="measure",
+        action="store_false",
+        help="without --topology, take constants of slow cores on one host, instead of measuring "
+        "this host",
     )
     to.add_argument(
         "--balance",

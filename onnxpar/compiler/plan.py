@@ -196,6 +196,7 @@ class Plan(Shown):
     step          the roles of the ports, if the model is a training step
     fused         number of collectives before and after fuse-all-reduces, by kind
     notes         sentences that the user should read
+    costs         where the quantities of the cost model are from, in words
     unpaired      inputs that look like states, but that no output feeds
     explained     the steps of the plan, if they were asked for; a page is made from them
     sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs, if these
@@ -232,6 +233,7 @@ class Plan(Shown):
     caches: Sequence[CacheSizes] = ()
     unpaired: Sequence[str] = ()
     explained: Any = field(default=None, compare=False)
+    costs: str = ""
     sent_at_runs: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -265,6 +267,7 @@ class Plan(Shown):
             "flops": dict(self.flops),
             "metadata": dict(self.metadata),
             "predicted": None if self.predicted is None else self.predicted.to_json(),
+            "costs": self.costs,
             "loads": list(_grouped(self.loads)),
             "typical": [{"sizes": dict(s), "weight": weight} for s, weight in self.typical],
             "typical_given": self.is_told,

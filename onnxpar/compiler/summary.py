@@ -56,6 +56,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         unpaired=missing_states(graph, ctx.model.states),
         loads=loads,
         notes=list(_assumptions(ctx)),
+        costs=ctx.sharding.costs.topology.origin,
     )
 
 

@@ -52,6 +52,8 @@ HOST = Link(50e-6, 2e9)
 """Default link between ranks of a host: Gloo over the loopback device."""
 NETWORK = Link(100e-6, 1e9)
 """Default link between hosts: an Ethernet of 10 Gbit/s that few ranks share."""
+CONSTANTS = "constants of slow cores on one host"
+"""The origin of the default topology."""
 
 
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
@@ -68,6 +70,7 @@ class Topology:
     device   the device of every rank, unless `devices` are given
     devices  the device of each rank, if they differ
     shares   the share of the work that each rank takes; empty: all take the same
+    origin   where the quantities are from, in words
 
     >>> Topology.of({"levels": [{"name": "host", "latency": "50 us", "bandwidth": "2 GB/s"}]})
     ... # doctest: +ELLIPSIS
@@ -78,11 +81,13 @@ class Topology:
     device: Device = field(default_factory=Device)
     devices: tuple[Device, ...] = ()
     shares: tuple[float, ...] = ()
+    origin: str = field(default="the given topology", compare=False)
 
     @staticmethod
     def default() -> Topology:
         """One host of any number of ranks, on HOST links."""
-        return Topology((Level("host", None, HOST.latency, HOST.bandwidth),))
+        host = Level("host", None, HOST.latency, HOST.bandwidth)
+        return Topology((host,), origin=CONSTANTS)
 
     @staticmethod
     def given(
@@ -109,7 +114,7 @@ class Topology:
             raise StrategyError(f"{path}: not JSON: {error}") from None
         except (ValueError, RecursionError) as error:
             raise StrategyError(f"{path}: {error}") from None
-        return Topology.of(data, os.fspath(path))
+        return replace(Topology.of(data, os.fspath(path)), origin=os.fspath(path))
 
     @staticmethod
     def of(data: Any, source: str = "topology") -> Topology:

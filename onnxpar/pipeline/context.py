@@ -125,7 +125,7 @@ def make_context(model: Model, options: Options) -> PassContext:
     factors = analyse(model.graph, *given)
     others = variants(model, factors)
     factors = opened(model, factors, others)
-    options = replace(options, topology=balanced(options, model, factors))
+    options = replace(options, topology=balanced(options, model, factors) or options.host())
     chosen = choose_strategy(model, options, factors)
     return PassContext(
         model,

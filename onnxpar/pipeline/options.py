@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onnxpar.base.pass_times import PassTimes
@@ -20,8 +20,14 @@ from onnxpar.search.objective import Objective
 from onnxpar.search.search import PROPAGATION, SEARCHES
 from onnxpar.strategy.strategy import Annotation, Strategy
 
+Host = Callable[[], Topology | None]
+"""Returns the topology of this host; None if it is unknown."""
 Dataset = str | tuple[tuple[int, ...], ...] | None
 """The layout of all data inputs: a name, or numbers of shards by input and dimension."""
+
+
+def unknown_host() -> None:
+    """No topology."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Options:
     reckon_at  sizes at which costs are computed; if empty, the `typical` ones
     place      where tables are, by glob: HOST
     compared   true if the plan is one of several that are compared by the objective
+    host       called when costs are needed and there is no `topology`; if it returns None, costs
+               are those of the default topology
     show       called with the model after each rewrite of the loader
     times      collects the wall time of each pass
     """
@@ -67,6 +75,7 @@ class Options:
     found: list[Annotation] | None = None
     typical: Typical = field(default_factory=Typical)
     reckon_at: Sequence[Profile] = ()
+    host: Host = unknown_host
     show: Show = unseen
     times: PassTimes = field(default_factory=PassTimes, compare=False)
 

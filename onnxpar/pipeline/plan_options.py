@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_typ
 
 from onnxpar.base.near_names import did_you_mean
 from onnxpar.base.progress_line import progress_line
+from onnxpar.calibration.host import host_topology
 from onnxpar.compiler.pass_ import Pass
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
@@ -19,7 +20,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.auto_parallel_context import options_of_context
 from onnxpar.pipeline.dataset import read_dataset
-from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.options import Options, unknown_host
 from onnxpar.pipeline.pass_registry import parse_placed
 from onnxpar.pipeline.placed_passes import Placed
 from onnxpar.pipeline.placed_tables import places_of
@@ -45,7 +46,9 @@ class LayoutOptions(TypedDict, total=False):
     dataset_strategy  layout of the data inputs: data_parallel (the first dimension over all ranks),
                     full_batch (whole), or numbers of shards by input: [[8, 1], [8]]
     configuration   which multi-device annotations of the model to follow, or "none"
-    topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure
+    topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure.
+                    Default: this host, which is measured once, and the result kept
+    measure         False: without a topology, costs are constants; this host is not measured
     balance         True: parts in proportion to the speed and memory of devices that differ
     objective       what the search minimizes: latency (default) or throughput
     memory_limit    most bytes that a rank may hold at any time, or text such as "16GB"
@@ -69,6 +72,7 @@ class LayoutOptions(TypedDict, total=False):
     dataset_strategy: str | Sequence[Sequence[int]] | None
     configuration: str | None
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None
+    measure: bool
     balance: bool
     objective: str | None
     memory_limit: float | str | None
@@ -108,6 +112,7 @@ class PlanOptions(LayoutOptions, total=False):
 
 
 DEFAULTS: Mapping[str, Any] = {
+    "measure": True,
     "balance": False,
     "untied": False,
     "states": (),
@@ -164,6 +169,7 @@ def options_of(
         dataset=read_dataset(asked.get("dataset_strategy")),
         configuration=asked.get("configuration"),
         topology=Topology.given(asked.get("topology")),
+        host=host_topology if asked.get("measure", True) else unknown_host,
         balance=asked.get("balance", False),
         objective=Objective.given(
             asked.get("objective"),

@@ -73,6 +73,8 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         yield f"on the host: {tensors} in files, at most {size} per rank"
     yield from _load_lines(plan.get("loads", ()))
     yield from _predicted_lines(plan.get("predicted"), plan["ranks"], bool(plan.get("loads")))
+    if plan.get("predicted") and plan.get("costs"):
+        yield f"costs: {plan['costs']}"
     yield from _note_lines(plan.get("notes", ()))
 
 

@@ -17,6 +17,7 @@ from onnxpar.calibration.measure import (
     MEASURED,
     SIZES,
     CollectiveTime,
+    Effort,
     Measurements,
     Work,
     cases,
@@ -182,10 +183,9 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         measure(2, 0.01)
 
 
-def test_ranks_that_are_left_over_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_left_over_wait() -> None:
     """Of three ranks, two make a pair."""
-    monkeypatch.setattr("onnxpar.calibration.measure.SIZES", (4096,))
-    found = measure(3, 0.01)
+    found = measure(3, 0.01, effort=Effort((4096,), rounds=1))
     assert [(t.kind, t.ranks) for t in found.collectives] == [
         (k, n) for n in (2, 3) for k in MEASURED
     ]
