@@ -6,14 +6,9 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "every_cpu.h"
+#include "half.h"
 #include "ort.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define ONNXPAR_FOR_EACH_CPU \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
-#else
-#define ONNXPAR_FOR_EACH_CPU
-#endif
 
 namespace onnxpar {
 namespace {
@@ -22,80 +17,30 @@ namespace {
 /// first-level cache.
 constexpr size_t kBlock = 1024;
 
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-uint32_t ToBits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-struct Bfloat16 {
-  uint16_t bits;
-
-  float Load() const { return FromBits(uint32_t{bits} << 16); }
-
-  static Bfloat16 Round(float value) {
-    const uint32_t in = ToBits(value);
-    const uint32_t rounded = (in + 0x7fffu + ((in >> 16) & 1u)) >> 16;
-    const bool is_nan = (in & 0x7fffffffu) > 0x7f800000u;
-    return {static_cast<uint16_t>(is_nan ? (in >> 16) | 0x40u : rounded)};
-  }
-};
-
-/// IEEE half precision, converted by branch-free integer code, which the compiler vectorizes for
-/// any CPU.
-struct Float16 {
-  uint16_t bits;
-
-  float Load() const {
-    const uint32_t shifted = (bits & 0x7fffu) << 13;
-    const uint32_t exponent = shifted & (0x7c00u << 13);
-    const uint32_t normal = shifted + ((127u - 15u) << 23);
-    const uint32_t special = normal + ((128u - 16u) << 23);
-    const uint32_t subnormal = ToBits(FromBits(shifted + (113u << 23)) - FromBits(113u << 23));
-    const uint32_t magnitude =
-        exponent == (0x7c00u << 13) ? special : (exponent == 0 ? subnormal : normal);
-    return FromBits(magnitude | (uint32_t{bits} & 0x8000u) << 16);
-  }
-
-  static Float16 Round(float value) {
-    const uint32_t in = ToBits(value);
-    const uint32_t magnitude = in & 0x7fffffffu;
-    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    // Adding 0.5 lines a subnormal's last bit up with float32's last bit, so the FPU rounds it.
-    const uint32_t subnormal = ToBits(FromBits(magnitude) + 0.5f) - ToBits(0.5f);
-    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t rounded = magnitude >= (143u << 23)  ? special
-                             : magnitude < (113u << 23) ? subnormal
-                                                        : normal;
-    return {static_cast<uint16_t>(rounded | ((in >> 16) & 0x8000u))};
-  }
-};
-
-/// The type in which elements of type T are accumulated, and conversions to and from it.
+/// The type in which elements of type T are accumulated.
 template <typename T>
-struct Element {
-  using Accumulator = T;
-  static T Load(T value) { return value; }
-  static T Round(T value) { return value; }
-};
-template <>
-struct Element<Float16> {
-  using Accumulator = float;
-  static float Load(Float16 value) { return value.Load(); }
-  static Float16 Round(float value) { return Float16::Round(value); }
-};
-template <>
-struct Element<Bfloat16> {
-  using Accumulator = float;
-  static float Load(Bfloat16 value) { return value.Load(); }
-  static Bfloat16 Round(float value) { return Bfloat16::Round(value); }
-};
+using Accumulator =
+    std::conditional_t<std::is_same_v<T, Float16> || std::is_same_v<T, Bfloat16>, float, T>;
+
+/// Returns `count` elements as accumulators: in `buffer`, or where they are if they are such.
+template <typename T>
+const Accumulator<T>* Load(const T* in, Accumulator<T>* buffer, size_t count) {
+  if constexpr (std::is_same_v<T, Accumulator<T>>) {
+    return in;
+  } else {
+    Widen(in, buffer, count);
+    return buffer;
+  }
+}
+
+template <typename T>
+void Store(const Accumulator<T>* in, T* out, size_t count) {
+  if constexpr (std::is_same_v<T, Accumulator<T>>) {
+    std::memcpy(out, in, count * sizeof(T));
+  } else {
+    Round(in, out, count);
+  }
+}
 
 /// The type in which T is added and multiplied: unsigned for integers, because signed overflow is
 /// undefined.
@@ -130,29 +75,29 @@ struct Min {
 
 template <typename T, typename Operation>
 void FoldBlocks(const void* const* sources, size_t source_count, void* out, size_t elements) {
-  using Accumulator = typename Element<T>::Accumulator;
   const Operation operation;
-  Accumulator accumulator[kBlock];
+  Accumulator<T> sum[kBlock], buffer[kBlock];
   for (size_t begin = 0; begin < elements; begin += kBlock) {
     const size_t count = std::min(kBlock, elements - begin);
-    const T* first = static_cast<const T*>(sources[0]) + begin;
-    for (size_t i = 0; i < count; ++i) accumulator[i] = Element<T>::Load(first[i]);
+    const auto load = [&](size_t source, Accumulator<T>* into) {
+      return Load(static_cast<const T*>(sources[source]) + begin, into, count);
+    };
+    const Accumulator<T>* left = load(0, sum);
     for (size_t s = 1; s < source_count; ++s) {
-      const T* source = static_cast<const T*>(sources[s]) + begin;
-      for (size_t i = 0; i < count; ++i) {
-        accumulator[i] = operation(accumulator[i], Element<T>::Load(source[i]));
-      }
+      const Accumulator<T>* right = load(s, buffer);
+      for (size_t i = 0; i < count; ++i) sum[i] = operation(left[i], right[i]);
+      left = sum;
     }
     if constexpr (std::is_same_v<Operation, Mean>) {
-      for (size_t i = 0; i < count; ++i) accumulator[i] /= static_cast<Accumulator>(source_count);
+      for (size_t i = 0; i < count; ++i)
+        sum[i] = left[i] / static_cast<Accumulator<T>>(source_count);
+      left = sum;
     }
-    T* result = static_cast<T*>(out) + begin;
-    for (size_t i = 0; i < count; ++i) result[i] = Element<T>::Round(accumulator[i]);
+    Store(left, static_cast<T*>(out) + begin, count);
   }
 }
 
-/// Compiled once for each level of x86-64, with what it calls; the loader takes the version for
-/// this CPU. All give the same bits.
+/// All versions give the same bits.
 template <typename T>
 ONNXPAR_FOR_EACH_CPU void FoldType(ReduceOp op, const void* const* sources, size_t source_count,
                                    void* out, size_t elements) {
