@@ -156,10 +156,19 @@ def main() -> None:
             world.close()
 
 
+def length_of(size: int) -> int:
+    """Collectives of so many bytes in a graph."""
+    return 20 if size <= 64 << 10 else 4 if size <= 1 << 20 else 1
+
+
+def runs_of(size: int) -> int:
+    """Runs of such a graph in a round."""
+    return 20 if size <= 1 << 20 else 3
+
+
 def report(kind: str, size: int, ranks: int, rounds: int, worlds: list[Ranks]) -> None:
-    length = 20 if size <= 64 << 10 else 4 if size <= 1 << 20 else 1
+    length, runs = length_of(size), runs_of(size)
     model = chain(kind, ranks, size // 4 // ranks * ranks, length)
-    runs = 20 if size <= 1 << 20 else 3
     for world in worlds:
         world.seconds(model, 3)
     figures = [

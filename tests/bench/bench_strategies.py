@@ -191,10 +191,10 @@ def measure(entries: list[Entry], rounds: int) -> None:
                 entry.runs.append(time.perf_counter() - start)
 
 
-def wait_for_quiet() -> None:
+def wait_for_quiet(moments: int = 6) -> None:
     """Waits until the cores had little to do for a moment, but not long."""
     busy = busy_seconds()
-    for _ in range(6):
+    for _ in range(moments):
         time.sleep(MOMENT)
         before, busy = busy, busy_seconds()
         if busy - before <= MOMENT * QUIET:

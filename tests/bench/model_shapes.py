@@ -1,5 +1,5 @@
 """Models in their real sizes without their weights: what a search sees of them is shapes alone. The
-weights are holes in a sparse file."""
+weights are holes in a sparse file, or random where a model is to run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 class Shapes(llama_shape.Builder):
     """A model that is written down layer by layer."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path.with_suffix(".data"), sparse=True)
+    def __init__(self, path: Path, sparse: bool = True) -> None:
+        super().__init__(path.with_suffix(".data"), sparse)
         self.path = path
         self.inputs: list[onnx.ValueInfoProto] = []
 
@@ -105,10 +105,17 @@ def llama(path: Path, batch: int, seq: int, *, layers: int = 4, kv_heads: int = 
 
 
 def bert(
-    path: Path, batch: int, seq: int, *, layers: int = 4, width: int = 1024, heads: int = 16
+    path: Path,
+    batch: int,
+    seq: int,
+    *,
+    layers: int = 4,
+    width: int = 1024,
+    heads: int = 16,
+    sparse: bool = True,
 ) -> Path:
     """Layers of BERT large, normalised behind, with a padding mask, and a classifier."""
-    b = Shapes(path)
+    b = Shapes(path, sparse)
     ids = b.input("input_ids", [batch, seq], INT64)
     kinds = b.input("token_type_ids", [batch, seq], INT64)
     x = b.add("Gather", b.weight("words", 30522, width), ids)

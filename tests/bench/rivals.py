@@ -52,8 +52,8 @@ def _columns_and_rows(columns: str, rows: str, vocabulary: str) -> dict[str, Any
 
 
 _GPT2 = _columns_and_rows("qkv up", "o down", "wte")
-_BERT = _columns_and_rows("q k v up", "o down", "words")
-_LLAMA: dict[str, Any] = {
+BERT = _columns_and_rows("q k v up", "o down", "words")
+LLAMA: dict[str, Any] = {
     **{f"{name}.*": [None, "tp"] for name in ("q", "k", "v", "gate", "up")},
     **{"o.*": ["tp", None], "down.*": ["tp", None], "head": [None, "tp"], "embed": ["tp", None]},
 }
@@ -63,11 +63,11 @@ WORKLOADS = {
     "GPT-2 XL, 1 x 16": Workload(partial(_gpt2, batch=1, seq=16), _GPT2),
     "GPT-2 XL, 1 x 512": Workload(partial(_gpt2, batch=1, seq=512), _GPT2),
     "GPT-2 XL, 1024 x 64": Workload(partial(_gpt2, batch=1024, seq=64), _GPT2),
-    "Llama 3 8B, 1 x 1": Workload(partial(model_shapes.llama, batch=1, seq=1), _LLAMA, 8),
-    "Llama 3 8B, 1 x 512": Workload(partial(model_shapes.llama, batch=1, seq=512), _LLAMA, 8),
-    "Llama 3 8B, 1024 x 16": Workload(partial(model_shapes.llama, batch=1024, seq=16), _LLAMA, 8),
-    "BERT large, 1 x 128": Workload(partial(model_shapes.bert, batch=1, seq=128), _BERT, 16),
-    "BERT large, 1024 x 128": Workload(partial(model_shapes.bert, batch=1024, seq=128), _BERT, 16),
+    "Llama 3 8B, 1 x 1": Workload(partial(model_shapes.llama, batch=1, seq=1), LLAMA, 8),
+    "Llama 3 8B, 1 x 512": Workload(partial(model_shapes.llama, batch=1, seq=512), LLAMA, 8),
+    "Llama 3 8B, 1024 x 16": Workload(partial(model_shapes.llama, batch=1024, seq=16), LLAMA, 8),
+    "BERT large, 1 x 128": Workload(partial(model_shapes.bert, batch=1, seq=128), BERT, 16),
+    "BERT large, 1024 x 128": Workload(partial(model_shapes.bert, batch=1024, seq=128), BERT, 16),
     "GShard, 1 x 64": Workload(partial(model_shapes.gshard, batch=1, seq=64)),
     "GShard, 1024 x 64": Workload(partial(model_shapes.gshard, batch=1024, seq=64)),
     "Mixtral, 1 x 16": Workload(partial(model_shapes.mixtral, batch=1, seq=16)),

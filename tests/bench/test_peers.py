@@ -1,0 +1,76 @@
+"""What bench_peers.py does beside measuring: peers must agree, only quiet turns count, what is not
+installed is named."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench import peer_models
+from bench.peer_report import show, write_plot
+from bench.peers import Figure, Peer, Run, Running, Turn, measure
+
+import onnxpar
+
+
+def _constant(stack: ExitStack, value: float) -> Run:
+    return lambda: np.full([2], value)
+
+
+def test_figures_of_peers_that_agree() -> None:
+    peers = [Peer("a", _constant, (2.0,)), Peer("b", _constant, (2.1,))]
+    found = measure(peers, rounds=2, seconds=1e-4, results=1, tolerance=0.1)
+    assert list(found) == ["a", "b"]
+    assert found["a"].error == 0
+    assert found["b"].error == pytest.approx(0.05)
+    assert 0 < found["a"].low <= found["a"].median <= found["a"].high
+
+
+@pytest.mark.parametrize("value", [2.3, float("nan")])
+def test_a_peer_that_disagrees_is_not_timed(value: float) -> None:
+    peers = [Peer("a", _constant, (2.0,)), Peer("b", _constant, (value,))]
+    with pytest.raises(SystemExit, match="b disagrees with a"):
+        measure(peers, rounds=1, seconds=0.0, results=1, tolerance=0.1)
+
+
+def test_a_peer_whose_process_ends_is_named() -> None:
+    with pytest.raises(RuntimeError, match="b has stopped"), contextlib.ExitStack() as stack:
+        Running.start(Peer("b", _constant, ()), stack).results(1)
+
+
+def test_only_quiet_turns_count_or_the_quietest_quarter() -> None:
+    turns = [Turn([float(i)], others) for i, others in enumerate((0.9, 0.05, 0.4, 0.08))]
+    peer = Peer("a", _constant, ())
+    assert sorted(Running(peer, None, None, turns).samples) == [1.0, 3.0]
+    loud = [Turn([float(i)], others) for i, others in enumerate((0.9, 0.5, 0.4, 0.8))]
+    assert Running(peer, None, None, loud).samples == [2.0]
+
+
+def test_what_is_not_installed_is_named_with_the_remedy() -> None:
+    missing = Peer("JAX", _constant, (), "no_such_module").missing
+    assert missing == "JAX is left out: pip install 'onnxpar[peers]' installs no_such_module"
+    assert not Peer("a", _constant, (), "numpy").missing
+
+
+def test_tables_have_ratios_to_the_first_row(tmp_path: Path) -> None:
+    table = {"a": Figure(1, 2, 3, 4, 5, 0), "b": Figure(0.5, 1, 2, 5, 5, 1e-6)}
+    text = show({"date": "today"}, {"model": table})
+    assert "| b | 1000 | 500 to 2000 | 2.00 | 5 of 5 | 1e-06 |" in text
+    write_plot(tmp_path / "plot.svg", {"date": "today", "machine": "CPU"}, {"model": table})
+    assert (tmp_path / "plot.svg").read_text().count("</svg>") == 1
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_models_with_random_weights_run_over_ranks(kind: str, tmp_path: Path) -> None:
+    case = peer_models.Case(kind, 2, 8, 1, 16, 4, 32, kv_heads=2, ffn=24)
+    model = case.write(tmp_path / "model.onnx")
+    weights = peer_models.weights_of(model)
+    assert all(weight.std() > 0 for weight in weights.values() if weight.size > 1)
+    onnxpar.shard(model, tmp_path / "model.par", devices=2, preset="tensor-parallel")
+    with ExitStack() as stack:
+        one = peer_models.onnxruntime(stack, model, case.feeds, 1)
+        two = peer_models.sharded(stack, tmp_path / "model.par", case.feeds)
+        np.testing.assert_allclose(two(), one(), rtol=1e-4, atol=1e-5)
