@@ -94,6 +94,9 @@ class Costs:
     _proportions: dict[Axes, Proportion] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _steps: dict[tuple[str, Axes], dict[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         self.topology.check(self.mesh.size)
@@ -101,6 +104,14 @@ class Costs:
     def step(self, kind: str, axes: Axes, size: float) -> float:
         """Seconds of one step of a reshard: a collective over axes, or a local slice or select."""
         return self.local(kind, size) if KINDS[kind].is_local else self.collective(kind, axes, size)
+
+    def steps(self, kind: str, axes: Axes, sizes: Sequence[float]) -> list[float]:
+        """Seconds of steps of a reshard as `step` has them, for each of these sizes."""
+        known = self._steps.setdefault((kind, axes), {})
+        for size in sizes:
+            if size not in known:
+                known[size] = self.step(kind, axes, size)
+        return [known[size] for size in sizes]
 
     def collective(self, kind: str, axes: Axes, size: float) -> float:
         """Seconds of a collective among the ranks that differ along axes. `size` is the bytes of

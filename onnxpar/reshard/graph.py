@@ -9,7 +9,7 @@ leave, and only a later one can be added.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations, product
 from typing import Any
@@ -23,9 +23,10 @@ from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes, Axis, in_mesh_order, merge_axes
+from onnxpar.reshard.edges import Edges, Moves
 from onnxpar.reshard.permutes import Permutes
-from onnxpar.reshard.shard_sizes import PartSizes, ShardSizes
-from onnxpar.reshard.steps import PERMUTE, Move, ReshardStep, moves, step_kind
+from onnxpar.reshard.shard_sizes import PartSizes, ShardSizes, StateSizes
+from onnxpar.reshard.steps import PERMUTE, ReshardStep, StepKinds
 from onnxpar.reshard.sub_axes import (
     Location,
     Unordered,
@@ -47,16 +48,12 @@ MOST_DETOURS = 1 << 12
 be where some wanted sharding has it."""
 
 
-_Edges = tuple[str, Axes, Array, Array, set[int]]
-"""Steps of one kind over some sub-axes: the states before and after each, and the leaves whose
-shards are cut or joined."""
-
-
 class ReshardGraph:
     """All factor shardings of a tensor that a path between the `wanted` ones may visit: each
     sub-axis is where a wanted one has it, or on any other leaf.
 
-    `itemsize` is the number of bytes of an element. Errors: Unordered if the sub-axes on leaves are
+    `itemsize` is the number of bytes of an element; `has_detours` is False if there were too many
+    states for any other leaf. Errors: Unordered if the sub-axes on leaves are
     in contradicting orders, or overlap.
     """
 
@@ -75,7 +72,8 @@ class ReshardGraph:
         self.costs = costs
         found = self._cut_axes()
         self.locations = self._locations(found, detours=True)
-        if math.prod(map(len, self.locations)) > MOST_DETOURS:
+        self.has_detours = math.prod(map(len, self.locations)) <= MOST_DETOURS
+        if not self.has_detours:
             self.locations = self._locations(found, detours=False)
         counts = [len(locations) for locations in self.locations]
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
@@ -151,36 +149,53 @@ class ReshardGraph:
     @cached_property
     def graph(self) -> Any:
         """Seconds of each single step, as a sparse matrix over all states."""
-        every = moves(self.sub_axes, self.locations, self.factors)
         permutes = self.permutes.edges(self.valid, self.at)
-        return self._matrix(
-            [*map(self._edges_of, every), *((PERMUTE, *p, set()) for p in permutes)]
-        )
+        return self._matrix([*self._moves, *(self._permuting(*each) for each in permutes)])
 
     @cached_property
     def local_steps(self) -> Any:
         """Seconds of each local cut, as a sparse matrix over all states."""
-        every = moves(self.sub_axes, self.locations, self.factors)
-        return self._matrix(self._edges_of(move) for move in every if move[0] in LOCAL_STEPS)
+        return self._matrix([_only(LOCAL_STEPS, edges) for edges in self._moves])
 
-    def _matrix(self, steps: Iterable[_Edges]) -> Any:
-        count = len(self.states)
-        rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-        for kind, axes, start, end, changed in steps:
-            seconds = np.full(len(start), STEP)
-            for at in self.sizes:
-                larger = np.maximum(at.which[start], at.which[end])
-                took = np.zeros(len(at.bytes))
-                for i in np.flatnonzero(np.bincount(larger)):
-                    took[i] = self.costs.step(kind, axes, at.bytes[i])
-                moved = at.rows_moved(changed, self.factors, start, end)
-                seconds += at.weight * (took[larger] + self.costs.rows(1) * moved)
-            rows.append(start)
-            columns.append(end)
-            values.append(seconds)
+    @cached_property
+    def _moves(self) -> list[Edges]:
+        states = self.strides, self.states, self.valid
+        return list(Moves(self.sub_axes, self.locations, *states, self.factors).edges())
+
+    def _permuting(self, axes: Axes, start: Array, end: Array) -> Edges:
+        changed = np.zeros((len(start), len(self.factors.dims)), bool)
+        return Edges(axes, [PERMUTE], np.zeros(len(start), int), start, end, changed)
+
+    def _matrix(self, steps: Iterable[Edges]) -> Any:
+        every = list(steps)
+        none = np.zeros(0, int)
+        start = np.concatenate([none, *(edges.start for edges in every)])
+        end = np.concatenate([none, *(edges.end for edges in every)])
+        no_step = np.zeros((0, len(self.factors.dims)), bool)
+        changed = np.concatenate([no_step, *(edges.changed for edges in every)])
+        seconds = np.full(len(start), STEP)
+        for at in self.sizes:
+            larger = np.maximum(at.which[start], at.which[end])
+            ends = np.cumsum([len(edges.start) for edges in every])[:-1]
+            each = zip(every, np.split(larger, ends) if every else [], strict=True)
+            took = [self._took(edges, own, at) for edges, own in each]
+            seconds += at.weight * np.concatenate([none, *took])
+            seconds += at.weight * self.costs.rows(1) * at.rows_moved(changed, start, end)
         # before SciPy 1.15, csgraph takes 32-bit indices only
-        ends = tuple(np.concatenate(each).astype(np.int32) for each in (rows, columns))
-        return csr_array((np.concatenate(values), ends), shape=(count, count))
+        ends_of = start.astype(np.int32), end.astype(np.int32)
+        return csr_array((seconds, ends_of), shape=(len(self.states), len(self.states)))
+
+    def _took(self, edges: Edges, larger: Array, at: StateSizes) -> Array:
+        """Seconds of each step without its rows; `larger` is the index of the bytes of its larger
+        shard."""
+        count = len(at.bytes)
+        codes = edges.kind * count + larger
+        seconds = np.zeros(len(edges.kinds) * count)
+        for number, kind in enumerate(edges.kinds):
+            used = np.flatnonzero(np.bincount(larger[edges.kind == number]))
+            found = self.costs.steps(kind, edges.axes, at.bytes[used].tolist())
+            seconds[number * count + used] = found
+        return np.asarray(seconds[codes])
 
     def _step(self, start: int, end: int) -> ReshardStep:
         """The single step between two states."""
@@ -194,10 +209,11 @@ class ReshardGraph:
             return ReshardStep(PERMUTE, merge_axes(in_mesh_order(axes)), *factor_shardings)
         axes = tuple(self.sub_axes[i] for i in run)
         ((source, target),) = ways
-        kind = step_kind(axes, source, target, self.factors)
+        kind = StepKinds(self.factors).of(axes, source, target)
         assert kind is not None
-        changed = leaves_at(source) ^ leaves_at(target)
-        rows = sum(at.weight * at.rows_moved(changed, self.factors, *ends)[0] for at in self.sizes)
+        touched = {self.factors.dim_of_leaf[i] for i in leaves_at(source) ^ leaves_at(target)}
+        changed = np.array([[dim in touched for dim in range(len(self.factors.dims))]])
+        rows = sum(at.weight * at.rows_moved(changed, *ends)[0] for at in self.sizes)
         return ReshardStep(kind, merge_axes(axes), *factor_shardings, round(rows))
 
     def _factor_sharding(self, state: Array) -> FactorSharding:
@@ -213,31 +229,6 @@ class ReshardGraph:
                 partial, reduce = (*partial, sub_axis), location
         return FactorSharding(tuple(leaves), partial, reduce)
 
-    def _edges_of(self, move: Move) -> _Edges:
-        """The edges of a step."""
-        kind, axes, source, target = move
-        changed = leaves_at(source) ^ leaves_at(target)
-        return (kind, axes, *self._edges(axes, source, target), changed)
-
-    def _edges(self, axes: Axes, source: Location, target: Location) -> tuple[Array, Array]:
-        """The states before and after a step, pairwise. On the leaves that the sub-axes leave or
-        reach, no other sub-axis may come after them."""
-        run = [self.sub_axes.index(a) for a in axes]
-        mask = self.valid.copy()
-        shift = 0
-        for i in run:
-            before, after = self.locations[i].index(source), self.locations[i].index(target)
-            mask &= self.states[:, i] == before
-            shift += self.strides[i] * (after - before)
-        touched = leaves_at(source) ^ leaves_at(target)
-        for i in range(min(run) + 1, len(self.sub_axes)):
-            for at, location in enumerate(self.locations[i] if i not in run else ()):
-                if touched & leaves_at(location):
-                    mask &= self.states[:, i] != at
-        start = np.flatnonzero(mask)
-        legal = self.valid[start + shift]
-        return start[legal], start[legal] + shift
-
     def _is_one_reduction(self) -> Array:
         """For each state, True if all its partial sub-axes have the same reduction."""
         valid: Array = np.ones(len(self.states), bool)
@@ -248,3 +239,10 @@ class ReshardGraph:
                         self.states[:, j] != self.locations[j].index(b)
                     )
         return valid
+
+
+def _only(kinds: Collection[str], edges: Edges) -> Edges:
+    """The steps of these kinds."""
+    wanted = np.array([kind in kinds for kind in edges.kinds], bool)[edges.kind]
+    own = (each[wanted] for each in (edges.kind, edges.start, edges.end, edges.changed))
+    return Edges(edges.axes, edges.kinds, *own)

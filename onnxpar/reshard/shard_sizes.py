@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -37,19 +37,16 @@ class StateSizes:
     extents: list[Array]
     rows: list[Array]
 
-    def rows_moved(
-        self, leaves: Iterable[int], factors: TensorFactors, start: Array, end: Array
-    ) -> Array:
-        """The number of contiguous runs that a step copies between states, as in `rows_moved`;
-        `start` and `end` are the states before and after the step, which cuts or joins these
-        `leaves`."""
-        changed = {factors.dim_of_leaf[leaf] for leaf in leaves}
+    def rows_moved(self, changed: Array, start: Array, end: Array) -> Array:
+        """The number of contiguous runs that steps copy between states, as in `rows_moved`; `start`
+        and `end` are the states before and after each step, which cuts or joins the dimensions
+        where its row of `changed` is True."""
         rows: Array = np.zeros(len(start))
         outer: Array = np.ones(len(start))
-        for dim in range(max(changed, default=-1) + 1):
-            if dim in changed:
-                rows += outer * np.maximum(self.rows[dim][start], self.rows[dim][end])
-            outer = outer * np.maximum(self.extents[dim][start], self.extents[dim][end])
+        for dim, (extents, runs) in enumerate(zip(self.extents, self.rows, strict=True)):
+            here = outer * np.maximum(runs[start], runs[end])
+            rows += np.where(changed[:, dim], here, 0.0)
+            outer = outer * np.maximum(extents[start], extents[end])
         return rows
 
 

@@ -3,21 +3,20 @@ another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
+import numpy as np
+
+from onnxpar.base.arrays import Array
 from onnxpar.layout.layout import Factor, Product
-from onnxpar.layout.mesh import Axes, Axis
-from onnxpar.reshard.sub_axes import Location, Locations, Slot, leaves_at
+from onnxpar.layout.mesh import Axes
+from onnxpar.reshard.sub_axes import Location, Slot, leaves_at
 from onnxpar.sharding.factors import TensorFactors, with_axes
 from onnxpar.sharding.state import FactorSharding, covered_axes
 
 PERMUTE = "CollectivePermute"
 """The kind of steps that only move whole shards between ranks (`permutes.py`)."""
-
-Move = tuple[str, Axes, Location, Location]
-"""A step: its kind, the sub-axes that it moves, and their location before and after it."""
 
 
 @dataclass(frozen=True)
@@ -36,42 +35,66 @@ class ReshardStep:
     rows: int = 0
 
 
-def moves(sub_axes: Sequence[Axis], locations: Locations, factors: TensorFactors) -> Iterator[Move]:
-    """Yields all single steps: each moves some sub-axes from one common location to another."""
-    for n in range(1, len(sub_axes) + 1):
-        for run in combinations(range(len(sub_axes)), n):
-            common = [w for w in locations[run[0]] if all(w in locations[i] for i in run)]
-            axes = tuple(sub_axes[i] for i in run)
-            for source in common:
-                for target in common:
-                    kind = step_kind(axes, source, target, factors)
-                    if kind:
-                        yield kind, axes, source, target
+class StepKinds:
+    """The kinds of single steps of a tensor between locations of sub-axes."""
 
+    def __init__(self, factors: TensorFactors) -> None:
+        self.factors = factors
+        self._covered: dict[tuple[Slot, Axes], bool] = {}
 
-def step_kind(axes: Axes, source: Location, target: Location, factors: TensorFactors) -> str | None:
-    """The collective or local cut that moves axes from one location to another; None if no single
-    step does."""
-    if source == target or not (_is_known(source, factors) and _is_known(target, factors)):
-        return None
-    if source is None:
-        return "Select" if isinstance(target, str) else "LocalSlice"
-    if isinstance(source, str):
+    def table(self, axes: Axes, locations: Sequence[Location]) -> tuple[list[str], Array]:
+        """The kinds of steps that move axes between these locations; and for each location before
+        (rows) and after the step (columns) the index of its kind, -1 if there is no single step."""
+        numbers: dict[str | None, int] = {None: -1}
+        found = [
+            [numbers.setdefault(self.of(axes, a, b), len(numbers) - 1) for b in locations]
+            for a in locations
+        ]
+        shape = (len(locations), len(locations))
+        return [kind for kind in numbers if kind is not None], np.array(found, int).reshape(shape)
+
+    def of(self, axes: Axes, source: Location, target: Location) -> str | None:
+        """The collective or local cut that moves axes from one location to another; None if no
+        single step does."""
+        factors = self.factors
+        if source == target or not (_is_known(source, factors) and _is_known(target, factors)):
+            return None
+        if source is None:
+            return "Select" if isinstance(target, str) else "LocalSlice"
+        if isinstance(source, str):
+            if target is None:
+                return "AllReduce"
+            scatters = isinstance(target, tuple) and self._may_scatter(target, axes)
+            return "ReduceScatter" if scatters else None
         if target is None:
-            return "AllReduce"
-        scatters = isinstance(target, tuple) and _may_scatter(target, axes, factors)
-        return "ReduceScatter" if scatters else None
-    if target is None:
-        return "AllGather"
-    if isinstance(target, str):
-        return None
-    dims = factors.dim_of_leaf
-    if dims[source[0]] != dims[target[0]]:
-        covers = _covers(source, axes, factors) and _may_scatter(target, axes, factors)
-        return "AllToAll" if covers else None
-    if set(source) > set(target):
-        return "AllGather"
-    return "LocalSlice" if set(source) < set(target) else None
+            return "AllGather"
+        if isinstance(target, str):
+            return None
+        dims = factors.dim_of_leaf
+        if dims[source[0]] != dims[target[0]]:
+            covers = self._covers(source, axes) and self._may_scatter(target, axes)
+            return "AllToAll" if covers else None
+        if set(source) > set(target):
+            return "AllGather"
+        return "LocalSlice" if set(source) < set(target) else None
+
+    def _may_scatter(self, slot: Slot, axes: Axes) -> bool:
+        """True if a collective can scatter shards to a slot: they must cover all elements and, if
+        the size is data-dependent, be as equal as possible."""
+        dim = self.factors.dims[self.factors.dim_of_leaf[slot[0]]]
+        is_even = isinstance(dim, Factor) and len(axes) == 1
+        return self._covers(slot, axes) and (is_even or self.factors.open.isdisjoint(slot))
+
+    def _covers(self, slot: Slot, axes: Axes) -> bool:
+        """True if axes on a slot split every element of its dimension."""
+        key = (slot, axes)
+        if key not in self._covered:
+            number = self.factors.dim_of_leaf[slot[0]]
+            leaves = (i for i, dim in enumerate(self.factors.dim_of_leaf) if dim == number)
+            given = iter([(axes if i in slot else (), None) for i in leaves])
+            found = with_axes(self.factors.dims[number], given)
+            self._covered[key] = covered_axes(found) is not None
+        return self._covered[key]
 
 
 def _is_known(location: Location, factors: TensorFactors) -> bool:
@@ -85,18 +108,3 @@ def _is_known(location: Location, factors: TensorFactors) -> bool:
     major = next(c for c in children if not isinstance(c, Factor) or c.is_leaf)
     first = factors.dim_of_leaf.index(factors.dim_of_leaf[location[0]])
     return location == (first,) and isinstance(major, Factor)
-
-
-def _may_scatter(slot: Slot, axes: Axes, factors: TensorFactors) -> bool:
-    """True if a collective can scatter shards to a slot: they must cover all elements and, if the
-    size is data-dependent, be as equal as possible."""
-    dim = factors.dims[factors.dim_of_leaf[slot[0]]]
-    is_even = isinstance(dim, Factor) and len(axes) == 1
-    return _covers(slot, axes, factors) and (is_even or factors.open.isdisjoint(slot))
-
-
-def _covers(slot: Slot, axes: Axes, factors: TensorFactors) -> bool:
-    """True if axes on a slot split every element of its dimension."""
-    given = iter([(axes if i in slot else (), None) for i in range(len(factors.leaves))])
-    dims = [with_axes(dim, given) for dim in factors.dims]
-    return covered_axes(dims[factors.dim_of_leaf[slot[0]]]) is not None

@@ -82,6 +82,7 @@ class Domains:
         self.sharding, self.states = tensors.sharding, tensors.states
         self._at_ports: dict[Hashable, ShardingDomain] = {}
         self._inputs: dict[Hashable, ShardingDomain] = {}
+        self._shardings: dict[Hashable, tuple[FactorSharding, ...]] = {}
 
     def produced(self, name: str) -> ShardingDomain:
         """The domain of the tensor as a node produces it, or as an input of the graph if no node
@@ -134,8 +135,7 @@ class Domains:
         key = self.tensors.place(port), reads
         if key not in self._at_ports:
             node = port.op.node.name
-            sharding_of = port.required if reads else port.produced
-            each = tuple(sharding_of(strategy) for strategy in self.strategies[node])
+            each = self._each(port, reads)
             is_one = len(set(each)) == 1
             self._at_ports[key] = (
                 ShardingDomain(None, each[:1])
@@ -143,6 +143,16 @@ class Domains:
                 else ShardingDomain(self.tensors.variable[node], each)
             )
         return self._at_ports[key]
+
+    def _each(self, port: Port, reads: bool) -> tuple[FactorSharding, ...]:
+        """The sharding of the tensor at a port, for each strategy of its node. Nodes that share a
+        list of strategies have the same signature, so their ports have the same shardings."""
+        strategies = self.strategies[port.op.node.name]
+        key = id(strategies), port.index, port.links, reads
+        if key not in self._shardings:
+            sharding_of = port.required if reads else port.produced
+            self._shardings[key] = tuple(map(sharding_of, strategies))
+        return self._shardings[key]
 
     def _whole(self, name: str) -> FactorSharding:
         return FactorSharding(tuple(() for _ in self.sharding.factors.tensors[name].leaves))

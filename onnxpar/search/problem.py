@@ -25,8 +25,9 @@ from onnxpar.search.memory_timeline import LiveRange, MemoryTimeline
 from onnxpar.search.objective import THROUGHPUT, Objective
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy, partial_kinds, strategies_of
-from onnxpar.search.repeats import tied
+from onnxpar.search.repeats import numbered, signs
 from onnxpar.search.reshard_costs import Holders, ReshardCosts, ShardingDomain
+from onnxpar.search.reshard_tables import ReshardTables
 from onnxpar.search.serving import Serving
 from onnxpar.search.solver.column_generation import minimize_within
 from onnxpar.search.solver.elimination import Table, TooLarge, diagonal, minimize
@@ -76,11 +77,11 @@ class Problem:
         self.kept = kept
         self.objective = objective or Objective()
         self.gradients = GradientSums.of(graph, step, sharding.costs)
-        self.known: dict[Hashable, Array] = {}
-        self.known_gradients: dict[Hashable, Array] = {}
+        self.known, self.known_gradients = ReshardTables(), ReshardTables()
         self.times = repetitions(graph.nodes)
         self.weights = {t.name for t in constants(graph)} - sharding.pinned
         self.kinds = partial_kinds(sharding.factors.ops)
+        self.signs = signs(sharding, self.kinds)
         self.classes = self._classes()
         self.variable = {op.node.name: v for v, alike in enumerate(self.classes) for op in alike}
         self.tensors = Tensors(
@@ -160,7 +161,7 @@ class Problem:
         """The nodes of each variable."""
         ops = self.sharding.factors.ops
         classes: dict[int, list[OpFactors]] = defaultdict(list)
-        numbers = range(len(ops)) if self.objective.untied else tied(self.sharding, self.kinds)
+        numbers = range(len(ops)) if self.objective.untied else numbered(self.signs)
         for number, op in zip(numbers, ops, strict=True):
             classes[number].append(op)
         return list(classes.values())
@@ -169,7 +170,10 @@ class Problem:
         """Builds the tables, with fewer strategies per node if they would be too large."""
         profiles = max((len(t.costed) for t in self.sharding.factors.tensors.values()), default=1)
         self.holders = Holders(self._holders(), profiles)
-        self.known_strategies: dict[str, list[OpStrategy]] = {}
+        self.known_strategies: dict[Hashable, list[OpStrategy]] = {}
+        self.known_op_costs: dict[Hashable, Array] = {}
+        names = (op.node.name for op in self.sharding.factors.ops)
+        self.sign = dict(zip(names, self.signs, strict=True))
         most = MOST_STRATEGIES
         while True:
             self.timeline = MemoryTimeline(graph, profiles * len(self.holders.ranks))
@@ -227,12 +231,13 @@ class Problem:
         """Adds the variable of nodes that share one, and the table of their cost. Errors:
         StrategyError if the nodes have no strategy."""
         op = alike[0]
-        strategies = self.known_strategies.get(op.node.name, [])
+        key = self.sign[op.node.name], self.kept and self.kept.strategies[op.node.name]
+        strategies = self.known_strategies.get(key, [])
         if not strategies or len(strategies) > most:
             strategies = strategies_of(
                 op, self.sharding, self.kinds, self.kept, most, self._rank_bytes
             )
-            self.known_strategies[op.node.name] = strategies
+            self.known_strategies[key] = strategies
         if not strategies:
             raise StrategyError(
                 f"{op.node.op} {op.node.name!r} cannot be split over {self.sharding.mesh} as "
@@ -243,7 +248,7 @@ class Problem:
         assert variable == self.variable[op.node.name]
         times = sum(self.times[one.node.name] for one in alike)
         own = [ShardingDomain(variable, ())]
-        self.tables.add(own, lambda: times * self._op_cost(op, strategies))
+        self.tables.add(own, lambda: times * self._op_cost(op, strategies, key))
         self.strategies.update((one.node.name, strategies) for one in alike)
 
     def _rank_bytes(self, op: OpFactors, strategy: OpStrategy) -> float:
@@ -253,8 +258,14 @@ class Problem:
         known = self.sharding.factors.tensors
         return sum(mean_bytes(t, p, self.sharding) for t, p in each if t.name in known)
 
-    def _op_cost(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
-        """Seconds of a node under each strategy (columns), with a row for each sum."""
+    def _op_cost(self, op: OpFactors, strategies: Sequence[OpStrategy], key: Hashable) -> Array:
+        """Seconds of a node under each strategy (columns), with a row for each sum; nodes with the
+        same key have the same."""
+        if key not in self.known_op_costs:
+            self.known_op_costs[key] = self._op_costs(op, strategies)
+        return self.known_op_costs[key]
+
+    def _op_costs(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
         seconds = np.array([op_cost(op, strategy, self.sharding) for strategy in strategies]).T
         seconds[0] += [PASSING * bool(strategy.passed) for strategy in strategies]
         rows: Array = seconds if self._is_apart else seconds.sum(0, keepdims=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -21,10 +21,19 @@ LEAST_TIMES = 3
 def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
     """A number for each node, in the order of the graph; nodes in the same place of repeated blocks
     have the same number."""
-    ops = sharding.factors.ops
+    return numbered(signs(sharding, kinds))
+
+
+def signs(sharding: ShardingState, kinds: Kinds) -> list[int]:
+    """A number for each node, in the order of the graph, that is equal for equal signatures."""
     numbers: dict[Hashable, int] = {}
-    signs = [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
-    found = list(range(len(ops)))
+    ops = sharding.factors.ops
+    return [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
+
+
+def numbered(signs: Sequence[int]) -> list[int]:
+    """The numbers of `tied`, given those of `signs`."""
+    found = list(range(len(signs)))
     for start, end, period in runs(np.array(signs), 0):
         for i in range(start + period, end):
             found[i] = found[i - period]
@@ -37,7 +46,8 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
         return (op.node.name,)
     atoms: dict[int, int] = {}
     leaves = [
-        (leaf.size, leaf.factor, atoms.setdefault(leaf.atom, len(atoms))) for leaf in op.leaves
+        (leaf.size, leaf.factor, atoms.setdefault(leaf.atom, len(atoms)), *_sizes(op, i, sharding))
+        for i, leaf in enumerate(op.leaves)
     ]
     attrs = sorted((k, repr(v)) for k, v in op.node.attrs.items())
     return (
@@ -48,19 +58,32 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
             op.rings,
             tuple(sorted(op.whole.items())),
             tuple(sorted(op.rule.sizes.items())),
-            None if op.chosen is None else op.chosen.share,
+            None if op.chosen is None else (op.chosen.share, atoms.get(op.chosen.atom)),
+            any(t.name in sharding.factors.on_host for t in op.node.outputs),
         ),
         tuple(map(str, sharding.ops[op.node.name])),
-        tuple(_operand(t, sharding, kinds) for t in (*op.node.inputs, *op.node.outputs)),
+        tuple(_operand(t, op, sharding, kinds) for t in (*op.node.inputs, *op.node.outputs)),
     )
 
 
-def _operand(tensor: gs.Tensor, sharding: ShardingState, kinds: Kinds) -> Hashable:
+def _sizes(op: OpFactors, leaf: int, sharding: ShardingState) -> tuple[Hashable, ...]:
+    """What the sizes of a leaf's shards depend on, beside its size: its sizes where costs are
+    computed, whether it is open, and sizes by hand."""
+    atom = op.leaves[leaf].atom
+    each = tuple((weight, at.extent(leaf)) for weight, at in op.costed)
+    return each, atom in sharding.factors.open_atoms, atom if sharding.parts else None
+
+
+def _operand(tensor: gs.Tensor, op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
     name = tensor.name
+    factors = sharding.factors.tensors.get(name)
+    dims = factors and (factors.dims, factors.priced, factors.dim_of_leaf)
+    is_of_experts = op.chosen and sharding.factors.is_of_experts(tensor, op.chosen)
     pinned = sharding.tensor_sharding(name) if name in sharding.pinned else None
     shape = None if tensor.shape is None else tuple(map(str, tensor.shape))
     partial = tuple(sorted(kinds.get(name, ())))
-    return type(tensor).__name__, bool(name), shape, str(tensor.dtype), partial, pinned
+    kind = type(tensor).__name__, bool(name), shape, str(tensor.dtype), is_of_experts
+    return kind, dims, partial, pinned
 
 
 def runs(signs: Array, offset: int) -> Iterator[tuple[int, int, int]]:

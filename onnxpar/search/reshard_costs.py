@@ -3,7 +3,7 @@ readers together."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import permutations
@@ -13,11 +13,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.tensors import element_bytes, shape_bytes
-from onnxpar.reshard.graph import ReshardGraph
-from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
-from onnxpar.reshard.sub_axes import Unordered
+from onnxpar.reshard.planner import ReshardedTensor
+from onnxpar.search.reshard_tables import ReshardTables
 from onnxpar.search.solver.elimination import Table
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
@@ -68,7 +66,7 @@ class ReshardCosts:
         sharding: ShardingState,
         tensor: gs.Tensor,
         domains: Sequence[ShardingDomain],
-        known: dict[Hashable, Array],
+        known: ReshardTables,
         apart: bool,
         holders: Holders,
     ) -> None:
@@ -76,6 +74,13 @@ class ReshardCosts:
         factor_shardings = list(dict.fromkeys(p for d in domains for p in d.factor_shardings))
         self.index = {p: i for i, p in enumerate(factor_shardings)}
         self.known, self.apart = known, apart
+        factors = sharding.factors.tensors[tensor.name]
+        is_uneven = bool(sharding.parts or sharding.costs.topology.shares)
+        parts = partial(sharding.parts_of_leaf, tensor.name) if is_uneven else None
+        self._about = ReshardedTensor(factors, sharding.costs, element_bytes(tensor), parts)
+        own = tensor.name if sharding.parts else None, factors.open if is_uneven else None
+        self.key = factors.dims, factors.priced, self._about.itemsize, own
+        known.add(self.key, self.index)
 
     @cached_property
     def seconds(self) -> Array:
@@ -88,33 +93,8 @@ class ReshardCosts:
 
     @cached_property
     def _seconds(self) -> Array:
-        sharding, name = self.sharding, self.tensor.name
-        factors = sharding.factors.tensors[name]
-        is_uneven = bool(sharding.parts or sharding.costs.topology.shares)
-        parts = partial(sharding.parts_of_leaf, name) if is_uneven else None
-        size = element_bytes(self.tensor)
-        own = (name if sharding.parts else None, factors.open if is_uneven else None)
-        key = (*self.index, factors.dims, factors.priced, size, *own)
-        if key not in self.known:
-            try:
-                found = ReshardGraph(list(self.index), factors, sharding.costs, size, parts)
-                self.known[key] = found.seconds_apart() if self.apart else found.seconds()[None]
-            except Unordered:
-                self.known[key] = self._one_by_one(
-                    ReshardedTensor(factors, sharding.costs, size, parts)
-                )
-        return self.known[key]
-
-    def _one_by_one(self, about: ReshardedTensor) -> Array:
-        """The seconds from each sharding to each other, planned pair by pair; for shardings without
-        common sub-axes."""
-        seconds = np.zeros((2, len(self.index), len(self.index)))
-        for start, goal in permutations(self.index, 2):
-            for step in plan_steps(start, goal, about):
-                took = cost([step], self._size, about.costs)
-                row = 0 if step.kind in LOCAL_STEPS else 1
-                seconds[row, self.index[start], self.index[goal]] += took
-        return seconds if self.apart else seconds.sum(0, keepdims=True)
+        about = self._about
+        return self.known.of(self.key, list(self.index), about, self._size, self.apart)
 
     @cached_property
     def again(self) -> Array:

@@ -1,0 +1,94 @@
+"""Seconds of reshards between all shardings that tensors of the same shape can have, computed
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import permutations
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.ir.collectives import LOCAL_STEPS
+from onnxpar.reshard.graph import ReshardGraph
+from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, plan_steps
+from onnxpar.reshard.sub_axes import Unordered
+from onnxpar.sharding.state import FactorSharding
+
+
+class ReshardTables:
+    """Seconds between shardings, by what a reshard depends on (`key`) and the shardings. Tensors
+    with one key `add` their shardings; the first table `of` some computes those of all in one
+    graph, if they agree on the order of sub-axes, and the graph is small."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[Hashable, dict[FactorSharding, int]] = {}
+        self._together: dict[Hashable, Array | None] = {}
+        self._alone: dict[Hashable, Array] = {}
+
+    def add(self, key: Hashable, shardings: Iterable[FactorSharding]) -> None:
+        """Notes that a tensor with this key may have these shardings."""
+        wanted = self._wanted.setdefault(key, {})
+        before = len(wanted)
+        for sharding in shardings:
+            wanted.setdefault(sharding, len(wanted))
+        if len(wanted) > before:
+            self._together.pop(key, None)
+
+    def of(
+        self,
+        key: Hashable,
+        shardings: Sequence[FactorSharding],
+        about: ReshardedTensor,
+        size: Bytes,
+        apart: bool,
+    ) -> Array:
+        """Seconds from each sharding to each other, one table for the sum or, if `apart`, one for
+        local cuts and one for collectives. `size` is that of shards."""
+        wanted = self._wanted[key]
+        if key not in self._together:
+            self._together[key] = _of_all(list(wanted), about, apart)
+        every = self._together[key]
+        if every is not None:
+            at = np.array([wanted[sharding] for sharding in shardings])
+            return every[:, at[:, None], at[None, :]]
+        own = key, tuple(shardings)
+        if own not in self._alone:
+            try:
+                self._alone[own] = _seconds(_graph(shardings, about), apart)
+            except Unordered:
+                self._alone[own] = _one_by_one(shardings, about, size, apart)
+        return self._alone[own]
+
+
+def _graph(shardings: Sequence[FactorSharding], about: ReshardedTensor) -> ReshardGraph:
+    return ReshardGraph(shardings, about.factors, about.costs, about.itemsize, about.parts)
+
+
+def _seconds(graph: ReshardGraph, apart: bool) -> Array:
+    return graph.seconds_apart() if apart else graph.seconds()[None]
+
+
+def _of_all(
+    shardings: Sequence[FactorSharding], about: ReshardedTensor, apart: bool
+) -> Array | None:
+    """The seconds between all shardings in one graph; None if it has too many states for detours,
+    or no order of sub-axes."""
+    try:
+        graph = _graph(shardings, about)
+    except Unordered:
+        return None
+    return _seconds(graph, apart) if graph.has_detours else None
+
+
+def _one_by_one(
+    shardings: Sequence[FactorSharding], about: ReshardedTensor, size: Bytes, apart: bool
+) -> Array:
+    """The seconds from each sharding to each other, planned pair by pair; for shardings without
+    common sub-axes."""
+    seconds = np.zeros((2, len(shardings), len(shardings)))
+    for (i, start), (j, goal) in permutations(enumerate(shardings), 2):
+        for step in plan_steps(start, goal, about):
+            row = 0 if step.kind in LOCAL_STEPS else 1
+            seconds[row, i, j] += cost([step], size, about.costs)
+    return seconds if apart else seconds.sum(0, keepdims=True)
