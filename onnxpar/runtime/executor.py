@@ -142,7 +142,8 @@ class Executor:
         order = self._order(request)
         self._binding.start(order, [name for name in self._defaults if name not in feeds])
         self._bind_inputs(feeds, request.sizes)
-        slots = self._bind_outputs(order, request, room)
+        bound_slots = self._bind_outputs(order, request, room)
+        slots = dict(bound_slots)
         with self._kept.trimming():
             self.session.run_with_iobinding(self._binding.native, options)
         values: dict[str, ort.OrtValue | RowUpdate] = dict(self._binding.results)
@@ -161,7 +162,7 @@ class Executor:
             # outputs: binding these again would change them.
             self._binding.forget()
         if is_again:
-            self._repeated = self._repeat(request, feeds, order, slots)
+            self._repeated = self._repeat(request, feeds, order, bound_slots)
         return slots
 
     def _repeat(

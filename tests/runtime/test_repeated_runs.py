@@ -106,6 +106,30 @@ def test_states_between(tmp_path: Path, messages: list[str]) -> None:
     assert runs == ["run 1", "run 2", "run 5", "run 7"]
 
 
+@pytest.mark.parametrize("fetch", [["t"], ["t", "y"], ["y", "t"]])
+def test_a_state_that_is_kept_and_returned(tmp_path: Path, fetch: list[str]) -> None:
+    """s' = 2 s, y = x + s'."""
+    par = write_par(
+        tmp_path,
+        "tp=2",
+        [Tensor("x", (4,), ("tp",)), Tensor("s", (4,), ("tp",))],
+        [Tensor("y", (4,), ("tp",)), Tensor("t", (4,), ("tp",))],
+        lambda rank: [
+            helper.make_node("Add", ["s", "s"], ["t"]),
+            helper.make_node("Add", ["x", "t"], ["y"]),
+        ],
+        states={"s": "t"},
+    )
+    ones = np.ones(4, np.float32)
+    with InferenceSession(par) as session:
+        session.states.write("s", ones)
+        for k in range(1, 9):
+            found = dict(zip(fetch, session.run(fetch, {"x": ones}, keep_states=True), strict=True))
+            np.testing.assert_array_equal(found["t"], 2.0**k * ones)
+            np.testing.assert_array_equal(found.get("y", found["t"] + 1), (2.0**k + 1) * ones)
+        np.testing.assert_array_equal(session.states.read("s"), 2.0**8 * ones)
+
+
 def looked_up(folder: Path) -> Path:
     """s' = s + table[i], on which a run fails if i is too large; y = 2 s'."""
     return write_par(
