@@ -114,6 +114,9 @@ _RUN_KEYS = (
     "memory.enable_memory_arena_shrinkage",
 )
 _SPINNING = "session.intra_op.allow_spinning"
+SLOW_FUSIONS = ("SkipLayerNormFusion",)
+"""onnxruntime's optimizers that make float32 models slower on CPUs: SkipLayerNormalization takes up
+to 6 times as long as the Add and the LayerNormalization that it replaces."""
 
 
 @dataclass(frozen=True)

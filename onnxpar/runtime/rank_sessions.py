@@ -9,7 +9,7 @@ import onnxruntime as ort
 from onnxpar.errors import ModelError
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.options import SessionSpec, keep_double
+from onnxpar.runtime.options import SLOW_FUSIONS, SessionSpec, keep_double
 from onnxpar.runtime.profile import ProfiledSessions, Record
 from onnxpar.runtime.rank_failure import load_text
 
@@ -27,6 +27,8 @@ class RankSessions:
         self._spin = spin
         self._opened: dict[str, ort.InferenceSession] = {}
         self._profiled = ProfiledSessions()
+        # Ranks that compute the whole model fuse what onnxruntime fuses, for its very bits.
+        self._slow = SLOW_FUSIONS if _is_split(bundle) else ()
         self._has_own_profile = bool(spec.fields.get("enable_profiling")) and not spec.profile
 
     def open(self, program: str = "") -> ort.InferenceSession:
@@ -73,7 +75,7 @@ class RankSessions:
                 providers=spec.providers,
                 provider_options=spec.provider_options,
                 enable_fallback=0,
-                disabled_optimizers=spec.disabled_optimizers,
+                disabled_optimizers=[*spec.disabled_optimizers, *self._slow],
             )
         except Exception as error:
             raise ModelError(load_text(error, file)) from error
@@ -84,3 +86,13 @@ class RankSessions:
         file = self._opened[""].end_profiling() if self._has_own_profile else ""
         self._has_own_profile = False
         return {**self._profiled.end(), "file": file}
+
+
+def _is_split(bundle: Bundle) -> bool:
+    """True if ranks communicate, or have parts of an input or an output."""
+    ones = dict.fromkeys(bundle.symbols, 1)
+    ports = (*bundle.inputs.values(), *bundle.outputs.values())
+    layouts = (port.layout_at(ones) for port in ports)
+    return bool(bundle.data.get("collectives")) or not all(
+        layout is None or layout.is_whole for layout in layouts
+    )

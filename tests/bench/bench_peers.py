@@ -7,8 +7,8 @@
 Each system runs in a process of its own and takes its turns in random order. Before a turn the
 machine has been quiet for a moment; a turn counts if others used less than a tenth of a core during
 it, and where few did, the quietest quarter of all turns counts. Before anything is timed, all
-systems of a table must agree. A run goes from arrays to arrays. Without --topology, `onnxpar
-calibrate` measures the machine for `auto` first. --read shows the figures of an earlier --json.
+systems of a table must agree. A run goes from arrays to arrays. --read shows the figures of an
+earlier --json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,8 +31,6 @@ from bench.peer_mpi import all_reduces, missing
 from bench.peer_report import machine, show, write_plot
 from bench.peers import PATIENCE, Figure, Peer, measure
 
-from onnxpar.cli.command_line import main as command
-
 INFERENCE_TOLERANCE = 1e-4
 TRAINING_TOLERANCE = 1e-3
 STEPS = 3
@@ -44,7 +41,7 @@ ALL_REDUCE = "all-reduce"
 Table = Mapping[str, Figure]
 
 
-def inference(case: Case, model: Path, folder: Path, topology: str) -> Iterator[Peer]:
+def inference(case: Case, model: Path, folder: Path, topology: str | None) -> Iterator[Peer]:
     """The systems that run a model; the first is the base."""
     case.write(model)
     feeds = case.feeds
@@ -57,7 +54,7 @@ def inference(case: Case, model: Path, folder: Path, topology: str) -> Iterator[
         yield Peer(f"onnxpar, {how}", peer_models.sharded, (par, feeds))
 
 
-def training(case: Case, model: Path, folder: Path, topology: str) -> Iterator[Peer]:
+def training(case: Case, model: Path, folder: Path, topology: str | None) -> Iterator[Peer]:
     """The systems that train a model; the first is the base."""
     case.write(model)
     for threads in (1, RANKS):
@@ -141,15 +138,10 @@ def tables(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Tab
     cases = {name: (case, inference) for name, case in CASES.items()}
     trained = {f"train {name}": (case, training) for name, case in TRAINED.items()}
     asked = {name: work for name, work in {**cases, **trained}.items() if is_asked(name)}
-    topology = options.topology or str(folder / "cluster.yaml")
-    if asked and not options.topology:
-        with redirect_stdout(sys.stderr):
-            if command(["calibrate", "-o", topology]) != 0:
-                sys.exit(1)
     for number, (name, (case, systems)) in enumerate(asked.items()):
         place = folder / str(number)
         place.mkdir()
-        peers = installed(systems(case, place / "model.onnx", place, topology))
+        peers = installed(systems(case, place / "model.onnx", place, options.topology))
         trains = systems is training
         steps, tolerance = (STEPS, TRAINING_TOLERANCE) if trains else (1, INFERENCE_TOLERANCE)
         yield name, measure(peers, rounds, seconds, steps, tolerance)

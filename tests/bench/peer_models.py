@@ -110,13 +110,11 @@ def trained(stack: ExitStack, par: Path, batch: Feeds) -> Run:
     return lambda: trainer.step(batch, RATE)["loss"]
 
 
-def shard(
-    model: Path, folder: Path, how: str, topology: str, options: Mapping[str, Any] | None = None
-) -> Path:
+def shard(model: Path, folder: Path, how: str, topology: str | None) -> Path:
     """The folder of a sharded model: by a preset, or by the search ("auto")."""
     given: dict[str, Any] = {"search": "auto"} if how == "auto" else {"preset": how}
     par = folder / f"{model.stem}.{how}.par"
-    onnxpar.shard(model, par, devices=RANKS, topology=topology, **given, **(options or {}))
+    onnxpar.shard(model, par, devices=RANKS, topology=topology, **given)
     return par
 
 
