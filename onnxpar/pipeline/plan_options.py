@@ -57,7 +57,8 @@ class LayoutOptions(TypedDict, total=False):
     typical         for open sizes, those that runs usually have, by symbol, or as text such as
                     "batch=8,seq=128"; or several with weights: [({"seq": 1}, 0.9), ({"seq": 512},
                     0.1)]. Costs are for these
-    states          (input, output) pairs that are fed back, in addition to those that are found
+    states          outputs that are fed back, by input, or (input, output) pairs, in addition to
+                    those that are found
     find_states     find state pairs by ops and by names (default); False: use only `states`
     strict          True: an op without a sharding rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
@@ -79,7 +80,7 @@ class LayoutOptions(TypedDict, total=False):
     untied: bool
     dims: Mapping[str, int | str] | None
     typical: str | Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
-    states: Sequence[tuple[str, str]]
+    states: Mapping[str, str] | Sequence[tuple[str, str]]
     find_states: bool
     strict: bool
     plugin: Sequence[str]
@@ -179,7 +180,7 @@ def options_of(
         ),
         dims=asked.get("dims"),
         typical=Typical.given(asked.get("typical")),
-        states=asked.get("states") or (),
+        states=_pairs(asked.get("states") or ()),
         find_states=asked.get("find_states", True),
         fusion=asked.get("fusion"),
         overlap=asked.get("overlap"),
@@ -249,6 +250,10 @@ def _check(name: str, value: Any, caller: str, hints: Mapping[str, Any]) -> None
         raise StrategyError(
             f"{name}={value!r:.60} is of type {type(value).__name__}; give {wanted}"
         )
+
+
+def _pairs(given: Mapping[str, str] | Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    return list(given.items()) if isinstance(given, Mapping) else given
 
 
 def _kinds(hint: Any) -> Iterable[type]:

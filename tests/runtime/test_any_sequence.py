@@ -183,7 +183,7 @@ class Sequence:
 def test_calls_in_any_sequence(tmp_path: Path, ranks: int, preset: str) -> None:
     path, par = tmp_path / "m.onnx", tmp_path / "m.par"
     write(path)
-    shard(path, par, devices=ranks, preset=preset, states=list(KEPT.items()))
+    shard(path, par, devices=ranks, preset=preset, states=KEPT)
     with InferenceSession(par) as session:
         sequence = Sequence(session, path, ranks)
         for _ in range(STEPS):
