@@ -25,15 +25,21 @@ _SCALES = {
     "Ti": Decimal(2**40),
 }
 _NUMBER = re.compile(r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(.*)")
-_KINDS = {"s": "a time", "B": "a size", "B/s": "a data rate", "FLOP/s": "a compute rate"}
+_KINDS = {
+    "": "a number",
+    "s": "a time",
+    "B": "a size",
+    "B/s": "a data rate",
+    "FLOP/s": "a compute rate",
+}
 _SMALL = ("n", "u", "m", "")
 _LARGE = ("", "k", "M", "G", "T")
 
 
 def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> float:
-    """Converts a value to a number of `unit` (s, B, B/s or FLOP/s). The value is such a number, or
-    a text such as `16 GB`, where the unit may have a prefix: GB is 1e9 bytes, GiB 2**30. Errors:
-    StrategyError that names `what` for other values, and for texts without a unit unless
+    """Converts a value to a number of `unit`: s, B, B/s, FLOP/s, or none. The value is such a
+    number, or a text such as `16 GB`, where the unit may have a prefix: GB is 1e9 bytes, GiB 2**30.
+    Errors: StrategyError that names `what` for other values, and for texts without a unit unless
     `may_omit_unit`."""
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
     if found and not found[2] and isinstance(value, str) and not may_omit_unit:
@@ -45,7 +51,7 @@ def quantity(value: Any, unit: str, what: str, may_omit_unit: bool = True) -> fl
     except InvalidOperation:
         number = math.nan
     if not math.isfinite(number):
-        example = {"s": "50us", "B": "16GB", "B/s": "2GB/s", "FLOP/s": "20GFLOP/s"}[unit]
+        example = {"": "16", "s": "50us", "B": "16GB", "B/s": "2GB/s", "FLOP/s": "20GFLOP/s"}[unit]
         raise StrategyError(f"{what}: {value!r} is not {_KINDS[unit]}; write {example}")
     return number
 
@@ -57,4 +63,4 @@ def text_of(value: float, unit: str) -> str:
     fitting = [p for p in prefixes if value >= _SCALES[p]]
     prefix = fitting[-1] if fitting else prefixes[0]
     value = round(value) if unit == "B" and not prefix else value
-    return f"{value / float(_SCALES[prefix]):.6g} {prefix}{unit}"
+    return f"{value / float(_SCALES[prefix]):.6g} {prefix}{unit}".rstrip()

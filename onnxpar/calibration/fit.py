@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import nnls
 
-from onnxpar.calibration.measure import LARGE, MEASURED, CollectiveTime, Measurements
+from onnxpar.calibration.measure import CHANNELS, LARGE, MEASURED, CollectiveTime, Measurements
 from onnxpar.calibration.models import NARROW, PICKED, PIXELS, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
 from onnxpar.cost.topology import Device, Level, Link, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
 """The floating-point operations of the three convolutions in a bottleneck."""
+SAME = 1.4
+"""Twice as many channels that take less than this many times as long are computed at once; it is
+halfway between 1 and 2 in proportion."""
 FASTEST = 1e12
 """The largest fitted bandwidth, in bytes per second, for times that do not grow with the size."""
 
@@ -31,8 +35,20 @@ def fit(found: Measurements) -> Topology:
         memory_bandwidth=_digits(2 * LARGE / max(found.work.copy - launch, 1e-9)),
         launch=launch,
         row=_digits(max(found.work.picks - launch, 1e-9) / PICKED),
+        channels=channels_at_once(found.work.narrow),
     )
     return Topology((Level("host", None, other.latency, other.bandwidth, links),), device)
+
+
+def channels_at_once(seconds: Sequence[float]) -> float | None:
+    """Returns how many output channels a convolution computes at once, given the seconds with each
+    number of CHANNELS: as many as take no longer than half as many do. None if all take longer."""
+    blocks = [
+        more
+        for (_, fewer_took), (more, took) in pairwise(zip(CHANNELS, seconds, strict=True))
+        if took < SAME * fewer_took
+    ]
+    return float(max(blocks)) if blocks else None
 
 
 def fit_link(times: Sequence[CollectiveTime]) -> Link:
@@ -61,6 +77,7 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
         (f"Neg of {LARGE >> 20} MiB", work.copy),
         (f"Gather of {PICKED} elements", work.picks),
         ("Neg of one element", work.tiny),
+        *((f"Conv to {n} channels", t) for n, t in zip(CHANNELS, work.narrow, strict=True)),
     ):
         yield f"{what:<30}{seconds * 1e6:>9.1f} us"
     yield ""

@@ -69,6 +69,8 @@ _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...]
 """Functions that make models, the number of times that the model repeats its op, and options of the
 runs. Convolutions are optimized, because only then does onnxruntime use its blocked memory format.
 Caches are cold for tiny ops, because in real models large ops run between them."""
+CHANNELS = (4, 8, 16, 32, 64)
+"""Output channels of convolutions: of those that kernels compute at once, fewer take as long."""
 _numbers = count()
 
 
@@ -86,13 +88,15 @@ class CollectiveTime:
 @dataclass(frozen=True)
 class Work:
     """The time of each op on the slowest rank, in seconds, while all ranks compute the same;
-    `bottleneck` is the time of three convolutions."""
+    `bottleneck` is the time of three convolutions, `narrow` that of one to each number of CHANNELS.
+    """
 
     product: float
     bottleneck: float
     copy: float
     picks: float
     tiny: float
+    narrow: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,9 @@ def measure(
     start = time.monotonic()
     with _ranks(ranks, timeout) as (processes, folder):
         each = [_Case(folder, [model(count)] * ranks, count, **how) for model, count, how in _WORK]
+        for channels in CHANNELS:
+            model = models.narrow_convolutions(channels, 4)
+            each.append(_Case(folder, [model] * ranks, 4, optimized=True))
         for kind, members, size in of_collectives:
             repeats = max(2, min(20, (4 << 20) // size))
             of_groups = _of_groups(kind, size, members, ranks, repeats)
@@ -149,12 +156,14 @@ def measure(
                 case.run(processes, seconds * share)
                 note(share)
     taken = [case.seconds for case in each]
-    *work, between = taken[: len(_WORK)]
+    product, bottleneck, copy, picks, tiny, between = taken[: len(_WORK)]
+    talk = len(_WORK) + len(CHANNELS)
     found = tuple(
         CollectiveTime(*case, max(seconds - between, seconds * LEAST))
-        for case, seconds in zip(of_collectives, taken[len(_WORK) :], strict=True)
+        for case, seconds in zip(of_collectives, taken[talk:], strict=True)
     )
-    return Measurements(ranks, shares(ranks)[-1].threads, Work(*work), found)
+    work = Work(product, bottleneck, copy, picks, tiny, tuple(taken[len(_WORK) : talk]))
+    return Measurements(ranks, shares(ranks)[-1].threads, work, found)
 
 
 def _of_groups(

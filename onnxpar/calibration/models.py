@@ -94,6 +94,26 @@ def convolutions(repeats: int) -> onnx.ModelProto:
     return _chain(links, [1, WIDE, PIXELS, PIXELS], weights)
 
 
+def narrow_convolutions(channels: int, repeats: int) -> onnx.ModelProto:
+    """Returns a model of 3x3 convolutions from NARROW channels of an image of PIXELS x PIXELS to
+    fewer `channels`, each with its maximum."""
+    weights = [
+        numpy_helper.from_array(np.full((channels, NARROW, 3, 3), i, np.float32), f"W{i}")
+        for i in range(repeats)
+    ]
+    nodes = []
+    for i in range(repeats):
+        nodes += [
+            helper.make_node("Conv", ["X", f"W{i}"], [f"Y{i}"], pads=[1] * 4),
+            helper.make_node("GlobalMaxPool", [f"Y{i}"], [f"Z{i}"]),
+            helper.make_node("ReduceMax", [f"Z{i}"], [f"M{i}"], keepdims=0),
+        ]
+    nodes.append(helper.make_node("Max", [f"M{i}" for i in range(repeats)], ["Y"]))
+    x = helper.make_tensor_value_info("X", TensorProto.FLOAT, [1, NARROW, PIXELS, PIXELS])
+    y = helper.make_tensor_value_info("Y", TensorProto.FLOAT, [])
+    return _model(nodes, [x], [y], weights)
+
+
 def copies(size: int, repeats: int) -> onnx.ModelProto:
     """Returns a chain of elementwise ops that read and write a tensor of `size` bytes."""
     return _chain([("Neg", [], {})] * repeats, [size // 4])

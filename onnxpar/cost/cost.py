@@ -214,6 +214,11 @@ class Costs:
             d.row if d.row is not None else ROW_BYTES / d.memory_bandwidth for d in each
         )
 
+    def memory(self, size: float, device: Device | None = None) -> float:
+        """Seconds to read or write `size` bytes, on a device or, without one, on the slowest."""
+        each = self.devices if device is None else (device,)
+        return max(size / d.memory_bandwidth for d in each)
+
     def compute(
         self, flops: float, size: float, convolves: bool = False, device: Device | None = None
     ) -> float:

@@ -26,6 +26,8 @@ class Device:
     launch            seconds that every op takes at least
     memory            bytes that a rank has; None: unknown
     convolution       operations per second of convolutions; None: the same as `flops`
+    channels          convolutions compute this many output channels at once, and so as many for a
+                      part of them; None: exactly those that there are
     row               additional seconds for each row, a stretch of contiguous elements that is
                       copied, multiplied or normalized on its own; None: the time to copy ROW_BYTES
     """
@@ -36,11 +38,13 @@ class Device:
     memory: float | None = None
     convolution: float | None = None
     row: float | None = None
+    channels: float | None = None
 
 
 DEVICE_UNITS = {
     "flops": "FLOP/s",
     "convolution": "FLOP/s",
+    "channels": "",
     "memory_bandwidth": "B/s",
     "row": "s",
     "launch": "s",

@@ -17,7 +17,7 @@ from onnxpar.layout.mesh import parts_over
 from onnxpar.presets.contraction import convolves, is_contraction
 from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.op_strategies import OpStrategy
-from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.flops import flops_over, without_rings
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
@@ -43,6 +43,8 @@ _NODE = 64
 """Bytes of a node of a tree in the attributes of a forest."""
 _VISIT = 40
 """Operations that take as long as a visit to a node of a tree, which is a jump in memory."""
+_EDGE_COPIES = 2
+"""Times that the edge of a shard is copied row by row: to be sent, and to be joined to a shard."""
 _ROUNDS = 2
 """Number of small all-reduces among the ops that replace such an op."""
 
@@ -134,6 +136,9 @@ def _op_cost(
         read = written = sum(part.bytes for part in held[1:])  # the session writes these rows alone
     elif node.op in _LOOK_UP:
         read = written + sum(part.bytes for part in held[1:])
+    if node.name in sharding.factors.in_convolutions:  # its operand is already there
+        others = sum(part.bytes for part in held) - written
+        return costs.memory(max(others, 0.0), device), 0.0
     count = 0
     if is_recurrence(node):
         weights = sum(math.prod(held[i].shape) for i in WEIGHTS)
@@ -142,14 +147,21 @@ def _op_cost(
         count = _attribute_flops(node, held)
     elif is_contraction(op):
         count = flops_over(op, strategy.axes, sharding, rank)
+        if node.op == "Conv":
+            count = round(count * _in_blocks(node, produced[0], device or costs.devices[0]))
     seconds = costs.compute(count, read + written, convolves(op), device) + costs.rows(
         round(_rows(op, held, produced) * share), device
     )
+    if node.op == "Conv" and strategy.own_partial(op)[0]:  # no fused activation, other format
+        seconds += 2 * costs.compute(0, 2 * written, device=device)
     split = [i for i, over in enumerate(strategy.axes) if over]
     lowered = {i for i in split if op.leaves[i].factor in op.rule.lowered}
     tied = lowered.intersection(i for group in op.co_sharded for i in group)
     if tied:
-        return seconds + costs.local("Concat", 2 * read), _halo(op, strategy, sharding, tied, read)
+        seconds += costs.local("Concat", 2 * read) + costs.rows(
+            _edge_rows(op, tied, held, sharding.factors), device
+        )
+        return seconds, _halo(op, strategy, sharding, tied, read)
     if lowered:
         iterations = _iterations(op)
         seconds += (op.rule.steps * iterations - 1) * costs.compute(
@@ -222,6 +234,15 @@ def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
     return round(rows * count * math.log2(2 + row / _NODE) * _VISIT)
 
 
+def _in_blocks(node: gs.Node, result: _Part, device: Device) -> float:
+    """How many output channels a convolution computes for each that it returns: onnxruntime's
+    kernels compute blocks of them, and pad the last one."""
+    channels = result.shape[1] if len(result.shape) > 1 else 0
+    if not device.channels or not channels or node.attrs.get("group", 1) != 1:
+        return 1.0
+    return math.ceil(channels / device.channels) * device.channels / channels
+
+
 def _part(
     tensor: gs.Tensor,
     factor_sharding: FactorSharding,
@@ -259,6 +280,16 @@ def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> in
     if node.op == "Gather":
         return rows * math.prod(held[1].shape)
     return rows * max(len(produced), len(held) if node.op == "Concat" else 1)
+
+
+def _edge_rows(
+    op: OpFactors, leaves: set[int], held: Sequence[_Part], factors: GraphFactors
+) -> int:
+    """The number of rows that a rank copies when it sends and joins the edges of shards
+    along the split `leaves`: for each of these, one for each element of the dimensions before."""
+    dims = factors.tensors[op.node.inputs[0].name].dim_of_leaf
+    split = [dim for dim, leaf in zip(dims, op.inputs[0], strict=True) if leaf in leaves]
+    return _EDGE_COPIES * math.prod(held[0].shape[: max(split, default=0)])
 
 
 def _halo(

@@ -19,6 +19,7 @@ from onnxpar.layout.shares import Proportion, Shares
 from onnxpar.model.interchange import is_weight
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.bonds import edges_of, groups
+from onnxpar.sharding.in_convolutions import in_convolutions
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,8 @@ class GraphFactors:
     fused       tensors between nodes that onnxruntime fuses, and weights in attributes; they are
                 never resharded
     on_host     tables that stay in files, and the results that replace them
+
+    `in_convolutions` has the names of nodes that onnxruntime runs inside convolutions.
     """
 
     tensors: dict[str, TensorFactors]
@@ -190,6 +193,7 @@ class GraphFactors:
 
     def __post_init__(self) -> None:
         self._by_name = {op.node.name: op for op in self.ops}
+        self.in_convolutions = in_convolutions(op.node for op in self.ops)
         self._shares = {
             tensor.name: op.chosen.share
             for op in self.ops

@@ -11,7 +11,7 @@ import pytest
 from native.ranks import on_ranks, session
 
 from onnxpar.calibration import models
-from onnxpar.calibration.fit import FASTEST, fit, fit_link, lines, predicted
+from onnxpar.calibration.fit import FASTEST, channels_at_once, fit, fit_link, lines, predicted
 from onnxpar.calibration.measure import (
     LARGE,
     MEASURED,
@@ -36,19 +36,38 @@ def took(kind: str, ranks: int, size: int, latency: float, bandwidth: float) -> 
     return CollectiveTime(kind, ranks, size, rounds * latency + sent / bandwidth)
 
 
+NARROW = (1e-4, 1.1e-4, 1e-4, 2e-4, 4e-4)
+"""Seconds of convolutions that compute 16 channels at once."""
+
+
+@pytest.mark.parametrize(
+    "seconds,channels",
+    [
+        (NARROW, 16),
+        ((1e-4, 1.05e-4, 2e-4, 4e-4, 8e-4), 8),
+        ((1e-4, 1e-4, 1e-4, 1e-4, 2e-4), 32),
+        ((1e-4, 1.9e-4, 4e-4, 7e-4, 16e-4), None),
+    ],
+)
+def test_how_many_channels_are_computed_at_once(
+    seconds: tuple[float, ...], channels: int | None
+) -> None:
+    assert channels_at_once(seconds) == channels
+
+
 def test_what_follows_the_formula_is_found_again() -> None:
     links = {kind: (1e-5 * (i + 1), 1e9 * (i + 1)) for i, kind in enumerate(MEASURED)}
     talk = tuple(took(*case[:3], *links[case[0]]) for case in cases(4))
     product = 2 * 256 * 768**2 / 5e10 + 2e-6
     bottleneck = 2 * 28**2 * (256 * 64 + 9 * 64 * 64 + 64 * 256) / 3e10 + 3 * 2e-6
     copy, picks = 2 * LARGE / 8e9 + 2e-6, 65536 * 5e-9 + 2e-6
-    found = fit(Measurements(4, 1, Work(product, bottleneck, copy, picks, 2e-6), talk))
+    found = fit(Measurements(4, 1, Work(product, bottleneck, copy, picks, 2e-6, NARROW), talk))
     (level,) = found.levels
     for kind, (latency, bandwidth) in links.items():
         assert level.link(kind).latency == pytest.approx(latency, rel=1e-3)
         assert level.link(kind).bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert 1e-5 < level.latency < 5e-5 and 1e9 < level.bandwidth < 5e9
-    assert found.device == Device(5e10, 8e9, 2e-6, convolution=3e10, row=5e-9)
+    assert found.device == Device(5e10, 8e9, 2e-6, convolution=3e10, row=5e-9, channels=16)
     for one in talk:
         assert predicted(one, found) == pytest.approx(one.seconds, rel=1e-3)
 
@@ -194,6 +213,6 @@ def test_ranks_that_are_left_over_wait() -> None:
 
 def test_the_table_has_every_case() -> None:
     talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
-    found = Measurements(2, 1, Work(1e-3, 1e-3, 1e-3, 1e-3, 1e-6), talk)
+    found = Measurements(2, 1, Work(1e-3, 1e-3, 1e-3, 1e-3, 1e-6, NARROW), talk)
     table = list(lines(found, fit(found)))
     assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))

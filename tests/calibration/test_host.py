@@ -30,7 +30,7 @@ from onnxpar.runtime.cores import Core
 MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
 PLAN = ["plan", str(MODEL), "--devices", "2"]
 TALK = tuple(CollectiveTime(*case, 1e-5) for case in cases(2, QUICK))
-FOUND = Measurements(2, 1, Work(1e-3, 1e-3, LARGE / 1e10, 1e-3, 1e-6), TALK)
+FOUND = Measurements(2, 1, Work(1e-3, 1e-3, LARGE / 1e10, 1e-3, 1e-6, (1e-4,) * 5), TALK)
 
 
 class Fake:

@@ -340,4 +340,4 @@ def test_the_file_in_the_docs_is_read() -> None:
     read = Topology.of(yaml.safe_load("\n".join(lines)), "docs/how-to/topology.md")
     assert [level.name for level in read.levels] == ["host", "rack", "cluster"]
     assert read.units() == [8, 32] and read.ranks is None
-    assert read.device == Device(1e11, 1.2e10, 1e-6, 1.6e10, 6e10, 8e-9)
+    assert read.device == Device(1e11, 1.2e10, 1e-6, 1.6e10, 6e10, 8e-9, 16)
