@@ -33,7 +33,7 @@ NEVER = "ONNXPAR_MEASURE"
 """The environment variable that is 0 where no command measures the host."""
 FORMAT = 2
 """Changes when other quantities are measured, or in another way."""
-SECONDS = 1.5
+SECONDS = 1.0
 """Duration of the measurement, beside the start of the ranks and of their sessions."""
 TIMEOUT = 15.0
 """Longest wait for a rank, in seconds."""
