@@ -51,7 +51,7 @@ MLP_IN = "transformer.h.0.mlp.c_fc.weight"
         ("resnet.legacy", "tp=3", "tensor-parallel", (3, 1, 2), {"logits": "tp{6,1,3}"}),
         ("resnet.legacy", "tp=4", None, (3, 1, 2, 2), {}),
         ("mixtral.dynamo", "tp=4", None, (3, 1, 2, 2), {"logits": "tp{6,2,4,4}"}),
-        ("unet.legacy", "tp=3", None, (3, 1, 2), {}),
+        ("unet.legacy", "tp=3", "tensor-parallel", (3, 1, 2), {}),
         ("dlrm.dynamo", "dp=2,tp=2", "hybrid", (3, 2, 1.5, 1), {}),
     ],
 )
