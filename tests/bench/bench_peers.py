@@ -3,33 +3,35 @@
     pip install 'onnxpar[peers]'   # torch, jax and mpi4py; OpenMPI itself is the system's
     python tests/bench/bench_peers.py [--only BERT Llama encoder train all-reduce] [--rounds 20]
         [--quick] [--topology cluster.yaml] [--json FILE] [--plot FILE.svg] [--read FILE]
+        [--write docs/performance.md]
 
 Each system runs in a process of its own and takes its turns in random order. Before a turn the
 machine has been quiet for a moment; a turn counts if others used less than a tenth of a core during
 it, and where few did, the quietest quarter of all turns counts. Before anything is timed, all
-systems of a table must agree. A run goes from arrays to arrays. --read shows the figures of an
-earlier --json.
+systems of a table must agree. A run goes from arrays to arrays. --read shows the figures of
+earlier --json files; --write puts the tables into a page, between its marks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import peer_jax, peer_models, peer_torch
 from bench.bench_collectives import MEDIA, Ranks, chain, copy_seconds, length_of, runs_of
-from bench.bench_strategies import wait_for_quiet
 from bench.peer_models import CASES, RANKS, TRAINED, Case, shard
 from bench.peer_mpi import all_reduces, missing
-from bench.peer_report import machine, show, write_plot
-from bench.peers import PATIENCE, Figure, Peer, measure
+from bench.peer_report import machine, show, write_page, write_plot
+from bench.peers import Figure, Peer, Turn, measure, watched
 
 INFERENCE_TOLERANCE = 1e-4
 TRAINING_TOLERANCE = 1e-3
@@ -87,25 +89,27 @@ def collectives(ranks: int, rounds: int, folder: Path) -> dict[str, Table]:
     worlds = {medium: Ranks(ranks, medium, str(folder)) for medium in MEDIA}
     models = {size: chain("AllReduce", ranks, size // 4, length_of(size)) for size in SIZES}
     systems = ["memcpy", *MEDIA, *([] if lacks else ["OpenMPI"])]
-    found: dict[tuple[int, str], list[float]] = {(n, s): [] for n in SIZES for s in systems}
+    turns: dict[tuple[int, str], list[Turn]] = {(n, s): [] for n in SIZES for s in systems}
+
+    def seconds(system: str) -> dict[int, float]:
+        if system == "OpenMPI":
+            return all_reduces(ranks, SIZES)
+        if system == "memcpy":
+            return {size: copy_seconds(size) for size in SIZES}
+        world = worlds[system]
+        return {n: world.seconds(models[n], runs_of(n)) / length_of(n) for n in SIZES}
+
     for _ in range(rounds):
         for system in random.sample(systems, len(systems)):
-            wait_for_quiet(PATIENCE)
-            mpi = all_reduces(ranks, SIZES) if system == "OpenMPI" else {}
+            found, others = watched(os.getpid(), partial(seconds, system))
             for size in SIZES:
-                if system in worlds:
-                    seconds = worlds[system].seconds(models[size], runs_of(size))
-                    seconds /= length_of(size)
-                else:
-                    seconds = mpi[size] if system == "OpenMPI" else copy_seconds(size)
-                found[size, system].append(seconds)
+                turns[size, system].append(Turn([found[size]], others))
     for world in worlds.values():
         world.close()
     names = {medium: f"onnxpar, {medium}" for medium in MEDIA}
     return {
         f"{ALL_REDUCE} of {label(size)}, {ranks} ranks": {
-            names.get(system, system): Figure.of(found[size, system], rounds, rounds)
-            for system in systems
+            names.get(system, system): Figure.of(turns[size, system]) for system in systems
         }
         for size in SIZES
     }
@@ -123,7 +127,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="3 rounds of short turns")
     parser.add_argument("--topology", help="as onnxpar calibrate writes it, on this machine")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
-    parser.add_argument("--read", type=Path, help="file with figures, instead of measuring")
+    parser.add_argument("--read", type=Path, nargs="+", help="files with figures to show instead")
+    parser.add_argument("--write", type=Path, help="page whose tables to renew")
     parser.add_argument("--plot", type=Path, help="file to draw the figures to")
     return parser.parse_args()
 
@@ -149,16 +154,23 @@ def tables(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Tab
         yield from collectives(ranks, rounds, folder).items()
 
 
+def read_figures(files: Sequence[Path]) -> tuple[dict[str, str], dict[str, Table]]:
+    """The machine of the last file, and the tables of all."""
+    about: dict[str, str] = {}
+    found: dict[str, Table] = {}
+    for file in files:
+        read = json.loads(file.read_text())
+        about = read["machine"]
+        for name, table in read["tables"].items():
+            found[name] = {peer: Figure(**figure) for peer, figure in table.items()}
+    return about, found
+
+
 def main() -> None:
     """Prints a table for each model, training step and all-reduce."""
     options = arguments()
     if options.read:
-        read = json.loads(options.read.read_text())
-        about = read["machine"]
-        found = {
-            name: {peer: Figure(**figure) for peer, figure in table.items()}
-            for name, table in read["tables"].items()
-        }
+        about, found = read_figures(options.read)
         print(show(about, found))
     else:
         about, found = machine(), {}
@@ -172,6 +184,8 @@ def main() -> None:
         options.json.write_text(json.dumps({"machine": about, "tables": plain}, indent=1) + "\n")
     if options.plot:
         write_plot(options.plot, about, found)
+    if options.write:
+        write_page(options.write, about, found)
 
 
 if __name__ == "__main__":

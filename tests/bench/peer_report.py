@@ -14,6 +14,7 @@ from bench.peers import Figure
 PACKAGES = ("onnxpar", "onnxruntime", "torch", "jax", "mpi4py", "numpy")
 COLOURS = {"onnxpar": "#3949ab", "JAX": "#8e7cc3", "torch": "#ee8a5f", "OpenMPI": "#7cb07c"}
 OTHER = "#b0bec5"
+BEGIN, END = "<!-- figures of bench_peers.py -->", "<!-- end of the figures -->"
 Tables = Mapping[str, Mapping[str, Figure]]
 
 
@@ -55,6 +56,17 @@ def text(seconds: float) -> str:
     """Milliseconds in three digits."""
     ms = seconds * 1e3
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def write_page(path: Path, about: Mapping[str, str], tables: Tables) -> None:
+    """Puts the tables between the marks of a page. Errors: ValueError if it has no marks."""
+    before, rest = path.read_text().split(BEGIN)
+    _, behind = rest.split(END)
+    versions = ", ".join(f"{name} {version}" for name, version in about.items() if name in PACKAGES)
+    head = (
+        f"Measured on {about['date']}, on {about['machine']}: Python {about['python']}, {versions}."
+    )
+    path.write_text(f"{before}{BEGIN}\n\n{head}\n{show({}, tables)}\n\n{END}{behind}")
 
 
 def write_plot(path: Path, about: Mapping[str, str], tables: Tables) -> None:

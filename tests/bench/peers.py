@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ PATIENCE = 20
 """Moments to wait for a quiet machine before a turn."""
 OTHERS = 0.1
 """Cores that others may use during a quiet turn."""
+QUARTILES = (0.25, 0.5, 0.75)
 FEWEST = 0.25
 """Share of the turns that counts, the quietest first, where fewer were quiet."""
 
@@ -90,24 +90,7 @@ class Running:
 
     def take_turn(self, seconds: float) -> None:
         """Runs for about so long, when the machine does little else."""
-        wait_for_quiet(PATIENCE)
-        start, busy, own = time.perf_counter(), busy_seconds(), tree_seconds(self.process.pid)
-        runs = self.ask(seconds)
-        took = time.perf_counter() - start
-        others = busy_seconds() - busy - (tree_seconds(self.process.pid) - own)
-        self.turns.append(Turn(runs, max(others / took, 0.0)))
-
-    @property
-    def is_quiet(self) -> int:
-        """The number of its turns during which the machine did little else."""
-        return sum(turn.others <= OTHERS for turn in self.turns)
-
-    @property
-    def samples(self) -> list[float]:
-        """Seconds of the runs that count."""
-        quietest = sorted(self.turns, key=lambda turn: turn.others)
-        count = max(self.is_quiet, round(FEWEST * len(self.turns)), 1)
-        return [run for turn in quietest[:count] for run in turn.runs]
+        self.turns.append(Turn(*watched(self.process.pid, lambda: self.ask(seconds))))
 
 
 @dataclass(frozen=True)
@@ -123,9 +106,13 @@ class Figure:
     error: float
 
     @classmethod
-    def of(cls, samples: Sequence[float], quiet: int, turns: int, error: float = 0.0) -> Figure:
-        low, median, high = statistics.quantiles([*samples, *samples], n=4)
-        return cls(low, median, high, quiet, turns, error)
+    def of(cls, turns: Sequence[Turn], error: float = 0.0) -> Figure:
+        """Of the quiet turns, or of the quietest quarter of all."""
+        quiet = sum(turn.others <= OTHERS for turn in turns)
+        count = max(quiet, round(FEWEST * len(turns)), 1)
+        quietest = sorted(turns, key=lambda turn: turn.others)[:count]
+        low, median, high = np.quantile([run for t in quietest for run in t.runs], QUARTILES)
+        return cls(float(low), float(median), float(high), quiet, len(turns), error)
 
 
 def serve(connection: Connection, make: Callable[..., Run], arguments: tuple[Any, ...]) -> None:
@@ -148,6 +135,17 @@ def timed(run: Run, seconds: float) -> list[float]:
     return runs
 
 
+def watched(pid: int, work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` returns, once the machine is quiet, and how many cores were used meanwhile by
+    processes other than `pid` and those that it has started."""
+    wait_for_quiet(PATIENCE)
+    start, busy, own = time.perf_counter(), busy_seconds(), tree_seconds(pid)
+    result = work()
+    took = time.perf_counter() - start
+    others = busy_seconds() - busy - (tree_seconds(pid) - own)
+    return result, max(others / took, 0.0)
+
+
 def tree_seconds(pid: int) -> float:
     """Seconds that a process, and those that it has started, have worked."""
     try:
@@ -156,7 +154,8 @@ def tree_seconds(pid: int) -> float:
         children = [int(child) for file in files for child in file.read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # user and system time, its own and that of children that have ended
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return own + sum(map(tree_seconds, children))
 
 
@@ -190,7 +189,4 @@ def measure(
         for _ in range(rounds):
             for one in draw.sample(running, len(running)):
                 one.take_turn(seconds)
-        return {
-            one.peer.name: Figure.of(one.samples, one.is_quiet, rounds, errors[one.peer.name])
-            for one in running
-        }
+        return {one.peer.name: Figure.of(one.turns, errors[one.peer.name]) for one in running}

@@ -4,14 +4,16 @@ installed is named."""
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bench import peer_models
-from bench.peer_report import show, write_plot
-from bench.peers import Figure, Peer, Run, Running, Turn, measure
+from bench.peer_report import BEGIN, END, show, write_page, write_plot
+from bench.peers import Figure, Peer, Run, Running, Turn, measure, tree_seconds, watched
 
 import onnxpar
 
@@ -43,10 +45,22 @@ def test_a_peer_whose_process_ends_is_named() -> None:
 
 def test_only_quiet_turns_count_or_the_quietest_quarter() -> None:
     turns = [Turn([float(i)], others) for i, others in enumerate((0.9, 0.05, 0.4, 0.08))]
-    peer = Peer("a", _constant, ())
-    assert sorted(Running(peer, None, None, turns).samples) == [1.0, 3.0]
+    assert Figure.of(turns) == Figure(1.5, 2.0, 2.5, 2, 4, 0.0)
     loud = [Turn([float(i)], others) for i, others in enumerate((0.9, 0.5, 0.4, 0.8))]
-    assert Running(peer, None, None, loud).samples == [2.0]
+    assert Figure.of(loud) == Figure(2.0, 2.0, 2.0, 0, 4, 0.0)
+
+
+def test_work_of_others_is_told_from_own() -> None:
+    def spin() -> int:
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+        return 1
+
+    before = tree_seconds(os.getpid())
+    result, others = watched(os.getpid(), spin)
+    assert tree_seconds(os.getpid()) - before >= 0.2
+    assert result == 1 and 0 <= others <= (os.cpu_count() or 1)
 
 
 def test_what_is_not_installed_is_named_with_the_remedy() -> None:
@@ -61,6 +75,17 @@ def test_tables_have_ratios_to_the_first_row(tmp_path: Path) -> None:
     assert "| b | 1000 | 500 to 2000 | 2.00 | 5 of 5 | 1e-06 |" in text
     write_plot(tmp_path / "plot.svg", {"date": "today", "machine": "CPU"}, {"model": table})
     assert (tmp_path / "plot.svg").read_text().count("</svg>") == 1
+
+
+def test_a_page_gets_new_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nbehind\n")
+    about = {"date": "today", "machine": "CPU", "python": "3"}
+    for _ in range(2):
+        write_page(page, about, {"model": {"a": Figure(1, 2, 3, 4, 5, 0)}})
+        text = page.read_text()
+        assert text.startswith("before\n") and text.endswith("\nbehind\n") and "old" not in text
+        assert text.count("| a | 2000 | 1000 to 3000 | 1.00 | 4 of 5 | - |") == 1
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
