@@ -9,7 +9,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.open_errors import at_open_sizes
 from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
-from onnxpar.presets.presets import default_rounds, preset_rounds
+from onnxpar.presets.presets import ADDING, default_rounds, preset_rounds
+from onnxpar.search.behind_sums import SplitBehindSums
 from onnxpar.strategy.requests import requests
 
 
@@ -21,7 +22,8 @@ class AnnotateStrategy(Pass):
     agree and which the plan must keep. Ensures `ctx.annotations`: in the first rounds those of
     `ctx.asked`, each with annotations of the nodes that a training step derives from its node; then
     those that the search finds, or those of the preset, or data parallelism: the batch is split
-    over the axis `dp`, where the mesh has one.
+    over the axis `dp`, where the mesh has one. Presets whose ranks add up activations end with
+    `SplitBehindSums`, unless the model is a training step.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp", None]}})
 
@@ -65,4 +67,7 @@ class AnnotateStrategy(Pass):
                 ctx.annotations += preset_rounds(
                     graph, ctx.sharding, ctx.request.preset, step, states
                 )
+                if step is None and ctx.request.preset in ADDING:
+                    goal = ctx.request.objective.goal
+                    ctx.annotations.append([SplitBehindSums(tuple(states), goal)])
         return bool(ctx.annotations)

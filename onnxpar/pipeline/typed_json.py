@@ -23,6 +23,7 @@ from onnxpar.presets.split_caches import SplitCaches
 from onnxpar.presets.table_parallel import FeedWhole, HoldTable
 from onnxpar.presets.training_presets import Closed, SplitSums, SplitTogether
 from onnxpar.reshard.steps import ReshardStep
+from onnxpar.search.behind_sums import SplitBehindSums
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.state import FactorSharding
 from onnxpar.strategy.strategy import NodeAnnotation, TensorAnnotation
@@ -46,6 +47,7 @@ TYPES: dict[str, type[Any]] = {
         FactorSharding,
         Product,
         SplitAlone,
+        SplitBehindSums,
         SplitCaches,
         SplitExperts,
         SplitSequences,

@@ -43,6 +43,9 @@ PRESETS = (
     "manual",
 )
 
+ADDING = ("tensor-parallel", "hybrid", EXPERT)
+"""Presets whose ranks add up activations, and that say nothing of the nodes behind these sums."""
+
 
 def preset_mesh(preset: str | None, devices: int) -> Mesh:
     """The default mesh of a preset: one axis; for hybrid, dp=2 and the rest tp.

@@ -54,8 +54,9 @@ only if it gains time."""
 class Problem:
     """The decisions of a strategy for a graph, as variables, and its cost, as sums of tables over
     them. Nodes in the same place of repeated blocks share a variable; the tensors between them
-    share a table, multiplied by their number. `kept` are decisions of another search. In a training
-    `step`, sums of gradients over ranks have the cost of fused sums.
+    share a table, multiplied by their number. `kept` are decisions of another search, and
+    `decided` the strategies of nodes that have no choice, by name. In a training `step`, sums of
+    gradients over ranks have the cost of fused sums.
 
     sums        a list of tables for the seconds of a run; or, for the objective throughput, one for
                 the seconds of compute, and one for those of communication
@@ -72,8 +73,10 @@ class Problem:
         kept: Kept | None = None,
         objective: Objective | None = None,
         step: Step | None = None,
+        decided: Mapping[str, OpStrategy] | None = None,
     ) -> None:
         self.sharding = sharding
+        self.decided = decided or {}
         self.kept = kept
         self.objective = objective or Objective()
         self.gradients = GradientSums.of(graph, step, sharding.costs)
@@ -170,10 +173,12 @@ class Problem:
         """Builds the tables, with fewer strategies per node if they would be too large."""
         profiles = max((len(t.costed) for t in self.sharding.factors.tensors.values()), default=1)
         self.holders = Holders(self._holders(), profiles)
-        self.known_strategies: dict[Hashable, list[OpStrategy]] = {}
         self.known_op_costs: dict[Hashable, Array] = {}
         names = (op.node.name for op in self.sharding.factors.ops)
         self.sign = dict(zip(names, self.signs, strict=True))
+        self.known_strategies: dict[Hashable, list[OpStrategy]] = {
+            (self.sign[name], None): [strategy] for name, strategy in self.decided.items()
+        }
         most = MOST_STRATEGIES
         while True:
             self.timeline = MemoryTimeline(graph, profiles * len(self.holders.ranks))

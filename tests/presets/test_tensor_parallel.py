@@ -98,10 +98,8 @@ SMALL = 1024
 """Elements up to which a weight may be held whole."""
 STORED = "its weight is split in storage only: to gather that moves less than to gather the result"
 MAY_STAY_WHOLE = {
-    "llama_heads9": "3 key/value heads do not split over 4 or 8 ranks, nor do their scores",
     "resnet": STORED,
     "resnet_fp16": STORED,
-    "unet": STORED,
 }
 """Models with products and convolutions that stay whole though their weight is not small."""
 
