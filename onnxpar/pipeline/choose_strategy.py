@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,10 @@ def _search(
     or on any mesh."""
 
     def on_mesh(
-        sharding: ShardingState, given: Sequence[Sequence[Annotation]], kept: Kept | None
+        sharding: ShardingState,
+        given: Sequence[Sequence[Annotation]],
+        kept: Kept | None,
+        below: float = math.inf,
     ) -> Solution:
         states, objective = model.states, options.objective
 
@@ -88,7 +92,8 @@ def _search(
             goal, every = objective, [*given, more]
             if goal.memory is not None and spare:
                 goal = replace(goal, memory=max(goal.memory - spare, 1.0))
-            return solve(model.graph, sharding, states, every, how, kept, goal, model.step)
+            limited = goal, model.step, below
+            return solve(model.graph, sharding, states, every, how, kept, *limited)
 
         # over several axes, dealing over all of them is the same as over one
         is_one = mesh is not None or sum(size > 1 for _, size in sharding.mesh.shape) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -115,7 +116,10 @@ class Explainer:
 
     def reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
         """Collects the steps of a graph with all its reshards. The pipeline calls it once for each
-        typical combination of sizes, with its weight."""
+        typical combination of sizes, with its weight; after weights that add up to 1, it has
+        decided to plan again, and what was collected before is dropped."""
+        if math.isclose(sum(before for before, _ in self._found), 1.0):
+            self._found.clear()
         self._found.append((weight, list(_steps(graph, ctx))))
 
     def explained(self, plan: Plan) -> Explained:

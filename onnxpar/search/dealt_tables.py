@@ -52,7 +52,10 @@ def fastest_with_tables(
         if other is None:
             raise
         return other
-    return other if other is not None and other.seconds < best.seconds else best
+    if other is None:
+        return best
+    bound = min(best.bound, other.bound)
+    return replace(other if other.seconds < best.seconds else best, bound=bound)
 
 
 def _beyond_mean(
@@ -104,4 +107,5 @@ def _joined(solution: Solution, dealt: Sequence[Annotation], sharding: ShardingS
     axes = tuple(sharding.mesh.axis(name) for name, size in sharding.mesh.shape if size > 1)
     latency = sharding.costs.collective("AllToAll", axes, 0.0)
     saved = sum(count - 1 for count in counts if count) * latency
-    return replace(solution, seconds=solution.seconds - saved)
+    most = sum(len(names) - 1 for names in passes) * latency  # that any strategy saves
+    return replace(solution, seconds=solution.seconds - saved, bound=solution.bound - most)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from onnxpar.cost.topology import Topology
@@ -39,7 +40,8 @@ def best_on_mesh(
     found = list(_GivenMesh(search, mesh).solutions())
     if not found:
         raise search.why()
-    return min(found, key=lambda solution: solution.seconds)
+    best = min(found, key=lambda solution: solution.seconds)
+    return replace(best, bound=min(search.bound, best.seconds))
 
 
 class _GivenMesh:

@@ -144,8 +144,9 @@ class MemoryTimeline:
         domains."""
         if not spans:
             return
-        each = np.broadcast_to(values, (self.profiles, *values.shape[1:]))
-        kinds, of = np.unique(each, axis=0, return_inverse=True)
+        kinds, of = values, np.zeros(self.profiles, int)
+        if len(values) > 1:
+            kinds, of = np.unique(values, axis=0, return_inverse=True)
         for i, kind in enumerate(kinds):
             if kind.any():
                 starts = np.flatnonzero(of.reshape(-1) == i) * (self.end + 1)

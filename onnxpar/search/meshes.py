@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from onnxpar.presets.training_presets import sequence_atom
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy
-from onnxpar.search.search import Solution
+from onnxpar.search.search import NotBelow, Solution
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
@@ -45,9 +46,19 @@ _NAMING = 0.1
 """An axis may get the name of something that it splits only if that has at least this share in the
 seconds of all that the axis splits."""
 
-Solve = Callable[[ShardingState, Sequence[Sequence[Annotation]], Kept | None], Solution]
-"""Finds the fastest strategy on a mesh, given a sharding state, batches of annotations, and
-decisions to keep."""
+BETTER = 1e-3
+"""The share of a run's time that a further mesh must save; the search on it ends when it is proved
+that it cannot."""
+REFINING = 0.1
+"""The largest share of a run's time that dividing an axis is expected to save: meshes that are
+slower by more than this than another are not divided."""
+
+Solve = Callable[
+    [ShardingState, Sequence[Sequence[Annotation]], Kept | None, float],
+    Solution,
+]
+"""Finds the fastest strategy on a mesh, given a sharding state, batches of annotations, decisions
+to keep, and the seconds that it must be below to be of use."""
 
 
 def best_mesh(
@@ -94,21 +105,36 @@ class Meshes:
         # matter, because each leaf has its own order of axes
         self.is_even = not any(unit < devices for unit in topology.units())
         self.refused: list[tuple[Mesh, StrategyError]] = []
+        # a lower bound on the seconds of every strategy on the meshes tried, without divided axes
+        self.bound = math.inf
 
     def best(self) -> Solution:
         """The fastest solution on a mesh of up to TOGETHER axes, or on one that splits its axes
         further, if that saves enough. Errors: StrategyError if there is none."""
         if self.objective.any_fit:
             return self._first()
-        found = [s for mesh in self._coarse() if (s := self.attempt(mesh)) is not None]
+        found: list[Solution] = []
+        for mesh in self._coarse():
+            solution = self.attempt(mesh, below=self._below(found, len(mesh.shape)))
+            if solution is not None:
+                found.append(solution)
         if not found:
             raise self.why()
         least = min(solution.seconds for solution in found)
         best = next(s for s in found if s.seconds <= least * (1 + SAME))
         most = max(len(solution.mesh.shape) for solution in found)
         start = min((s for s in found if len(s.mesh.shape) == most), key=_seconds)
-        refined = self._refined(start)
-        return refined if refined.seconds < best.seconds * (1 - WORTH) else best
+        bound = min(self.bound, best.seconds)
+        refined = self._refined(start, best.seconds)
+        chosen = refined if refined.seconds < best.seconds * (1 - WORTH) else best
+        return replace(chosen, bound=min(bound, chosen.seconds))
+
+    def _below(self, found: Sequence[Solution], axes: int) -> float:
+        """The seconds that a mesh of so many axes must be below to be of use: less than others of
+        as many, and not so much more than all that dividing its axes cannot help."""
+        alike = [s.seconds * (1 - BETTER) for s in found if len(s.mesh.shape) == axes]
+        others = [s.seconds * (1 + REFINING) for s in found]
+        return min([*alike, *others], default=math.inf)
 
     def _first(self) -> Solution:
         """The first solution found, on one axis or on two of nearly equal sizes."""
@@ -121,11 +147,13 @@ class Meshes:
                 break
         raise self.why()
 
-    def _refined(self, best: Solution) -> Solution:
+    def _refined(self, best: Solution, seconds: float) -> Solution:
         """The solution after axes were split in two, one after the other, as long as each split
-        saves enough time; the strategies over the other axes are kept."""
+        saves enough time, also compared with the `seconds` of another; the strategies over the
+        other axes are kept."""
         while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
-            finer = min(self._finer(best), key=_seconds, default=best)
+            below = min(best.seconds, seconds) * (1 - WORTH)
+            finer = min(self._finer(best, below), key=_seconds, default=best)
             if finer.seconds >= best.seconds * (1 - WORTH):
                 break
             best = finer
@@ -141,34 +169,52 @@ class Meshes:
                 for order in permutations(names) if self.requested else [names]:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
-    def _finer(self, best: Solution) -> Iterator[Solution]:
-        """Solutions after one axis was split into two of all possible sizes; each axis that is not
-        requested by name is tried."""
+    def _finer(self, best: Solution, below: float) -> Iterator[Solution]:
+        """Solutions after one axis was split into two of all possible sizes, if they are `below`
+        these seconds, and below those before; each axis that is not requested by name is tried."""
         for at, (name, size) in enumerate(best.mesh.shape):
             for sizes in _products(size, 2) if name not in self.requested else ():
-                found = self.split(best, at, sizes)
+                found = self.split(best, at, sizes, below)
                 if found is not None:
+                    below = min(below, found.seconds * (1 - BETTER))
                     yield found
 
-    def split(self, best: Solution, at: int, sizes: Sequence[int]) -> Solution | None:
+    def split(
+        self, best: Solution, at: int, sizes: Sequence[int], below: float = math.inf
+    ) -> Solution | None:
         """The solution after the axis at this position was split into two of these sizes; the
-        strategies over the other axes are kept. None if there is none."""
+        strategies over the other axes are kept. None if there is none `below` these seconds."""
         shape = best.mesh.shape
         others = [n for i, (n, _) in enumerate(shape) if i != at]
         parts = zip(free_names(2, [*others, shape[at][0]]), sizes, strict=True)
         kept = Kept(frozenset(others), best.chosen)
-        return self.attempt(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept)
+        return self.attempt(Mesh((*shape[:at], *parts, *shape[at + 1 :])), kept, below)
 
-    def attempt(self, mesh: Mesh, kept: Kept | None = None) -> Solution | None:
-        """The fastest solution on a mesh; None if there is none, and then `why` has the reason."""
+    def attempt(
+        self, mesh: Mesh, kept: Kept | None = None, below: float = math.inf
+    ) -> Solution | None:
+        """The fastest solution on a mesh; None if there is none `below` these seconds, and if there
+        is none at all, `why` has the reason. Also lowers `bound` to what is proved for the mesh,
+        unless decisions are kept."""
         self.objective.patience.tell(f"mesh {mesh}")
         sharding = ShardingState.open(mesh, self.factors, self.topology)
         try:
             given = [] if self.strategy is None else annotations_of(self.strategy, sharding)
-            return self.solve(sharding, [with_derived(given, sharding)], kept)
+            found = self.solve(sharding, [with_derived(given, sharding)], kept, below)
+        except NotBelow as error:
+            self._note(error.bound, kept)
+            return None
         except StrategyError as error:
+            if isinstance(error, OverLimit) and not error.is_proved:
+                self._note(0.0, kept)
             self.refused.append((mesh, error))
             return None
+        self._note(found.bound, kept)
+        return found
+
+    def _note(self, bound: float, kept: Kept | None) -> None:
+        if kept is None:
+            self.bound = min(self.bound, bound)
 
     def why(self) -> StrategyError:
         """The error for the user if no mesh has a solution. If the limit on memory excludes

@@ -80,8 +80,11 @@ class Objective:
 
 class OverLimit(StrategyError):
     """No strategy within the limit on memory was found. Every strategy needs at least `least` bytes
-    (None: unknown); the best one that was found needs `found` bytes."""
+    (None: unknown); the best one that was found needs `found` bytes. If it `is_proved`, there is
+    none."""
 
-    def __init__(self, message: str, least: float | None, found: float = math.inf) -> None:
+    def __init__(
+        self, message: str, least: float | None, found: float = math.inf, is_proved: bool = False
+    ) -> None:
         super().__init__(message)
-        self.least, self.found = least, found
+        self.least, self.found, self.is_proved = least, found, is_proved

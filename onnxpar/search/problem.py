@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
@@ -49,6 +50,17 @@ LESS = 0.75
 PASSING = 1e-12
 """Seconds added to the cost of a node that passes a partial sum on, so that the search chooses this
 only if it gains time."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A solution of the search on one mesh: the seconds of a run, a lower bound on those of every
+    strategy, the strategy of each node by name, and the sharding of each state by its input."""
+
+    seconds: float
+    bound: float
+    chosen: dict[str, OpStrategy]
+    inputs: dict[str, FactorSharding]
 
 
 class Problem:
@@ -110,39 +122,44 @@ class Problem:
     def _is_apart(self) -> bool:
         return self.objective.goal == THROUGHPUT
 
-    def solve(
-        self, exhaustively: bool = False
-    ) -> tuple[float, dict[str, OpStrategy], dict[str, FactorSharding]]:
-        """The least seconds of a run, the strategy of each node by name, and the sharding of each
-        state by its input. If nodes depend on each other too much, the seconds are low but maybe
-        not the least. Errors: TooLarge if there are too many strategies to try exhaustively;
+    def solve(self, exhaustively: bool = False, below: float = math.inf) -> Found:
+        """The least seconds of a run, with their decisions. If nodes depend on each other too much,
+        the seconds are low but maybe not the least; if no strategy takes less than `below`, they
+        may also be infinite. Errors: TooLarge if there are too many strategies to try exhaustively;
         TooMuch or Undecided if none was found within the limit on memory."""
         most = self.objective.memory
         limit = Limit(most or 1.0, self.timeline.steps, self.timeline.demands)
         if exhaustively:
             seconds, values = exhaust_within(self.sizes, self.sums, limit)
+            bound = seconds
         elif most is None and not self._is_apart:
-            seconds, values, _ = self._minimum(self.sums[0])
+            seconds, values, bound = self._minimum(self.sums[0], below)
         else:
-            objective = self.objective
-            seconds, values = minimize_within(
-                self.sizes, self.sums, limit, self._minimum, objective.patience, objective.any_fit
+            goal = self.objective
+            how = goal.patience, goal.any_fit, below
+            seconds, values, bound = minimize_within(
+                self.sizes, self.sums, limit, self._minimum, *how
             )
+        if math.isinf(seconds):
+            return Found(seconds, bound, {}, {})
         chosen = {n: self.strategies[n][values[v]] for n, v in self.variable.items()}
         states = {n: self.domains.input(n) for n in self.tensors.states.inputs.values()}
         inputs = {
             name: domain.factor_shardings[0 if domain.variable is None else values[domain.variable]]
             for name, domain in states.items()
         }
-        return seconds, chosen, inputs
+        return Found(seconds, bound, chosen, inputs)
 
-    def _minimum(self, tables: Sequence[Table]) -> tuple[float, list[int], bool]:
-        """A low sum of tables, the values of the variables that give it, and True if it is proven
-        to be the least sum."""
+    def _minimum(
+        self, tables: Sequence[Table], below: float = math.inf
+    ) -> tuple[float, list[int], float]:
+        """A low sum of tables, the values of the variables that give it, and a lower bound on every
+        sum; the search ends when none can be lower than `below`."""
         try:
-            return *minimize(self.sizes, tables), True
+            seconds, values = minimize(self.sizes, tables)
+            return seconds, values, seconds
         except TooLarge:
-            return minimize_in_parts(self.sizes, tables, self._start(tables))
+            return minimize_in_parts(self.sizes, tables, self._start(tables), below)
 
     def _start(self, tables: Sequence[Table]) -> dict[int, int]:
         """Good values of the nodes' variables to start with: the best ones if every node treats all

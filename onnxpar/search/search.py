@@ -26,13 +26,24 @@ SEARCHES = (AUTO, "data-parallel", "tensor-parallel", EXHAUSTIVE, PROPAGATION)
 annotations."""
 
 
+class NotBelow(StrategyError):
+    """No strategy on a mesh takes less than the seconds that were asked for: all take at least
+    `bound`."""
+
+    def __init__(self, mesh: Mesh, bound: float) -> None:
+        super().__init__(f"every strategy over {mesh} takes at least {bound * 1e3:.3f} ms")
+        self.bound = bound
+
+
 @dataclass(frozen=True)
 class Solution:
-    """A strategy for one mesh: the seconds of a run by the cost model, and its decisions, both as
-    annotations and as the strategy of each node by name."""
+    """A strategy for one mesh: the seconds of a run by the cost model, a lower bound on those of
+    every strategy that was searched, and its decisions, both as annotations and as the strategy of
+    each node by name."""
 
     mesh: Mesh
     seconds: float
+    bound: float
     annotations: list[Annotation]
     chosen: dict[str, OpStrategy]
 
@@ -46,9 +57,11 @@ def solve(
     kept: Kept | None = None,
     objective: Objective | None = None,
     step: Step | None = None,
+    below: float = math.inf,
 ) -> Solution:
     """The fastest strategy on the sharding's mesh that agrees with the `given` annotations, and
     with the decisions `kept` of another search; `step` is given for a training step. Errors:
+    NotBelow if none takes less than `below` seconds (though one that takes more may be returned);
     StrategyError if no strategy agrees, or if there are too many to try them all; OverLimit if none
     was found that fits in memory."""
     sketch = ShardingState.open(sharding.mesh, sharding.factors, sharding.costs.topology)
@@ -57,20 +70,24 @@ def solve(
             annotation.apply(sketch)
     problem = Problem(graph, sketch, states, kept, objective, step)
     try:
-        seconds, chosen, held = problem.solve(exhaustively=how == EXHAUSTIVE)
+        found = problem.solve(exhaustively=how == EXHAUSTIVE, below=below)
     except TooLarge as error:
         raise StrategyError(f"--search {how}: {error}; use --search {AUTO}") from None
     except (TooMuch, Undecided) as error:
         needed = f"a rank would need {text_of(error.found, 'B')}"
         text = f"over {sharding.mesh}, {needed}"
-        raise OverLimit(text, error.least, error.found) from None
-    if math.isinf(seconds):
+        is_proved = isinstance(error, TooMuch)
+        raise OverLimit(text, error.least, error.found, is_proved) from None
+    if math.isinf(found.seconds):
+        if math.isfinite(found.bound):
+            raise NotBelow(sharding.mesh, found.bound)
         raise StrategyError("no strategy satisfies all requested layouts; request fewer")
-    annotations = [
-        TensorAnnotation(name, factor_sharding.leaves) for name, factor_sharding in held.items()
+    annotations: list[Annotation] = [
+        TensorAnnotation(name, factor_sharding.leaves)
+        for name, factor_sharding in found.inputs.items()
     ]
-    nodes = [
-        NodeAnnotation(op, dict(enumerate(chosen[op.node.name].axes)), {})
+    annotations += [
+        NodeAnnotation(op, dict(enumerate(found.chosen[op.node.name].axes)), {})
         for op in sharding.factors.ops
     ]
-    return Solution(sharding.mesh, seconds, [*annotations, *nodes], chosen)
+    return Solution(sharding.mesh, found.seconds, found.bound, annotations, found.chosen)

@@ -13,6 +13,7 @@ from onnxpar.pipeline import host_memory, memory_limit
 from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pipeline import plan
+from onnxpar.report.explain import explain
 
 MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
 
@@ -34,6 +35,17 @@ def test_a_small_host_has_the_weights_split(fastest: Plan, monkeypatch: pytest.M
     made = planned(memory, monkeypatch)
     assert held_together(made) <= SHARE * memory < held_together(fastest)
     assert any("to fit the" in note for note in made.notes)
+
+
+def test_the_steps_of_a_plan_that_was_made_again_are_its_own(
+    fastest: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = int(0.8 * held_together(fastest) / SHARE)
+    monkeypatch.setattr(memory_limit, "host_bytes", lambda: memory)
+    found = explain(MODEL, Options(devices=4))
+    assert any("to fit the" in note for note in found.plan.notes)
+    assert found.plan.predicted is not None
+    assert found.predicted.total == pytest.approx(found.plan.predicted.total, rel=1e-12)
 
 
 def test_a_large_host_changes_nothing(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,14 @@ class Recording:
         self.found: dict[tuple[int, ...], float] = {}
 
     def solve(
-        self, sharding: ShardingState, given: Sequence[Sequence[Annotation]], kept: Kept | None
+        self,
+        sharding: ShardingState,
+        given: Sequence[Sequence[Annotation]],
+        kept: Kept | None,
+        below: float,
     ) -> Solution:
-        found = solve(self.model.graph, sharding, self.model.states, given, kept=kept)
+        states = self.model.states
+        found = solve(self.model.graph, sharding, states, given, kept=kept, below=below)
         if kept is None:
             self.found[tuple(size for _, size in sharding.mesh.shape)] = found.seconds
         return found

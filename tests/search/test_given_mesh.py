@@ -27,8 +27,8 @@ def both(
     ctx = make_context(model, Options(devices=devices, search="propagation"))
     factors = ctx.sharding.factors
 
-    def on_mesh(sharding, given, kept):  # type: ignore[no-untyped-def]
-        return solve(model.graph, sharding, model.states, given, kept=kept)
+    def on_mesh(sharding, given, kept, below):  # type: ignore[no-untyped-def]
+        return solve(model.graph, sharding, model.states, given, kept=kept, below=below)
 
     found = best_mesh(model, factors, devices, topology, on_mesh)
     mesh = Mesh(found.mesh.shape[::order])

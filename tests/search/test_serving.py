@@ -54,7 +54,7 @@ def solved(
         if exhaustively:
             assume(math.prod(problem.sizes) <= MOST)
         try:
-            return problem.solve(exhaustively)[0]
+            return problem.solve(exhaustively).seconds
         except TooMuch:
             return math.inf
 
@@ -125,12 +125,12 @@ def test_no_table_is_over_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_fewer_choices(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounded tables, and something nearly as fast in these."""
     graph, ctx = context(fan(tmp_path, 5), "dp=2,tp=2", Topology.default())
-    least = Problem(graph, ctx.sharding).solve()[0]
+    least = Problem(graph, ctx.sharding).solve().seconds
     monkeypatch.setattr(problems, "MOST_ENTRIES", most)
     problem = Problem(graph, ctx.sharding)
     largest = max(map(len, problem.strategies.values()))
     assert problem.tables.entries <= most or largest <= problems.FEWEST_STRATEGIES
-    assert least <= problem.solve()[0] <= 2 * least
+    assert least <= problem.solve().seconds <= 2 * least
 
 
 def test_what_is_asked_for_is_among_few_choices(tmp_path: Path) -> None:

@@ -33,9 +33,11 @@ round, is the same for all steps; this damping keeps prices from jumping between
 ROUNDS = 30
 """Most rounds to find the best assignment."""
 
-Minimum = Callable[[Sequence[Table]], tuple[float, list[int], bool]]
-"""Finds a low sum of tables; returns the sum, the assignment, and True if it is proven to be the
-least."""
+NEAR = 1e-3
+"""A sum that is above its bound by at most this share is good enough."""
+
+Minimum = Callable[[Sequence[Table]], tuple[float, list[int], float]]
+"""Finds a low sum of tables; returns the sum, the assignment, and a lower bound on every sum."""
 
 
 def minimize_within(
@@ -45,34 +47,41 @@ def minimize_within(
     minimum: Minimum,
     patience: Patience | None = None,
     any_fit: bool = False,
-) -> tuple[float, list[int]]:
+    below: float = math.inf,
+) -> tuple[float, list[int], float]:
     """Finds an assignment within the limit for which the largest of the sums (each of several
-    tables) is as low as possible; returns that sum and the assignment. The sum may be slightly more
-    than the least if there are too many variables to be sure, or if patience runs out; it is
-    infinite if the tables forbid every assignment. With `any_fit`, returns the first assignment
-    within the limit. Errors: TooMuch, Undecided."""
+    tables) is as low as possible; returns that sum, the assignment, and a lower bound on the sum of
+    every assignment within the limit. The sum may be slightly more than the least if there are too
+    many variables to be sure, or if patience runs out; it is infinite if the tables forbid every
+    assignment, or if none within the limit can have a sum `below` a number. With `any_fit`, returns
+    the first assignment within the limit. Errors: TooMuch, Undecided."""
     patience = patience or Patience()
     columns = _Columns(sums, limit, minimum, patience, any_fit)
     if not columns.start():
-        return math.inf, [0] * len(sizes)
+        return math.inf, [0] * len(sizes), math.inf
+    if columns.bound >= below:
+        return math.inf, [0] * len(sizes), columns.bound
     with patience.spending():
         if columns.best is None:
             columns.find_some()
         has_mixture = columns.best is not None or columns.find_room()
         if columns.best is not None and any_fit:
-            return columns.value, columns.best.values
-        bound = columns.find_least() if has_mixture else 0.0
-        if columns.value > bound + CLOSE * abs(bound) and not patience.is_out:
+            return columns.value, columns.best.values, columns.bound
+        if has_mixture:
+            columns.find_least(below)
+            if columns.bound >= below:
+                return columns.value, columns.best.values if columns.best else [], columns.bound
+        if columns.value > columns.bound * (1 + NEAR) and not patience.is_out:
             seconds = patience.on_the_clock(patience.left / 2)  # another mesh may need the rest
             try:
                 found = integer_program(sizes, sums, limit, columns.steps, seconds)
             except TooMuch as error:
                 raise TooMuch(error.least, columns.least_held) from None
             if found is not None and found[0] <= columns.value:
-                return found
+                return *found, columns.bound
     if columns.best is None:
         raise Undecided(columns.least, columns.least_held)
-    return columns.value, columns.best.values
+    return columns.value, columns.best.values, min(columns.bound, columns.value)
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ class _Columns:
 
     steps  the steps at which some assignment exceeds the limit
     best   the best assignment within the limit
+    bound  a lower bound on the largest sum of every assignment within the limit
     least  bytes that every assignment is known to need at some step
     """
 
@@ -99,6 +109,7 @@ class _Columns:
     patience: Patience
     any_fit: bool
     least: float = 0.0
+    bound: float = 0.0
     found: list[_Column] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     best: _Column | None = None
@@ -117,10 +128,12 @@ class _Columns:
         """Adds the assignments with the least total of all sums, and the least of each sum; False
         if the tables forbid every assignment."""
         count = len(self.sums)
-        if math.isinf(self._add(np.ones(count), np.zeros(0))):
+        total = self._add(np.ones(count), np.zeros(0))
+        if total == math.inf:
             return False
+        self.bound = max(self.bound, total / count)
         for prices in np.eye(count) if count > 1 else ():
-            self._add(prices, np.zeros(0))
+            self.bound = max(self.bound, self._add(prices, np.zeros(0)))
         return True
 
     def find_some(self) -> None:
@@ -156,19 +169,18 @@ class _Columns:
             raise TooMuch(self.least, self.least_held)
         return least <= self.limit.bytes or self.best is not None
 
-    def find_least(self) -> float:
-        """Looks for the best assignment within the limit; returns a lower bound on its largest
-        sum."""
-        bound = -math.inf
+    def find_least(self, below: float) -> None:
+        """Looks for the best assignment within the limit, and raises the bound, until none can have
+        a sum `below` a number."""
         for _ in range(ROUNDS):
             mixture = self._mix(for_room=False)
             price = mixture.second.sum() * self.limit.bytes
-            bound = max(bound, self._add(mixture.first, mixture.second) - price)
-            if min(mixture.value, self.value) <= bound + CLOSE * abs(bound):
+            self.bound = max(self.bound, self._add(mixture.first, mixture.second) - price)
+            is_near = self.value <= self.bound * (1 + NEAR)
+            if is_near or mixture.value <= self.bound + CLOSE * abs(self.bound):
                 break
-            if self.patience.is_out:
+            if self.bound >= below or self.patience.is_out:
                 break
-        return bound
 
     def _mix(self, for_room: bool) -> _Mixture:
         """The best weighted mean of the assignments found. With `for_room`: the one with the lowest
@@ -202,7 +214,7 @@ class _Columns:
             for tables, price in zip(self.sums, of_sums, strict=True)
             for scaled in _scaled(tables, price)
         ]
-        value, values, is_least = self.minimum([*tables, *self.limit.priced(prices)])
+        value, values, bound = self.minimum([*tables, *self.limit.priced(prices)])
         if math.isinf(value):
             return value
         sums = np.array([sum(table.at(values) for table in tables) for tables in self.sums])
@@ -214,7 +226,7 @@ class _Columns:
                 self.steps.append(worst)
         elif sums.max() < self.value:
             self.best = column
-        return value if is_least else -math.inf
+        return bound
 
 
 @dataclass(frozen=True)

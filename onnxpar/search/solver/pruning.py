@@ -22,6 +22,10 @@ CLOSE = 1e-12
 FEW = 1 << 12
 """Most entries of a table that replaces the tables of an eliminated variable, at first; the number
 grows where the bound rises slowly."""
+FIRST = 0.02
+"""The share of all values among which elimination looks for a low sum at first."""
+AGAIN = 2
+"""How many times the last share that elimination could handle it tries first."""
 SMALL = 1 << 18
 """Most entries of a table in the search for a low sum."""
 LARGE = 1 << 22
@@ -43,15 +47,20 @@ ends."""
 
 
 def minimize_in_parts(
-    sizes: Sequence[int], tables: Sequence[Table], start: Mapping[int, int]
-) -> tuple[float, list[int], bool]:
-    """A low sum (infinite if none was found), the values of the variables that give it, and True if
-    it is proven to be the least. `start` has values of some variables; the sum is no higher than
-    the best sum with these values, unless the other variables depend on each other too much."""
-    search = _Search(sizes, tables)
+    sizes: Sequence[int],
+    tables: Sequence[Table],
+    start: Mapping[int, int],
+    below: float = math.inf,
+) -> tuple[float, list[int], float]:
+    """A low sum (infinite if none was found), the values of the variables that give it, and a lower
+    bound on every sum. `start` has values of some variables; the sum is no higher than the best sum
+    with these values, unless the other variables depend on each other too much. The search ends
+    when no sum can be lower than `below`."""
+    search = _Search(sizes, tables, below)
     search.complete(start)
     is_least = search.run()
-    return search.total, search.values, is_least
+    bound = search.least if is_least else min(search.messages.bound, search.least)
+    return search.total, search.values, bound
 
 
 @dataclass(frozen=True)
@@ -70,22 +79,28 @@ class _Level:
 
 
 class _Search:
-    """The search for the least sum. `total` is the lowest sum found, and `values` the values of the
-    variables for it; `here` has the same values, numbered as in the last of `levels`, for the
-    variables that are left there."""
+    """The search for the least sum `below` a number. `total` is the lowest sum found, and `values`
+    the values of the variables for it; `here` has the same values, numbered as in the last of
+    `levels`, for the variables that are left there."""
 
-    def __init__(self, sizes: Sequence[int], tables: Iterable[Table]) -> None:
+    def __init__(self, sizes: Sequence[int], tables: Iterable[Table], below: float) -> None:
         self.given = [diagonal(table) for table in tables]
+        self.below = below
         self.total = math.inf
         self.values = [0] * len(sizes)
         self.levels: list[_Level] = []
         self.here: dict[int, int] = {}
-        self.shares = [0.25, 0.25]
+        self.shares = [FIRST, FIRST]
         self.growth = FEW
         self._enter(self.given, [np.arange(size) for size in sizes], 0.0)
 
+    @property
+    def least(self) -> float:
+        """The number that a sum must be below to be of use."""
+        return min(self.total, self.below)
+
     def run(self) -> bool:
-        """Looks for lower sums; True if it proves that `total` is the least."""
+        """Looks for lower sums; True if it proves that none is lower than `least`."""
         work = 0
         for attempt in range(ATTEMPTS):
             if not self.messages.tables:
@@ -100,7 +115,7 @@ class _Search:
             is_slow = self.messages.bound - before < SLOW * self._gap()
             if is_slow and self.messages.entries < ROOM:
                 self.growth *= 4
-            elif work > WORK or (is_slow and self._gap() < NEAR * abs(self.total)):
+            elif work > WORK or (is_slow and self._gap() < NEAR * abs(self.least)):
                 break
         return self._eliminate(self.messages.slack(), self._gap(), LARGE, {})
 
@@ -114,15 +129,15 @@ class _Search:
             self._take(_Level(elimination, kept).decide({}))
 
     def _gap(self) -> float:
-        """The lowest sum found minus the bound, plus a tolerance."""
-        if math.isinf(self.total):
+        """The lowest sum found, or `below`, minus the bound, plus a tolerance."""
+        if math.isinf(self.least):
             return math.inf
-        return self.total - self.messages.bound + CLOSE * abs(self.total)
+        return self.least - self.messages.bound + CLOSE * abs(self.least)
 
     def _is_closed(self) -> bool:
-        if math.isinf(self.total):
+        if math.isinf(self.least):
             return math.isinf(self.messages.bound)
-        return self.messages.bound >= self.total - CLOSE * abs(self.total)
+        return self.messages.bound >= self.least - CLOSE * abs(self.least)
 
     def _enter(self, tables: Iterable[Table], kept: list[Array], constant: float) -> None:
         """Starts a level: eliminates the variables whose tables do not grow much."""
@@ -139,7 +154,7 @@ class _Search:
         excess = np.sort(np.concatenate([s - s.min() for s in slack.values()]))
         excess = excess[excess > 0]
         here = self.here if keeps_found else {}
-        share = min(4 * self.shares[keeps_found], 1.0)
+        share = min(AGAIN * self.shares[keeps_found], 1.0)
         while share * len(excess) >= 1:
             most = float(excess[math.ceil(share * len(excess)) - 1])
             if self._eliminate(slack, most, SMALL, here):

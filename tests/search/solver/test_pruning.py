@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from search.small_sums import Sum, every_total, sums, total
 
 from onnxpar.search.solver import pruning
@@ -49,10 +50,24 @@ def test_bounds(problem: Sum) -> None:
 @given(sums(20))
 def test_as_brute_force(problem: Sum) -> None:
     sizes, tables = problem
-    found, values, is_least = minimize_in_parts(sizes, tables, {})
+    found, values, bound = minimize_in_parts(sizes, tables, {})
     least = every_total(sizes, tables).min()
     assert found == total(tables, values)
-    assert found == least if is_least else found >= least
+    assert found >= least >= bound * (1 - 1e-12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(sums(20), st.floats(0.5, 1.5))
+def test_what_is_not_below_a_number_is_left(problem: Sum, share: float) -> None:
+    """The least sum is found if it is below the number; else the bound says that none is."""
+    sizes, tables = problem
+    least = every_total(sizes, tables).min()
+    below = share * least if math.isfinite(least) else 1.0
+    found, _, bound = minimize_in_parts(sizes, tables, {}, below)
+    assert bound <= least + 1e-9
+    assert found >= least
+    if bound >= min(found, below) - 1e-9 * abs(below):
+        assert found <= least + 1e-9 or least >= below - 1e-9
 
 
 def grid(side: int, values: int, seed: int) -> Sum:
@@ -70,8 +85,8 @@ def grid(side: int, values: int, seed: int) -> Sum:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_grid_is_solved_by_what_is_left_out(seed: int) -> None:
     sizes, tables = grid(7, 4, seed)
-    found, values, is_least = minimize_in_parts(sizes, tables, {})
-    assert is_least
+    found, values, bound = minimize_in_parts(sizes, tables, {})
+    assert bound == found
     assert found == pytest.approx(minimize(sizes, tables)[0], rel=1e-12)
     assert found == pytest.approx(total(tables, values), rel=1e-12)
 
@@ -89,16 +104,17 @@ def test_what_is_left_out_is_in_no_smaller_sum(seed: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(pruning, "SMALL", 1)
     monkeypatch.setattr(pruning, "LARGE", 4**5)
     sizes, tables = dense(seed, variables=5, values=4)
-    found, _, is_least = minimize_in_parts(sizes, tables, {})
-    assert is_least and found == pytest.approx(every_total(sizes, tables).min(), rel=1e-12)
+    found, _, bound = minimize_in_parts(sizes, tables, {})
+    assert bound == found
+    assert found == pytest.approx(every_total(sizes, tables).min(), rel=1e-12)
 
 
 def test_where_the_least_is_out_of_reach_little_is_found() -> None:
     gaps = []
     for seed in range(10):
         sizes, tables = dense(seed)
-        found, values, is_least = minimize_in_parts(sizes, tables, dict.fromkeys(range(6), 0))
-        assert not is_least
+        found, values, bound = minimize_in_parts(sizes, tables, dict.fromkeys(range(6), 0))
+        assert bound < found and bound <= minimize(sizes, tables)[0]
         assert found == pytest.approx(total(tables, values))
         gaps.append(found / minimize(sizes, tables)[0])
     assert min(gaps) >= 1 - 1e-12 and np.median(gaps) < 1.25 and max(gaps) < 1.5
@@ -111,7 +127,8 @@ def test_where_nothing_is_found_there_is_the_start(monkeypatch: pytest.MonkeyPat
     differ = np.where(np.eye(8), np.inf, 1.0)
     tables = [Table(pair, differ) for pair in itertools.combinations(range(6), 2)]
     assert minimize_in_parts([8] * 6, tables, {0: 0, 1: 1, 2: 2, 3: 3})[0] == 15
-    assert minimize_in_parts([8] * 6, tables, {0: 0, 1: 0})[::2] == (math.inf, False)
+    found, _, bound = minimize_in_parts([8] * 6, tables, {0: 0, 1: 0})
+    assert math.isinf(found) and bound <= 15
 
 
 def test_nothing_is_found_above_the_start() -> None:
