@@ -42,6 +42,8 @@ class SplitBehindSums:
         if not free:
             return False
         chosen = self._solved(sketch, atoms, free)
+        if not chosen:
+            return False
         for op in free:
             for leaf, axes in enumerate(chosen[op.node.name].axes):
                 sharding.fix(op, leaf, axes)
@@ -50,7 +52,8 @@ class SplitBehindSums:
     def _solved(
         self, sketch: ShardingState, atoms: Collection[int], free: Sequence[OpFactors]
     ) -> dict[str, OpStrategy]:
-        """The fastest strategies of the nodes `free`, if all others keep theirs."""
+        """The fastest strategies of the nodes `free`, if all others keep theirs; empty if there are
+        none."""
         names = {op.node.name for op in free}
         others = [op for op in sketch.factors.ops if op.node.name not in names]
         decided = {op.node.name: OpStrategy(tuple(sketch.op_axes(op))) for op in others}
@@ -66,7 +69,7 @@ class SplitBehindSums:
         problem = Problem(
             graph, sketch, self.states, objective=Objective(self.goal), decided=decided
         )
-        return problem.solve()[1]
+        return problem.solve().chosen
 
 
 def _settled(sharding: ShardingState) -> ShardingState:
