@@ -114,6 +114,7 @@ _RUN_KEYS = (
     "memory.enable_memory_arena_shrinkage",
 )
 _SPINNING = "session.intra_op.allow_spinning"
+_DISABLED = "optimization.disable_specified_optimizers"
 SLOW_FUSIONS = ("SkipLayerNormFusion",)
 """onnxruntime's optimizers that make float32 models slower on CPUs: SkipLayerNormalization takes up
 to 6 times as long as the Add and the LayerNormalization that it replaces."""
@@ -159,6 +160,12 @@ class SessionSpec:
         if providers is not None:
             providers = [tuple(p) if isinstance(p, list) else p for p in providers]
         return SessionSpec(**{**data, "providers": providers})
+
+    def all_disabled(self) -> Sequence[str]:
+        """The optimizers to switch off; those of the config entry if no others are given, as in
+        onnxruntime."""
+        entry = self.config.get(_DISABLED, "")
+        return self.disabled_optimizers or [name for name in entry.split(";") if name]
 
     def apply(self, options: ort.SessionOptions, rank: int, threads: int, spin: bool) -> None:
         """Sets these options on `options`, and the number of threads unless the user set it.

@@ -75,7 +75,7 @@ class RankSessions:
                 providers=spec.providers,
                 provider_options=spec.provider_options,
                 enable_fallback=0,
-                disabled_optimizers=[*spec.disabled_optimizers, *self._slow],
+                disabled_optimizers=[*spec.all_disabled(), *self._slow],
             )
         except Exception as error:
             raise ModelError(load_text(error, file)) from error

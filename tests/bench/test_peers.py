@@ -12,18 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench import peer_models
+from bench.constant_peer import constant
 from bench.peer_report import BEGIN, END, show, write_page, write_plot
-from bench.peers import Figure, Peer, Run, Running, Turn, measure, tree_seconds, watched
+from bench.peers import Figure, Peer, Running, Turn, measure, tree_seconds, watched
 
 import onnxpar
 
 
-def _constant(stack: ExitStack, value: float) -> Run:
-    return lambda: np.full([2], value)
-
-
 def test_figures_of_peers_that_agree() -> None:
-    peers = [Peer("a", _constant, (2.0,)), Peer("b", _constant, (2.1,))]
+    peers = [Peer("a", constant, (2.0,)), Peer("b", constant, (2.1,))]
     found = measure(peers, rounds=2, seconds=1e-4, results=1, tolerance=0.1)
     assert list(found) == ["a", "b"]
     assert found["a"].error == 0
@@ -33,14 +30,14 @@ def test_figures_of_peers_that_agree() -> None:
 
 @pytest.mark.parametrize("value", [2.3, float("nan")])
 def test_a_peer_that_disagrees_is_not_timed(value: float) -> None:
-    peers = [Peer("a", _constant, (2.0,)), Peer("b", _constant, (value,))]
+    peers = [Peer("a", constant, (2.0,)), Peer("b", constant, (value,))]
     with pytest.raises(SystemExit, match="b disagrees with a"):
         measure(peers, rounds=1, seconds=0.0, results=1, tolerance=0.1)
 
 
 def test_a_peer_whose_process_ends_is_named() -> None:
     with pytest.raises(RuntimeError, match="b has stopped"), contextlib.ExitStack() as stack:
-        Running.start(Peer("b", _constant, ()), stack).results(1)
+        Running.start(Peer("b", constant, ()), stack).results(1)
 
 
 def test_only_quiet_turns_count_or_the_quietest_quarter() -> None:
@@ -64,9 +61,9 @@ def test_work_of_others_is_told_from_own() -> None:
 
 
 def test_what_is_not_installed_is_named_with_the_remedy() -> None:
-    missing = Peer("JAX", _constant, (), "no_such_module").missing
+    missing = Peer("JAX", constant, (), "no_such_module").missing
     assert missing == "JAX is left out: pip install 'onnxpar[peers]' installs no_such_module"
-    assert not Peer("a", _constant, (), "numpy").missing
+    assert not Peer("a", constant, (), "numpy").missing
 
 
 def test_tables_have_ratios_to_the_first_row(tmp_path: Path) -> None:
