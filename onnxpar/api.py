@@ -28,6 +28,7 @@ from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
 from onnxpar.pipeline.plugins import load_plugin
+from onnxpar.pipeline.predicted_times import Reckon
 from onnxpar.pipeline.run_passes import Watch
 from onnxpar.pipeline.save_strategy import Saver
 from onnxpar.report import compare_trace as comparing
@@ -78,7 +79,7 @@ def shard(
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
         shown, watch = watched(asked, saver, dump)
-        made = pipeline.shard(path, target, shown, progress, watch, explainer.reckon)
+        made = pipeline.shard(path, target, shown, progress, watch, explainer.begin)
     saver.write()
     return _with_steps(made, explainer, asked)
 
@@ -105,7 +106,7 @@ def make_plan(
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
         shown, watch = watched(asked, saver, dump)
-        made, _ = pipeline.plan(path, shown, watch, explainer.reckon)
+        made, _ = pipeline.plan(path, shown, watch, explainer.begin)
     saver.write()
     made = _with_steps(made, explainer, asked)
     if html is not None:
@@ -309,8 +310,12 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
         for name, node in planned_nodes(graph, ctx.sharding, apart).items():
             nodes[name] = node.weighted(weight, nodes.get(name))
 
+    def begin() -> Reckon:
+        nodes.clear()
+        return reckon
+
     at = replace(options, reckon_at=recorded.sizes)
-    made, _ = pipeline.plan(path, at, reckon=reckon)
+    made, _ = pipeline.plan(path, at, reckoning=begin)
     sizes = recorded.sizes or made.typical
     return replace(comparing.compare_trace(recorded, made, nodes), sizes=sizes_text(sizes))
 

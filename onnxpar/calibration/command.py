@@ -10,7 +10,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from onnxpar.calibration.fit import file_text, fit, lines
-from onnxpar.calibration.measure import MOST_RANKS as MOST_RANKS
 from onnxpar.calibration.measure import Measurements, default_ranks, measure
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import InputError

@@ -7,6 +7,7 @@ from typing import Any
 
 from onnxpar.base.version import versions_text
 from onnxpar.calibration import command as calibration
+from onnxpar.calibration.measure import MOST_RANKS
 from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
@@ -258,7 +259,7 @@ def _calibrate(to: Any) -> None:
         type=int,
         metavar="N",
         help="number of ranks that run at once; default: one for each core, but at most "
-        f"{calibration.MOST_RANKS}",
+        f"{MOST_RANKS}",
     )
     calibrate.add_argument(
         "--seconds",

@@ -92,8 +92,6 @@ size_t WidenVectors(const Float16*, float*, size_t) { return 0; }
 size_t RoundVectors(const float*, Float16*, size_t) { return 0; }
 #endif
 
-}  // namespace
-
 ONNXPAR_FOR_EACH_CPU void WidenPlain(const Float16* in, float* out, size_t count) {
   for (size_t i = 0; i < count; ++i) out[i] = ToFloat(in[i]);
 }
@@ -101,6 +99,8 @@ ONNXPAR_FOR_EACH_CPU void WidenPlain(const Float16* in, float* out, size_t count
 ONNXPAR_FOR_EACH_CPU void RoundPlain(const float* in, Float16* out, size_t count) {
   for (size_t i = 0; i < count; ++i) out[i] = ToFloat16(in[i]);
 }
+
+}  // namespace
 
 void Widen(const Float16* in, float* out, size_t count) {
   const size_t done = HasInstructions() ? WidenVectors(in, out, count) : 0;

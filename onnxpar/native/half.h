@@ -25,8 +25,4 @@ void Widen(const Bfloat16* in, float* out, size_t count);
 void Round(const float* in, Float16* out, size_t count);
 void Round(const float* in, Bfloat16* out, size_t count);
 
-/// The same by plain code, for every CPU.
-void WidenPlain(const Float16* in, float* out, size_t count);
-void RoundPlain(const float* in, Float16* out, size_t count);
-
 }  // namespace onnxpar

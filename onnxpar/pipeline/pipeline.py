@@ -41,6 +41,7 @@ from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
 from onnxpar.pipeline.predicted_times import (
     Reckon,
+    Reckoning,
     ignore,
     note_unsplit,
     note_weights,
@@ -67,29 +68,29 @@ def plan(
     path: str | Path,
     options: Options,
     watch: Watch | None = None,
-    reckon: Reckon | None = None,
+    reckoning: Reckoning | None = None,
 ) -> tuple[Plan, PassContext]:
     """Makes the plan that `shard` writes, and its context. Errors: OnnxparError."""
     with options.times.of(OTHER):
-        return _fitting(path, options, watch, reckon)
+        return _fitting(path, options, watch, reckoning)
 
 
 def _fitting(
-    path: str | Path, options: Options, watch: Watch | None, reckon: Reckon | None
+    path: str | Path, options: Options, watch: Watch | None, reckoning: Reckoning | None
 ) -> tuple[Plan, PassContext]:
     """Makes a plan that keeps to the memory limit, or without one fits the hardware."""
     try:
         if options.objective.memory is None:
-            made = _plan(path, options, watch, reckon)
+            made = _plan(path, options, watch, reckoning)
             fitting = _within_hardware(path, options, made[0])
             if fitting is None:
                 return made
             within, made = fitting
         else:
             within, made = _within_limit(path, options)
-        if watch is not None or reckon is not None:
+        if watch is not None or reckoning is not None:
             notes = made[0].notes
-            made = _plan(path, within, watch, reckon)
+            made = _plan(path, within, watch, reckoning)
             made[0].notes[:] = notes
         return made
     finally:
@@ -135,14 +136,14 @@ def _plan(
     path: str | Path,
     options: Options,
     watch: Watch | None = None,
-    reckon: Reckon | None = None,
+    reckoning: Reckoning | None = None,
 ) -> tuple[Plan, PassContext]:
     if not options.balance:
-        return _plan_once(path, options, watch, reckon)
+        return _plan_once(path, options, watch, reckoning)
     found, made = fitting_shares(options, lambda one: _plan_once(path, one))
-    if watch is None and reckon is None:
+    if watch is None and reckoning is None:
         return made
-    return _plan_once(path, found, watch, reckon)
+    return _plan_once(path, found, watch, reckoning)
 
 
 @_no_collector()
@@ -150,9 +151,8 @@ def _plan_once(
     path: str | Path,
     options: Options,
     watch: Watch | None = None,
-    reckon: Reckon | None = None,
+    reckoning: Reckoning | None = None,
 ) -> tuple[Plan, PassContext]:
-    reckon = reckon or ignore
     tell = options.objective.patience.tell
     whole: Whole = {}
     while True:
@@ -160,6 +160,7 @@ def _plan_once(
         model = load_model(path, options)
         model.whole = {**model.whole, **whole}
         tell("analysing the model")
+        reckon = reckoning() if reckoning else ignore
         made, ctx, lowering = _made(model, options, watch, reckon)
         try:
             if model.sizes is not None:
@@ -245,12 +246,12 @@ def shard(
     options: Options,
     progress: Callable[[int], None] | None = None,
     watch: Watch | None = None,
-    reckon: Reckon | None = None,
+    reckoning: Reckoning | None = None,
 ) -> Plan:
     """Writes the sharded model to the folder `output`, which an InferenceSession runs. Errors:
     OnnxparError."""
     place = check_place(Path(output), foreign_part)
-    made, ctx = plan(path, options, watch, reckon)
+    made, ctx = plan(path, options, watch, reckoning)
     timed = options.times.of
     with timed(OTHER), writing(output), new_folder(place, foreign_part) as folder:
         extra: dict[str, Any] = {"progress": progress} if progress else {}

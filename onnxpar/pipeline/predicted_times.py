@@ -27,6 +27,9 @@ from onnxpar.symbols.fits import fit
 Reckon = Callable[[float, gs.Graph, PassContext], None]
 """Called with a weight, and the graph and context after fuse-all-reduces, for each of the sizes at
 which costs are computed."""
+Reckoning = Callable[[], Reckon]
+"""Called when a plan is begun; returns what to call with the graphs of this plan. A plan may be
+begun several times; the last one counts."""
 
 
 def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from onnxpar.layout.layout import Layout
 from onnxpar.manual.manual import MANUAL
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.predicted_times import Reckon
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 
@@ -109,17 +109,19 @@ class Explained:
 
 
 class Explainer:
-    """Collects the steps of a plan: pass `reckon` to the pipeline, then call `explained`."""
+    """Collects the steps of a plan: pass `begin` to the pipeline, then call `explained`."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, list[Step]]] = []
 
-    def reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-        """Collects the steps of a graph with all its reshards. The pipeline calls it once for each
-        typical combination of sizes, with its weight; after weights that add up to 1, it has
-        decided to plan again, and what was collected before is dropped."""
-        if math.isclose(sum(before for before, _ in self._found), 1.0):
-            self._found.clear()
+    def begin(self) -> Reckon:
+        """Drops what was collected; returns a function that collects the steps of a plan. The
+        pipeline calls it once for each typical combination of sizes, with its weight and the graph
+        with all its reshards."""
+        self._found.clear()
+        return self._reckon
+
+    def _reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
         self._found.append((weight, list(_steps(graph, ctx))))
 
     def explained(self, plan: Plan) -> Explained:
@@ -138,7 +140,7 @@ def explain(path: str | Path, options: Options) -> Explained:
     if options.preset == MANUAL:
         raise StrategyError("the time of a manual program cannot be predicted; use `run --profile`")
     explainer = Explainer()
-    plan, _ = pipeline.plan(path, options, reckon=explainer.reckon)
+    plan, _ = pipeline.plan(path, options, reckoning=explainer.begin)
     return explainer.explained(plan)
 
 

@@ -3,16 +3,21 @@ memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
+from onnxpar import api
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.pipeline import host_memory, memory_limit
 from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pipeline import plan
+from onnxpar.report.compare_trace import PlannedNode
 from onnxpar.report.explain import explain
 
 MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
@@ -105,3 +110,28 @@ def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.Mon
         assert host_bytes() == wanted
     monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "none")
     assert host_bytes() is None
+
+
+class Compared(Exception):
+    """Ends a comparison, whose trace is none."""
+
+
+def test_a_trace_is_compared_with_the_plan_that_was_made_last(
+    fastest: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Plan, Mapping[str, PlannedNode]]] = []
+
+    def compared(_: object, made: Plan, nodes: Mapping[str, PlannedNode]) -> NoReturn:
+        seen.append((made, nodes))
+        raise Compared
+
+    memory = int(0.8 * held_together(fastest) / SHARE)
+    monkeypatch.setattr(memory_limit, "host_bytes", lambda: memory)
+    monkeypatch.setattr(api, "read_trace", lambda _: Mock(sizes=()))
+    monkeypatch.setattr(api.comparing, "compare_trace", compared)
+    with pytest.raises(Compared):
+        api.compare_with_trace(MODEL, Options(devices=4), "trace.json")
+    ((made, nodes),) = seen
+    total = sum(node.predicted.total for node in nodes.values() if node.predicted)
+    assert made.predicted is not None
+    assert total == pytest.approx(made.predicted.total, rel=1e-12)
