@@ -110,8 +110,8 @@ def _add_strategy_files(to: argparse.ArgumentParser) -> None:
         "--no-measure",
         dest="measure",
         action="store_false",
-        help="without --topology, take constants of slow cores on one host, instead of measuring "
-        "this host",
+        help="without --topology, take built-in constants, for slow cores of one host, instead of "
+        "measuring this host",
     )
     to.add_argument(
         "--balance",

@@ -52,7 +52,7 @@ HOST = Link(50e-6, 2e9)
 """Default link between ranks of a host: Gloo over the loopback device."""
 NETWORK = Link(100e-6, 1e9)
 """Default link between hosts: an Ethernet of 10 Gbit/s that few ranks share."""
-CONSTANTS = "constants of slow cores on one host"
+CONSTANTS = "built-in constants, for slow cores of one host"
 """The origin of the default topology."""
 
 
