@@ -47,13 +47,13 @@ from onnxpar.base import interrupts as _interrupts  # noqa: F401  (first, as the
 # isort: split
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
-from pkgutil import resolve_name as _resolve_name
 from typing import TYPE_CHECKING
 
 from onnxpar.base import moved as _moved
-from onnxpar.base.version import version_of
 
 if TYPE_CHECKING:
+    __version__: str
+
     from onnxpar.api import annotate as annotate
     from onnxpar.api import candidates as candidates
     from onnxpar.api import check as check
@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from onnxpar.runtime.session import InferenceSession as InferenceSession
     from onnxpar.strategy.strategy import Strategy as Strategy
 
-__version__ = version_of("onnxpar")
 _moved.find_moved_modules()
 
 __all__ = [
@@ -151,7 +150,10 @@ if not TYPE_CHECKING:  # a type checker should know all names
     def __getattr__(name: str) -> object:
         """Imports a public name, or a room, when it is first used."""
         if name in _HOMES:
-            value = _resolve_name(_HOMES[name])
+            module, _, own = _HOMES[name].partition(":")
+            value = getattr(_import_module(module), own)
+        elif name == "__version__":  # importlib.metadata takes longer to import than all of this
+            value = _import_module("onnxpar.base.version").version_of("onnxpar")
         elif not name.startswith("_") and _find_spec(f"{__name__}.{name}"):
             value = _import_module(f"{__name__}.{name}")
         else:

@@ -6,10 +6,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+else:
+    Loader = object  # importlib.abc takes longer to import than the rest of this module
 
 MOVED = {
     "onnxpar.pass_order": "onnxpar.pipeline.placed_passes",
@@ -34,7 +38,7 @@ class _MovedModule(ModuleType):
         return vars(self)[self.__name__.rpartition(".")[2]](*args, **options)
 
 
-class _MovedModules(MetaPathFinder, Loader):
+class _MovedModules(Loader):
     """Imports old names; the module of an old name has the attributes of the new module."""
 
     def find_spec(

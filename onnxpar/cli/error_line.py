@@ -8,7 +8,6 @@ import socket
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +46,8 @@ def error_line(error: BaseException) -> str:
 def report(error: BaseException) -> None:
     """Prints an error in one line, after the traceback if the user asked for it."""
     if wants_traceback():
+        import traceback
+
         traceback.print_exception(error)
     line = error_line(error)
     print(f"onnxpar: error: {line}", file=sys.stderr)

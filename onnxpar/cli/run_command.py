@@ -1,15 +1,14 @@
-"""The command `run`. It does not import the compiler, which would take longer than a run."""
+"""The command `run`: its arguments, and the start of its ranks. Imports nothing large, so that
+ranks start first."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
+from onnxpar.base.quick_imports import quick_imports
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
@@ -17,15 +16,8 @@ from onnxpar.cli.rank_options import (
     add_runtime,
     add_verify,
 )
-from onnxpar.errors import InputError
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.feeds import read_feeds, write_arrays
 from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.redirect import redirect_output
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.trace import check_place
-from onnxpar.runtime.values import arrays_in
+from onnxpar.runtime.started_ranks import started_early
 
 
 def add_run(to: Any) -> None:
@@ -53,54 +45,14 @@ def add_run(to: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `run`: runs a model.par, under a launcher as one of its ranks."""
     rank = launched_rank()
-    log_dir = args.log_dir
-    if rank is not None:
-        redirect_output(log_dir or "log", rank.rank, stdout=rank.rank != 0)
-        log_dir = None
-    if args.repeat < 1:
-        raise InputError(f"--repeat {args.repeat}: must be at least 1")
-    check_timeout(args.timeout)
-    feeds = read_feeds(args.inputs, Bundle.load(args.par).input_specs)
-    if args.profile:
-        check_place(args.profile)
-    with InferenceSession(
-        args.par,
-        timeout=args.timeout,
-        log_dir=log_dir,
-        profile=bool(args.profile),
-        verify=args.verify,
-        threads=args.threads,
-        bind=args.bind,
-    ) as session:
-        names = [port.name for port in session.get_outputs()]
-        is_quiet = not sys.stderr.isatty() or args.repeat == 1
-        seconds = []
-        for _ in tqdm(range(args.repeat), "runs", disable=is_quiet):
-            start = time.perf_counter()
-            results = session.run(None, feeds)
-            seconds.append(time.perf_counter() - start)
-        trace = session.end_profile(args.profile, warm_up=1) if args.profile else None
-    if rank is not None and rank.rank:
-        return 0
-    arrays = {
-        key: array
-        for name, result in zip(names, results, strict=True)
-        for key, array in arrays_in(name, result).items()
-    }
-    if args.outputs:
-        write_arrays(args.outputs, arrays)
-    for name, array in arrays.items():
-        print(f"{name}: {array.dtype} {'x'.join(map(str, array.shape)) or 'scalar'}")
-    if args.repeat > 1:
-        first, later = seconds[0], seconds[1:]
-        print(
-            f"{args.repeat} runs: first {first * 1e3:.1f} ms, then median "
-            f"{np.median(later) * 1e3:.1f} ms "
-            f"(min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
-        )
-    if trace is not None:
-        from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler
+    ranks = 0 if rank is not None or args.log_dir is not None else _count_ranks(args.par)
+    with started_early(ranks) if ranks else nullcontext():
+        with quick_imports():  # beside those of the ranks
+            from onnxpar.cli.run_model import run_model
 
-        print("\n" + "\n".join(trace_lines(trace)))
-        print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
-    return 0
+        return run_model(args, rank)
+
+
+def _count_ranks(par: str) -> int:
+    """Returns the number of ranks that a folder has files for."""
+    return len([*Path(par).glob("rank_????.onnx")])

@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -166,10 +165,18 @@ def _blocks(size: int) -> range:
     return range(0, max(size, 1), BLOCK)
 
 
+_FEW = 2
+"""The number of blocks up to which one thread reads them."""
+
+
 def _hashed(tasks: Iterable[tuple[Path, int]]) -> dict[tuple[Path, int], str]:
     """The digests of blocks (file and offset), computed in parallel."""
     each = list(tasks)
-    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), max(len(each), 1))) as pool:
+    if len(each) <= _FEW:
+        return {task: _digest(*task) for task in each}
+    from concurrent.futures import ThreadPoolExecutor  # takes longer to import than to read so few
+
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(each))) as pool:
         return dict(zip(each, pool.map(lambda task: _digest(*task), each), strict=True))
 
 

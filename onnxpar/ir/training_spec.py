@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx
+if TYPE_CHECKING:  # ranks read these names, and need no onnx
+    import onnx
 
 METADATA = "onnxpar.training"
 """The key of a step's description in a model's metadata."""

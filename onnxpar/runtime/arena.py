@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -58,11 +57,6 @@ class Arena:
         self._memory: Array = np.empty(0, np.uint8)
         self._end = 0
 
-    @staticmethod
-    def create(name: str) -> Arena:
-        """Returns a new, empty arena; child processes do not inherit its file descriptor."""
-        return Arena(make_file(name))
-
     @property
     def size(self) -> int:
         """The number of bytes mapped in this process."""
@@ -94,21 +88,10 @@ class Arena:
         array: Array = np.ndarray(shape, dtype, self._memory, offset)
         return array
 
-    def close(self) -> None:
-        """Closes the file; the memory is freed with the last array in it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+    def forget(self) -> None:
+        """Forgets the memory, which is freed with the last array in it. The caller closes the
+        file."""
         self._memory = np.empty(0, np.uint8)
-
-
-def make_file(name: str) -> int:
-    """Returns the descriptor of a new, empty file in memory, which child processes do not
-    inherit."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    with tempfile.TemporaryFile(prefix=name) as file:
-        return os.dup(file.fileno())
 
 
 def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:

@@ -16,7 +16,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.runtime.groups import Group, World, check, library
+from onnxpar.runtime.groups import Group, World
+from onnxpar.runtime.library import check, library
 
 _TYPES = {
     "float32": 1,

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnxpar.layout.layout import nested_parts
-
 BINDINGS = ("cores", "numa", "none")
 """What a rank can be bound to: its cores, the NUMA nodes of its cores, or nothing."""
 SYSTEM = Path("/sys/devices/system")
@@ -48,6 +46,8 @@ def shares(ranks: int, bind: str = "cores", cores: Sequence[Core] | None = None)
     cores of its node, or not at all if there is only one node, so that Linux can move it away from
     other processes.
     """
+    from onnxpar.layout.layout import nested_parts  # the command `run` starts ranks before NumPy
+
     cores = sorted(own_cores() if cores is None else cores)
     single = [Core(core.node, (thread,)) for core in cores for thread in core.threads]
     units = cores if ranks <= len(cores) else single

@@ -7,14 +7,13 @@ import ctypes
 import mmap
 import os
 
-import numpy as np
-
-from onnxpar.runtime.arena import make_file
-from onnxpar.runtime.groups import library
+from onnxpar.files.memory_file import make_file
+from onnxpar.runtime.library import library
 from onnxpar.runtime.wire import Message, Wire
 
 _LINE = 64
 """Bytes between words that different processes write: a cache line, the size of a bell."""
+_WORDS = _LINE // 4
 _CALLS, _ANSWERS, _KIND, _FIRST = range(4)
 """The lines: two bells, the kind of the call, and the first rank's answer; one for each follows."""
 _MESSAGE, _AGAIN = range(2)
@@ -38,8 +37,8 @@ class Doorbell:
         self._calls = 0
         self._looks = spins
         memory = mmap.mmap(fd, (_FIRST + ranks) * _LINE)
-        self._words = np.frombuffer(memory, np.uint32).reshape(-1, _LINE // 4)[:, 0]
-        start = np.frombuffer(memory, np.uint8).ctypes.data
+        self._words = (ctypes.c_uint32 * (len(memory) // 4)).from_buffer(memory)
+        start = ctypes.addressof(self._words)
         self._call, self._answer = (ctypes.c_void_p(start + n * _LINE) for n in (_CALLS, _ANSWERS))
         self._ring, self._wait = library().onnxpar_bell_ring, library().onnxpar_bell_wait
 
@@ -54,7 +53,7 @@ class Doorbell:
         """Tells the ranks that there is a call."""
         self._calls += 1
         self._looks = self.spins
-        self._words[_KIND] = _AGAIN if again else _MESSAGE
+        self._words[_KIND * _WORDS] = _AGAIN if again else _MESSAGE
         self._ring(self._call, self._calls % _WRAP)
 
     def wait_for_answers(self, seconds: float) -> bool:
@@ -64,19 +63,23 @@ class Doorbell:
 
     def is_again(self, rank: int) -> bool:
         """True if the rank has answered the call, the same again."""
-        return bool(self._words[_FIRST + rank] == self._calls % _WRAP)
+        return bool(self._words[(_FIRST + rank) * _WORDS] == self._calls % _WRAP)
+
+    def all_again(self) -> bool:
+        """True if all ranks have answered the call, the same again."""
+        return all(map(self.is_again, range(self.ranks)))
 
     def wait_for_call(self) -> bool:
         """Waits for the next call; returns True if it is the same again."""
         self._calls += 1
         while not self._wait(self._call, self._calls % _WRAP, self.spins, _LONG):
             pass
-        return bool(self._words[_KIND] == _AGAIN)
+        return bool(self._words[_KIND * _WORDS] == _AGAIN)
 
     def answer(self, rank: int, again: bool) -> None:
         """Tells the session that this rank has answered; a message must be sent before."""
         if again:
-            self._words[_FIRST + rank] = self._calls % _WRAP
+            self._words[(_FIRST + rank) * _WORDS] = self._calls % _WRAP
         self._ring(self._answer, self._last_answer)
 
     @property

@@ -111,7 +111,7 @@ class Executor:
         executor as inputs of the next run.
         """
         self.kept_shapes = {}
-        self.running = options = run_options(request.options)
+        self.running = options = self._options_of(request)
         try:
             return self._run(request, feeds, room, options)
         except RankError:
@@ -198,8 +198,15 @@ class Executor:
         states = repeated.run(self.session, options)
         if states:
             self._kept.keep(states, {})
-            self.kept_shapes = repeated.kept_shapes
+        self.kept_shapes = repeated.kept_shapes
         return repeated.slots
+
+    def _options_of(self, request: Request) -> ort.RunOptions:
+        """Returns the run options of a request. They end every run after `stop`, which `undo`
+        follows; so the options of the last run serve again if it had the same request."""
+        if self._last is None or self._last[0] is not request:
+            self._options = run_options(request.options)
+        return self._options
 
     def stop(self, run: ort.RunOptions) -> None:
         """Ends a run at its next node, after another rank failed; any thread may call it."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx
-from onnx import TensorProto, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
-from onnxpar.ir.stored import external_location
 from onnxpar.runtime.bundle import Bundle
+
+if TYPE_CHECKING:  # ranks without stored states need no onnx
+    from onnx import TensorProto
 
 STORED, ZERO = "stored", "zero"
 """Kinds of initial values: in the states file of the rank, or zeros."""
@@ -37,6 +38,8 @@ class FirstStates:
             raise ModelError(f"state {name!r} has no initial value; feed it")
         if kind != STORED:
             return np.zeros(shape or (), self._bundle.inputs[name].dtype)
+        from onnx import TensorProto, numpy_helper
+
         proto = TensorProto()
         proto.CopyFrom(self._stored[name])
         array: Array = numpy_helper.to_array(proto, str(self._bundle.path))
@@ -51,8 +54,10 @@ class FirstStates:
         the value is zeros, or in the states file itself."""
         if self._bundle.initial.get(name) != STORED:
             return None
+        from onnxpar.ir.stored import external_location
+
         proto = self._stored[name]
-        if proto.data_location != TensorProto.EXTERNAL:
+        if proto.data_location != proto.EXTERNAL:
             return None
         location, offset, _ = external_location(proto)
         return self._bundle.path / location, offset
@@ -60,6 +65,8 @@ class FirstStates:
     @cached_property
     def _stored(self) -> dict[str, TensorProto]:
         """The stored shards by state; large data stay in their file until `value` reads them."""
+        import onnx
+
         file = self._bundle.states_file(self._rank)
         model = onnx.load(str(file), load_external_data=False)
         return {tensor.name: tensor for tensor in model.graph.initializer}

@@ -1,4 +1,4 @@
-"""Worlds of ranks: the Python side of the native library `libonnxpar_ops.so`.
+"""Worlds of ranks.
 
 A world is a set of ranks that run collectives together; a `World` object is one rank's membership
 in it. Ranks are processes or, in tests, threads of one process.
@@ -7,37 +7,17 @@ in it. Ranks are processes or, in tests, threads of one process.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import os
-import re
 import secrets
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
-from pathlib import Path
 
 import onnxruntime as ort
 
-from onnxpar.errors import RankError
 from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.library import check, library, library_path
 
-_LIBRARY = "libonnxpar_ops.so"
-_REINSTALL = "install onnxpar again (pip install .)"
 _names = itertools.count()
-
-
-def library_path() -> Path:
-    """Returns the path of the custom-op library, for `SessionOptions.register_custom_ops_library`.
-    A source folder from which this package is imported, because Python runs there, has no library;
-    then it is that of the installed package. Errors: RankError if there is none."""
-    own = Path(str(files("onnxpar")))
-    for package in (own, *(Path(entry, "onnxpar") for entry in sys.path)):
-        path = package / "native" / _LIBRARY
-        if path.exists():
-            return path
-    raise RankError(f"{own} has no {_LIBRARY}; install onnxpar (pip install {own.parent})")
 
 
 class World(Closing):
@@ -178,6 +158,8 @@ class Hub(Closing):
 
 def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
     """Returns the `n` memberships in a new world, for `n` threads of this process."""
+    from concurrent.futures import ThreadPoolExecutor  # ranks that are processes need no pool
+
     name = f"threads-{os.getpid()}-{next(_names)}"
 
     def join(rank: int) -> World:
@@ -194,55 +176,3 @@ def session_options(world: World, base: ort.SessionOptions | None = None) -> ort
     options.add_session_config_entry("onnxpar.world", world.id)
     options.register_custom_ops_library(str(library_path()))
     return options
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """Returns the loaded library, whose functions return 0 on success. Errors: RankError if it does
-    not load."""
-    try:
-        return _bound(ctypes.CDLL(str(library_path())))
-    except OSError as error:
-        missing = re.match(r"(\S+): cannot open shared object file", str(error))
-        if missing and missing[1] != str(library_path()):
-            raise RankError(
-                f"{_LIBRARY} needs {missing[1]}, which this machine does not have; install it "
-                "(on Debian and Ubuntu: apt install libgloo-dev)"
-            ) from error
-        raise RankError(f"{library_path()} does not load: {error}; {_REINSTALL}") from error
-    except AttributeError as error:
-        raise RankError(
-            f"{library_path()} is from another version of onnxpar: {error}; {_REINSTALL}"
-        ) from error
-
-
-def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """Returns the library after declaring the signatures of its functions. Errors: AttributeError
-    if one is missing."""
-    text, number = ctypes.c_char_p, ctypes.c_int
-    signatures: dict[str, list[type]] = {
-        "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
-        "onnxpar_world_destroy": [text],
-        "onnxpar_world_abort": [text, text],
-        "onnxpar_world_begin": [text],
-        "onnxpar_world_shares_memory": [text, number, ctypes.POINTER(number)],
-        "onnxpar_world_interrupt": [text, text],
-        "onnxpar_world_renew": [text],
-        "onnxpar_hub_start": [text, ctypes.POINTER(number), text],
-        "onnxpar_hub_stop": [text, number],
-    }
-    for name, arguments in signatures.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, number
-    wait, ring = loaded.onnxpar_bell_wait, loaded.onnxpar_bell_ring
-    wait.argtypes = [ctypes.c_void_p, ctypes.c_uint32, number, ctypes.c_int64]
-    ring.argtypes, ring.restype = [ctypes.c_void_p, ctypes.c_uint32], None
-    loaded.onnxpar_last_error.restype = text
-    loaded.onnxpar_interruption.restype = text
-    return loaded
-
-
-def check(failed: int) -> None:
-    """Errors: RankError if a function of the library failed."""
-    if failed:
-        raise RankError(library().onnxpar_last_error().decode(errors="replace"))

@@ -4,9 +4,7 @@ sharded model raise an error."""
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import onnxruntime as ort
@@ -17,6 +15,8 @@ from onnxpar.runtime.metadata import ModelMetadata
 from onnxpar.runtime.ort_values import ort_value_of
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     from onnxpar.base.arrays import Array
     from onnxpar.runtime.bundle import Bundle
     from onnxpar.runtime.ranks import Ranks
@@ -84,6 +84,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         with self._lock:
             self._ranks.check_usable()
             if self._pool is None:
+                from concurrent.futures import ThreadPoolExecutor
+
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="onnxpar-run")
             self._pool.submit(
                 self._run_then, output_names, dict(input_feed), callback, user_data, run_options
@@ -108,6 +110,8 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         try:
             callback(results, user_data, problem)
         except Exception:  # an error of the user's code, in a thread that nobody waits for
+            import traceback
+
             traceback.print_exc()
 
     def run_with_ort_values(

@@ -109,7 +109,8 @@ class KeptStates:
         for name, update in self._updates.items():
             update.write(self._kept[name].array)
         self._before, self._updates = None, {}
-        self._cache.trim(self._tables())
+        if self._on_host:
+            self._cache.trim(self._tables())
 
     def undo(self) -> None:
         """Reverts the changes of the last call."""

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import tempfile
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -89,6 +88,8 @@ def log(error: Exception) -> None:
     """Writes an error to this process's standard error: one line, or a traceback if the user asked
     for it."""
     if wants_traceback():
+        import traceback
+
         traceback.print_exception(error)
     else:
         print(describe(error).replace("\n", " "), file=sys.stderr)

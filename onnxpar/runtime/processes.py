@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +11,12 @@ from typing import NoReturn
 
 from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.arena import Arena
-from onnxpar.runtime.cores import own_cores
-from onnxpar.runtime.doorbell import Doorbell
-from onnxpar.runtime.log import Log
-from onnxpar.runtime.rank_process import RankProcess, call_in_lasting_thread
+from onnxpar.runtime.rank_process import RankProcess
+from onnxpar.runtime.started_ranks import CLOSING, started
 from onnxpar.runtime.wire import Closed, Message, Packed, Wire
 
 GRACE = 2.0
 """Seconds that the other ranks get to report what they were doing, after one rank failed."""
-CLOSING = 5.0
-"""Seconds that ranks get to end by themselves when the session closes, before they are killed."""
 MOMENT = 0.01
 """Seconds after which a session that waits for answers looks whether a rank has ended."""
 AGAIN: Message = {"again": True}
@@ -40,25 +35,20 @@ class Processes:
     def __init__(
         self, path: Path, size: int, timeout: float, log_dir: str | os.PathLike[str] | None
     ) -> None:
-        self.inputs = inputs = Arena.create("onnxpar-inputs")
-        self._bell = bell = Doorbell.create(size, spins=len(own_cores()) > size)
+        self._started = started(size, log_dir)
+        self.ranks, self._bell = self._started.ranks, self._started.bell
+        self.inputs = Arena(self._started.inputs)
+        self.outputs = [Arena(rank.outputs) for rank in self.ranks]
         self._path = path
         self._timeout = timeout
         self._tick = min(1.0, timeout / 8)
         self._owner = os.getpid()
         self._closed: str | None = None
         self._calls = 0
-        self._ended = threading.Event()
-        logs = [Log.open(log_dir, rank) for rank in range(size)]
-        self.ranks = call_in_lasting_thread(
-            lambda: [
-                RankProcess.start(rank, log, bell, inputs, timeout) for rank, log in enumerate(logs)
-            ],
-            self._ended,
-        )
         self._poll = select.poll()
         self._wires: dict[int, tuple[RankProcess, Wire]] = {}
         for rank in self.ranks:
+            rank.limit(timeout)
             for wire in (rank.work, rank.control):
                 self._poll.register(wire.fileno(), select.POLLIN)
                 self._wires[wire.fileno()] = rank, wire
@@ -113,9 +103,11 @@ class Processes:
 
     def _call(self, messages: Sequence[Message | Packed] | None, what: str) -> list[Message]:
         self._calls += 1
+        self._bell.call(again=messages is None)  # the ranks then read while messages are sent
+        if messages is None and self._bell.wait_for_answers(MOMENT) and self._bell.all_again():
+            return [AGAIN] * len(self.ranks)
         for rank in self.ranks:
             rank.reply, rank.silence = None, 0.0
-        self._bell.call(again=messages is None)  # the ranks then read while messages are sent
         for rank, message in zip(self.ranks, messages or (), strict=False):
             try:
                 rank.work.send(message)
@@ -228,11 +220,6 @@ class Processes:
         if self._closed is not None:
             return
         self._closed = reason
-        for rank in self.ranks:
-            rank.process.kill()
-        for rank in self.ranks:
-            rank.wait(CLOSING)
-            rank.release()
-        self.inputs.close()
-        self._bell.close()
-        self._ended.set()
+        self._started.end()
+        for arena in (self.inputs, *self.outputs):
+            arena.forget()

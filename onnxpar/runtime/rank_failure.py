@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import onnx
-from google.protobuf.message import DecodeError
-
-from onnxpar.ir.origin import origin_of
 from onnxpar.runtime.log import NODE_FAILED, describe
+
+if TYPE_CHECKING:  # ranks need onnx only after a failure
+    import onnx
 
 _OUT_OF_RANGE = re.compile(r"out of (data )?bounds|out of range|invalid ind", re.I)
 _NODE_REFUSED = re.compile(r".*Node ?\((.*?)\) Op \((\w+)\) (.*)", re.DOTALL)
@@ -55,6 +55,9 @@ def load_text(error: Exception, file: Path) -> str:
 
 def is_damaged(file: Path) -> bool:
     """True if a graph file or one of its weight files is missing, cut off or unreadable."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
     try:
         model = onnx.load(str(file), load_external_data=False)
         for tensor in model.graph.initializer:
@@ -70,6 +73,8 @@ def is_damaged(file: Path) -> bool:
 
 def _origins(file: Path) -> dict[str, str]:
     """Returns the name of the unsplit model's node for each node of a rank's graph, by name."""
+    import onnx
+
     try:
         model = onnx.load(str(file), load_external_data=False)
     except Exception:  # without global names, the error is still reported
@@ -78,6 +83,8 @@ def _origins(file: Path) -> dict[str, str]:
 
 
 def _named(graph: onnx.GraphProto) -> list[tuple[str, str]]:
+    from onnxpar.ir.origin import origin_of
+
     found = [(node.name, origin_of(node)) for node in graph.node]
     for node in graph.node:
         for attribute in node.attribute:

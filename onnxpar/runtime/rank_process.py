@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from onnxpar.errors import RankError
-from onnxpar.runtime.arena import Arena
+from onnxpar.files.memory_file import make_file
 from onnxpar.runtime.doorbell import Doorbell
 from onnxpar.runtime.log import Log
 from onnxpar.runtime.wire import Closed, Message, Wire, pair
@@ -36,25 +36,26 @@ Python 3.11 were set."""
 @dataclass
 class RankProcess:
     """A rank's process and the connections to it: `work` for calls, `control` for its watch thread.
-    `silence` is the seconds since its last message."""
+    `outputs` is the descriptor of the file for its outputs, `silence` the seconds since its last
+    message."""
 
     process: subprocess.Popen[bytes]
     work: Wire
     control: Wire
-    outputs: Arena
+    outputs: int
     log: Log
     silence: float = 0.0
     reply: Message | None = None
 
     @staticmethod
-    def start(rank: int, log: Log, bell: Doorbell, inputs: Arena, timeout: float) -> RankProcess:
-        """Starts a process, which then waits for its first message. A message that cannot be sent
-        within `timeout` seconds is an error."""
-        outputs = Arena.create("onnxpar-outputs")
-        work, its_work = pair(timeout)
-        control, its_control = pair(timeout)
+    def start(rank: int, log: Log, bell: Doorbell, inputs: int) -> RankProcess:
+        """Starts a process, which then waits for its first message. `inputs` is the descriptor of
+        the file for the inputs of all ranks."""
+        outputs = make_file("onnxpar-outputs")
+        work, its_work = pair()
+        control, its_control = pair()
         with its_work, its_control:
-            handed = [its_work.fileno(), its_control.fileno(), bell.fd, inputs.fd, outputs.fd]
+            handed = [its_work.fileno(), its_control.fileno(), bell.fd, inputs, outputs]
             numbers = [os.getpid(), *handed, rank, bell.ranks, int(bell.spins)]
             process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *map(str, numbers)],
@@ -65,6 +66,11 @@ class RankProcess:
                 env=_environment(),
             )
         return RankProcess(process, work, control, outputs, log)
+
+    def limit(self, seconds: float) -> None:
+        """Makes messages that cannot be sent within so many seconds an error."""
+        self.work.limit(seconds)
+        self.control.limit(seconds)
 
     def send_control(self, message: Message) -> None:
         """Sends a message to the rank's watch thread. Ignores a closed connection, which the next
@@ -97,7 +103,7 @@ class RankProcess:
         """Closes the connections, memory and log of an ended rank."""
         self.work.close()
         self.control.close()
-        self.outputs.close()
+        os.close(self.outputs)
         self.log.close()
 
     def _is_stopped(self) -> bool:

@@ -31,17 +31,17 @@ from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.interface import Interface
-from onnxpar.runtime.launched_rank import LaunchedRank
-from onnxpar.runtime.merge_profiles import merge
 from onnxpar.runtime.options import SessionSpec, run_spec
+from onnxpar.runtime.prepared_run import PreparedRun
 from onnxpar.runtime.profile import Record
 from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
 from onnxpar.runtime.shards import PortParts
 from onnxpar.runtime.states import States
-from onnxpar.runtime.trace import Trace, write_trace
 
 if TYPE_CHECKING:
     import onnxruntime as ort
+
+    from onnxpar.runtime.trace import Trace
 
 
 class Session(Interface, Closing):
@@ -60,6 +60,7 @@ class Session(Interface, Closing):
         self._ranks = ranks
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[int, ...]] = {}
+        self._prepared: PreparedRun | None = None
         self._is_recorded = scratch is not None
         self._sizes_of_runs: list[Sizes] = []
         self._parts = PortParts(bundle)
@@ -138,6 +139,36 @@ class Session(Interface, Closing):
         before, and further runs are possible; RankError if a rank died, stopped or disagreed: the
         session is then closed.
         """
+        with self._lock:
+            self._ranks.check_usable()
+            last, asked = self._prepared, (output_names, keep_states)
+            if last and run_options is None and last.fits(*asked, input_feed, self._kept):
+                names, request, feeds = last.names, last.request, input_feed
+            else:
+                names, request, feeds = self._checked(*asked, input_feed, run_options)
+                self._prepared = PreparedRun.of(
+                    self._bundle, *asked, feeds, self._kept, names, request
+                )
+            try:
+                parts = self._ranks.run(request, feeds)
+            except RunError as error:
+                raise self.blame(error, feeds) from error
+            if self._is_recorded and request.sizes:
+                self._sizes_of_runs.append(request.sizes)
+            if request.keep:
+                self._kept.update(self._ranks.kept_shapes)
+            whole = {name: self._assemble(name, parts, request.sizes) for name in request.fetch}
+        return [whole[name] for name in names]
+
+    def _checked(
+        self,
+        output_names: Sequence[str] | None,
+        keep_states: bool,
+        input_feed: Mapping[str, Any],
+        run_options: ort.RunOptions | None,
+    ) -> tuple[Sequence[str], Request, Mapping[str, Array]]:
+        """Returns the names of the results, in order, the request to the ranks, and the feeds as
+        arrays. Errors: InputError."""
         bundle = self._bundle
         state_outputs = set(bundle.states.values()) if keep_states else set()
         default = [name for name in self._names(None) if name not in state_outputs]
@@ -148,25 +179,12 @@ class Session(Interface, Closing):
                 f"{apart[0]!r} is an output of the evaluation program, the others are of the "
                 "training step; fetch them in separate runs"
             )
-        keep_states = keep_states and not apart
-        with self._lock:
-            self._ranks.check_usable()
-            known = {*self._kept, *(bundle.not_evaluated if apart else ())}
-            feeds = check_feeds(bundle, input_feed, known)
-            check_kept(bundle, {n: s for n, s in self._kept.items() if n not in feeds})
-            sizes = self._sizes(feeds)
-            fetch = list(dict.fromkeys(names))
-            request = Request(fetch, keep_states, run_spec(run_options), sizes)
-            try:
-                parts = self._ranks.run(request, feeds)
-            except RunError as error:
-                raise self.blame(error, feeds) from error
-            if self._is_recorded and sizes:
-                self._sizes_of_runs.append(sizes)
-            if keep_states:
-                self._kept.update(self._ranks.kept_shapes)
-            whole = {name: self._assemble(name, parts, sizes) for name in fetch}
-        return [whole[name] for name in names]
+        known = {*self._kept, *(bundle.not_evaluated if apart else ())}
+        feeds = check_feeds(bundle, input_feed, known)
+        check_kept(bundle, {n: s for n, s in self._kept.items() if n not in feeds})
+        fetch, keep = list(dict.fromkeys(names)), keep_states and not apart
+        request = Request(fetch, keep, run_spec(run_options), self._sizes(feeds))
+        return names, request, feeds
 
     def end_profile(self, path: str | os.PathLike[str], warm_up: int = 0) -> Trace | None:
         """Ends the recording, writes a trace of all ranks to a file for chrome://tracing and
@@ -207,6 +225,9 @@ class Session(Interface, Closing):
             raise InputError("nothing is recorded; make the session with profile=True")
         if len(records) < self._bundle.mesh.size:
             return None
+        from onnxpar.runtime.merge_profiles import merge
+        from onnxpar.runtime.trace import write_trace
+
         trace = merge(self._bundle, records, warm_up, self._sizes_of_runs)
         write_trace(trace, path)
         return trace
@@ -328,6 +349,8 @@ class InferenceSession(Session):
             if launched is None:
                 address = bind_address or launch.bind_address()
                 return ProcessRanks(bundle, spec, timeout, log_dir, address)
+            from onnxpar.runtime.launched_rank import LaunchedRank
+
             return LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
 
         self._spec, self._profile, self._start = spec, profile, start

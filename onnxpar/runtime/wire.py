@@ -64,6 +64,10 @@ class Wire:
         del self._read[:end]
         return message
 
+    def limit(self, seconds: float) -> None:
+        """Makes a call that blocks for so many seconds raise Closed."""
+        self._socket.settimeout(seconds)
+
     def close(self) -> None:
         """Closes this end; the other end then gets Closed."""
         self._socket.close()
@@ -79,9 +83,7 @@ class Wire:
             self._read += more
 
 
-def pair(timeout: float) -> tuple[Wire, socket.socket]:
-    """Returns a wire, and its other end for another process. A call on the wire that blocks for
-    `timeout` seconds raises Closed."""
+def pair() -> tuple[Wire, socket.socket]:
+    """Returns a wire, and its other end for another process."""
     own, other = socket.socketpair()
-    own.settimeout(timeout)
     return Wire(own), other

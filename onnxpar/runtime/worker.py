@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from onnxpar.base.quick_imports import quick_imports
 from onnxpar.runtime.log import describe, log
 from onnxpar.runtime.wire import Closed, Wire
 
@@ -35,8 +36,9 @@ def main() -> None:
     threading.Thread(target=watch.run, daemon=True, name="onnxpar-watch").start()
     wire = Wire(socket.socket(fileno=work))
     try:
-        from onnxpar.runtime.doorbell import Doorbell, Line
-        from onnxpar.runtime.server import serve
+        with quick_imports():
+            from onnxpar.runtime.doorbell import Doorbell, Line
+            from onnxpar.runtime.server import serve
 
         line = Line(wire, Doorbell(bell, ranks, bool(spins)), rank)
         serve(line, watch, inputs, outputs)

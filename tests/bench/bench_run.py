@@ -4,16 +4,20 @@ rounds.
     python tests/bench/bench_run.py [--ranks 1 2 4] [--states 0 24] [--rounds 15] [--runs 300]
 
 A model multiplies 8 x 16 elements by a matrix, and negates states of 128 elements, which the ranks
-keep and onnxruntime's session is fed. Prints medians of the rounds in microseconds, with quartiles.
+keep and onnxruntime's session is fed. `bells` is what this machine allows: a call to as many
+processes, and their answers, without a model. Prints medians of the rounds in microseconds, with
+quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +25,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper, save
 
 import onnxpar
+from onnxpar.runtime.cores import own_cores
+from onnxpar.runtime.doorbell import Doorbell
 
 STATE = [2, 64]
 Run = Callable[[], object]
@@ -55,6 +61,37 @@ def microseconds(run: Run, runs: int) -> float:
     return (time.perf_counter() - start) / runs * 1e6
 
 
+def answer(fd: int, rank: int, ranks: int, spins: bool) -> None:
+    """Is a rank that only answers."""
+    bell = Doorbell(fd, ranks, spins)
+    while True:
+        bell.answer(rank, bell.wait_for_call())
+
+
+@contextmanager
+def bells(ranks: int) -> Iterator[Run]:
+    """A run of so many ranks that only answer."""
+    bell = Doorbell.create(ranks, spins=len(own_cores()) > ranks)
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=answer, args=(bell.fd, rank, ranks, bell.spins), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+
+    def run() -> None:
+        bell.call(again=True)
+        while not bell.wait_for_answers(1.0):
+            pass
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.join()
+    bell.close()
+
+
 def main() -> None:
     """Runs the rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -64,19 +101,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=300)
     args = parser.parse_args()
     print("states  session             median  (quartiles)")
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as rung:
+        bare = {f"{ranks} bells": rung.enter_context(bells(ranks)) for ranks in args.ranks}
         for states in args.states:
-            _measure(args, Path(name), states)
+            _measure(args, Path(name), states, bare)
 
 
-def _measure(args: argparse.Namespace, folder: Path, states: int) -> None:
+def _measure(args: argparse.Namespace, folder: Path, states: int, bare: dict[str, Run]) -> None:
     model = write(folder, states)
     x = {"x": np.ones((8, 16), np.float32)}
     first = {f"s{i}": np.ones(STATE, np.float32) for i in range(states)}
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     whole = ort.InferenceSession(model, options)
-    runs: dict[str, Run] = {"onnxruntime, 1 thread": lambda: whole.run(None, {**x, **first})}
+    runs: dict[str, Run] = {"onnxruntime, 1 thread": lambda: whole.run(None, {**x, **first})} | bare
     sessions = []
     for ranks in args.ranks:
         par = folder / f"{states}.{ranks}.par"

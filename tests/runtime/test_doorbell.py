@@ -11,7 +11,7 @@ import time
 import pytest
 
 from onnxpar.runtime.doorbell import Doorbell
-from onnxpar.runtime.groups import library
+from onnxpar.runtime.library import library
 
 CALLS = 10_000
 ASLEEP = 0.3

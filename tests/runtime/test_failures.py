@@ -277,7 +277,7 @@ def test_an_interrupted_run_closes_the_session(
         raise KeyboardInterrupt
 
     ranks = pids(session)
-    monkeypatch.setattr(session._ranks._processes, "_read", interrupt)
+    monkeypatch.setattr(session._ranks._processes._bell, "wait_for_answers", interrupt)
     with pytest.raises(KeyboardInterrupt):
         session.run(None, {"x": x})
     assert not any(map(is_alive, ranks))

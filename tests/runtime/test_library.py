@@ -14,7 +14,7 @@ from committed import MODELS
 
 import onnxpar
 from onnxpar.errors import RankError
-from onnxpar.runtime import groups
+from onnxpar.runtime import groups, library
 
 
 @pytest.fixture
@@ -22,17 +22,17 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
     """Makes another file the plugin."""
 
     def other(file: Path) -> None:
-        monkeypatch.setattr(groups, "library_path", lambda: file)
-        groups.library.cache_clear()
+        monkeypatch.setattr(library, "library_path", lambda: file)
+        library.library.cache_clear()
 
     yield other
     monkeypatch.undo()
-    groups.library.cache_clear()
+    library.library.cache_clear()
 
 
 def test_a_library_that_it_needs_is_missing(use: Callable[[Path], None], tmp_path: Path) -> None:
     file = tmp_path / "plugin.so"
-    whole = groups.library_path().read_bytes()
+    whole = library.library_path().read_bytes()
     assert b"libgloo.so" in whole
     file.write_bytes(whole.replace(b"libgloo.so", b"libglox.so"))
     use(file)
@@ -51,7 +51,7 @@ def test_a_damaged_plugin(use: Callable[[Path], None], tmp_path: Path, content: 
 
 def test_the_plugin_of_another_version(use: Callable[[Path], None], tmp_path: Path) -> None:
     file = tmp_path / "plugin.so"
-    whole = groups.library_path().read_bytes()
+    whole = library.library_path().read_bytes()
     file.write_bytes(whole.replace(b"onnxpar_world_renew", b"onnxpar_world_renow"))
     use(file)
     with pytest.raises(
@@ -82,8 +82,8 @@ def test_a_source_folder_uses_the_library_of_the_installed_package(tmp_path: Pat
 
 
 def test_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(groups, "files", lambda name: tmp_path / name)
+    monkeypatch.setattr(library, "OWN", tmp_path / "onnxpar")
     monkeypatch.setattr(sys, "path", [])
     message = f"{tmp_path / 'onnxpar'} has no libonnxpar_ops.so; install onnxpar (pip install "
     with pytest.raises(RankError, match=re.escape(message)):
-        groups.library_path()
+        library.library_path()

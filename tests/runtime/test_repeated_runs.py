@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, save
 from runtime.bundles import Tensor, weight_of_k_split, write_par
 
 from onnxpar.api import shard
-from onnxpar.errors import RunError
+from onnxpar.errors import InputError, RunError
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.session import InferenceSession
 
@@ -104,6 +104,32 @@ def test_states_between(tmp_path: Path, messages: list[str]) -> None:
         np.testing.assert_array_equal(session.run(["t"], {"x": x})[0], 14 * x)
     runs = [message for message in messages if message.startswith("run")]
     assert runs == ["run 1", "run 2", "run 5", "run 7"]
+
+
+def test_states_of_another_size(tmp_path: Path) -> None:
+    """t = s + x: the same feeds again need another request, and without a state they are wrong."""
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["s", "x"], ["t"])],
+        "g",
+        [
+            helper.make_tensor_value_info("s", TensorProto.FLOAT, ["n", 3]),
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3]),
+        ],
+        [helper.make_tensor_value_info("t", TensorProto.FLOAT, ["n", 3])],
+    )
+    save(helper.make_model(graph), tmp_path / "m.onnx")
+    options = {"preset": "data-parallel", "states": {"s": "t"}}
+    shard(tmp_path / "m.onnx", tmp_path / "m.par", devices=2, **options)
+    x = np.ones((1, 3), np.float32)
+    with InferenceSession(tmp_path / "m.par") as session:
+        for n in (4, 6, 5):
+            session.states.write("s", np.zeros((n, 3), np.float32))
+            for k in range(1, 4):
+                (t,) = session.run(["t"], {"x": x}, keep_states=True)
+                np.testing.assert_array_equal(t, np.full((n, 3), k))
+        session.states.reset()
+        with pytest.raises(InputError, match="input 's' is not fed"):
+            session.run(["t"], {"x": x}, keep_states=True)
 
 
 @pytest.mark.parametrize("fetch", [["t"], ["t", "y"], ["y", "t"]])

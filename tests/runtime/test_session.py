@@ -208,7 +208,7 @@ def test_memory_is_reused(par: Path, x: np.ndarray) -> None:
         sizes = set()
         for _ in range(200):
             session.run(None, {"x": x})
-            sizes.add((processes.inputs.size, *(rank.outputs.size for rank in processes.ranks)))
+            sizes.add((processes.inputs.size, *(outputs.size for outputs in processes.outputs)))
     assert len(sizes) == 1
 
 

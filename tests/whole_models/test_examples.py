@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
-from onnxpar.runtime.groups import library_path
+from onnxpar.runtime.library import library_path
 from onnxpar.strategy.strategy import Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

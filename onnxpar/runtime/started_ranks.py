@@ -1,0 +1,80 @@
+"""Starts the processes of a session's ranks. Imports nothing large: the command `run` starts ranks
+first, and imports what it needs itself while they do the same."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from onnxpar.files.memory_file import make_file
+from onnxpar.runtime.cores import own_cores
+from onnxpar.runtime.doorbell import Doorbell
+from onnxpar.runtime.log import Log
+from onnxpar.runtime.rank_process import RankProcess, call_in_lasting_thread
+
+CLOSING = 5.0
+"""Seconds that ranks get to end by themselves when the session closes, before they are killed."""
+
+
+@dataclass
+class StartedRanks:
+    """Processes of ranks that wait for their first message, their doorbell, and the descriptor of
+    the file for their inputs."""
+
+    ranks: list[RankProcess]
+    bell: Doorbell
+    inputs: int
+    ended: threading.Event
+
+    @staticmethod
+    def start(size: int, log_dir: str | os.PathLike[str] | None) -> StartedRanks:
+        """Starts processes; returns before they are ready. Errors: RankError; OnnxparError if
+        `log_dir` cannot be written."""
+        bell = Doorbell.create(size, spins=len(own_cores()) > size)
+        inputs, ended = make_file("onnxpar-inputs"), threading.Event()
+        logs = [Log.open(log_dir, rank) for rank in range(size)]
+        ranks = call_in_lasting_thread(
+            lambda: [RankProcess.start(rank, log, bell, inputs) for rank, log in enumerate(logs)],
+            ended,
+        )
+        return StartedRanks(ranks, bell, inputs, ended)
+
+    def end(self) -> None:
+        """Kills all processes and closes all files. May be called twice."""
+        if self.ended.is_set():
+            return
+        for rank in self.ranks:
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.wait(CLOSING)
+            rank.release()
+        os.close(self.inputs)
+        self.bell.close()
+        self.ended.set()
+
+
+_early: list[StartedRanks] = []
+"""At most one element: ranks that no session has taken yet."""
+
+
+@contextmanager
+def started_early(size: int) -> Iterator[None]:
+    """Starts ranks for the next session in the block that wants so many, without a `log_dir`. Ends
+    them after the block if no session wanted them. Errors: RankError."""
+    _early[:] = [StartedRanks.start(size, None)]
+    try:
+        yield
+    finally:
+        while _early:
+            _early.pop().end()
+
+
+def started(size: int, log_dir: str | os.PathLike[str] | None) -> StartedRanks:
+    """Returns ranks that were started early, or starts them. Errors: RankError; OnnxparError if
+    `log_dir` cannot be written."""
+    if log_dir is None and _early and len(_early[0].ranks) == size:
+        return _early.pop()
+    return StartedRanks.start(size, log_dir)
