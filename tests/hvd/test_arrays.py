@@ -13,6 +13,8 @@ import pytest
 from onnxpar import hvd
 from onnxpar.errors import InputError, RankError
 
+pytestmark = pytest.mark.usefixtures("medium")
+
 RANKS = [1, 2, 3, 4]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 DTYPES = [*FLOATS, "int32", "int64", "uint8", "bool"]

@@ -17,6 +17,8 @@ from onnxpar.hvd.autotune import MEBIBYTE, Autotune, gaussian_process
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.cycles import Cycles
 
+pytestmark = pytest.mark.usefixtures("medium")
+
 Array = np.ndarray
 
 

@@ -33,6 +33,7 @@ def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndar
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, err_msg=name)
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @pytest.mark.parametrize("threshold", [0, 100, 64 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -139,6 +140,7 @@ def test_compressed_gradients() -> None:
             np.testing.assert_allclose(params[name], start - mean[name], atol=5e-3)
 
 
+@pytest.mark.usefixtures("medium")
 def test_gradients_that_differ_are_named_on_every_rank() -> None:
     def body() -> None:
         params = {"w": np.ones((2, 3) if hvd.rank() == 0 else (3, 2))}
@@ -213,6 +215,7 @@ def test_a_divisor_before_the_sum() -> None:
         assert_close(one, other)
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("groups", [1, 3, [["w1", "b1"], ["scale"]], "arrays"])
 def test_groups_change_nothing_but_the_messages(groups: object) -> None:
     def grouped(params: Arrays) -> hvd.DistributedOptimizer:

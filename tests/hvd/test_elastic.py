@@ -16,6 +16,8 @@ import pytest
 from onnxpar import hvd
 from onnxpar.errors import RankError
 
+pytestmark = pytest.mark.usefixtures("medium")
+
 SCRIPT = """
 import json, os, signal, sys
 import numpy as np

@@ -13,6 +13,8 @@ from onnxpar.errors import InputError, RankError
 from onnxpar.hvd.compression import Cast, Compression
 from onnxpar.hvd.fusion import Fusion, layout_of
 
+pytestmark = pytest.mark.usefixtures("medium")
+
 SHAPES = [(3, 4), (7,), (), (0, 2), (100, 11), (2, 2, 2), (5,), (1000,)]
 NAMES = ["f4", "f8", "f4", "f4", "f2", "f4", "f8", "f4"]
 

@@ -77,6 +77,7 @@ def test_factors_of_integers() -> None:
     assert hvd.run_on_threads(body, 2) == [[2, -4]] * 2  # trunc(1.5) + trunc(1.5), ...
 
 
+@pytest.mark.usefixtures("medium")
 def test_ranks_with_different_factors_disagree() -> None:
     def body() -> str:
         with pytest.raises(RankError, match="disagree") as raised:
@@ -101,6 +102,7 @@ def test_in_place() -> None:
     assert hvd.run_on_threads(body, 3) == [[True] * 3] * 3
 
 
+@pytest.mark.usefixtures("medium")
 def test_everything_can_run_in_the_background() -> None:
     def body() -> None:
         x = draw(hvd.rank(), (6, 2))
@@ -138,6 +140,7 @@ def adasum(xs: list[Array]) -> Array:
     return (1 - dot / (2 * np.sum(a * a))) * a + (1 - dot / (2 * np.sum(b * b))) * b
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_adasum(ranks: int) -> None:
     xs = [draw(rank) for rank in range(ranks)]

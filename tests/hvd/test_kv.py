@@ -231,6 +231,7 @@ def test_what_is_refused() -> None:
     hvd.run_on_threads(body, 2)
 
 
+@pytest.mark.usefixtures("medium")
 def test_ranks_that_push_different_keys() -> None:
     def body() -> str:
         store = kv.create("dist_sync")

@@ -109,6 +109,7 @@ def test_torchrun(tmp_path: Path) -> None:
     check(tmp_path, 2)
 
 
+@pytest.mark.usefixtures("medium")
 def test_a_killed_rank_is_named_on_the_others(tmp_path: Path) -> None:
     common = {"ONNXPAR_WORLD_SIZE": "3", "ONNXPAR_STORE": f"file:{tmp_path}/store"}
     ranks = [{**common, "ONNXPAR_RANK": str(rank)} for rank in range(3)]

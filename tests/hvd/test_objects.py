@@ -67,6 +67,7 @@ def test_objects_of_other_types_are_named() -> None:
         hvd.run_on_threads(lambda: hvd.allgather_object({"a": Fraction(1, 2)}), 1)
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_parameters_are_overwritten_in_place(ranks: int) -> None:
     def body() -> list[bytes]:
@@ -88,6 +89,7 @@ def test_parameters_are_overwritten_in_place(ranks: int) -> None:
     assert found[0][1] == np.array(1.5).tobytes()
 
 
+@pytest.mark.usefixtures("medium")
 def test_parameters_of_other_names() -> None:
     def body() -> str:
         with pytest.raises(RankError, match="disagree") as raised:
@@ -110,6 +112,7 @@ def test_parameters_that_cannot_be_written() -> None:
     hvd.run_on_threads(body, 2)
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_optimizer_state(ranks: int, wrapped: bool) -> None:

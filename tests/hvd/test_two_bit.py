@@ -78,8 +78,11 @@ def in_a_loop(
     return hvd.run_on_threads(body, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("text,dtype,bound", [(DOUBLE, "float64", 1e-12), (MLP, "float32", 1e-5)])
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize(
+    "ranks,text,dtype,bound",
+    [(2, DOUBLE, "float64", 1e-12), (4, DOUBLE, "float64", 1e-12), (4, MLP, "float32", 1e-5)],
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_trajectories(
     ranks: int, text: str, dtype: str, bound: float, optimizer: str, tmp_path: Path
@@ -108,6 +111,7 @@ def test_codes_come_back() -> None:
         np.testing.assert_array_equal(unpacked(codes, length), signs)
 
 
+@pytest.mark.usefixtures("medium")
 def test_a_gradient_that_is_not_finite_spoils_the_sums_and_keeps_the_remainders() -> None:
     def body() -> tuple[list[float], list[float]]:
         params = {"w": np.zeros(200)}

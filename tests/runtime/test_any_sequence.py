@@ -17,7 +17,10 @@ from onnxpar.api import shard
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.session import InferenceSession
 
-STEPS = 600
+pytestmark = pytest.mark.usefixtures("medium")
+
+STEPS = 300
+"""Of each sequence; there is one for each medium."""
 WORDS, WIDTH = 10, 8
 OUTPUTS = ["y", "c2", "at", "d2"]
 KEPT = {"c": "c2", "d": "d2"}

@@ -19,15 +19,27 @@ from onnxpar.errors import InputError, OnnxparError, RunError
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 
+pytestmark = pytest.mark.usefixtures("medium")
+
 KINDS = pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])
 
 
+@pytest.fixture(scope="module")
+def pars(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The decoder, split by each strategy."""
+    folder = tmp_path_factory.mktemp("decoder")
+    model = decoder(folder)
+    for name, text in STRATEGIES.items():
+        strategy = folder / f"{name}.yaml"
+        strategy.write_text(text)
+        states = [("s", "next")]
+        onnxpar.shard(model, folder / f"{name}.par", strategy=strategy, states=states)
+    return {name: folder / f"{name}.par" for name in STRATEGIES}
+
+
 @pytest.fixture(params=list(STRATEGIES))
-def par(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    strategy = tmp_path / "s.yaml"
-    strategy.write_text(STRATEGIES[request.param])
-    onnxpar.shard(decoder(tmp_path), tmp_path / "m.par", strategy=strategy, states=[("s", "next")])
-    return tmp_path / "m.par"
+def par(request: pytest.FixtureRequest, pars: dict[str, Path]) -> Path:
+    return pars[request.param]
 
 
 def requests(count: int) -> list[np.ndarray]:

@@ -154,6 +154,7 @@ def started(folders: Sequence[Path]) -> list[str]:
     return said
 
 
+@pytest.mark.usefixtures("medium")
 def test_ranks_with_different_models_do_not_start(par: Path, tmp_path: Path) -> None:
     """As after half a copy to other hosts: their collectives are the same, weights are not."""
     proto = onnx.load(MODEL)

@@ -211,6 +211,7 @@ with InferenceSession(sys.argv[1], timeout=30) as session:
 """
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_bad_requests(tmp_path: Path, strategy: str) -> None:
     """All processes get the same error, also those whose part has been computed, and go on."""

@@ -13,6 +13,8 @@ from small_models import HEAD, write_text
 from onnxpar.cli.command_line import main
 from onnxpar.runtime.trace import Trace, read_trace
 
+pytestmark = pytest.mark.usefixtures("medium")
+
 LATENCY = 0.03
 BRANCHES = """branches (float[4,6] x, float[6,3] w1, float[4,4] b, float[4,3] w2) => (float[4,3] z)
 { y = MatMul(x, w1)  c = Exp(b)  d = MatMul(c, w2)  e = Tanh(d)  z = Max(y, e) }"""

@@ -93,18 +93,21 @@ def test_inputs_that_are_wrong(folder: Path, tmp_path: Path, inputs: str, text: 
 
 
 def test_a_rank_that_lacks_the_model(folder: Path, tmp_path: Path) -> None:
-    first, second = job(folder, tmp_path, "--inputs", "in.npz", second="gone.par").end()
-    assert first == (2, "", "onnxpar: error: rank 1 has not joined the world within 8 s\n")
+    given = ("--inputs", "in.npz", "--timeout", 2)
+    first, second = job(folder, tmp_path, *given, second="gone.par").end()
+    assert first == (2, "", "onnxpar: error: rank 1 has not joined the world within 2 s\n")
     assert second[0] == 2
     assert second[2].startswith("onnxpar: error on rank 1: there is no folder gone.par")
 
 
+@pytest.mark.usefixtures("medium")
 def test_ranks_that_have_different_models(folder: Path, tmp_path: Path) -> None:
     other = "tensor-parallel.par"
     for code, _, error in job(folder, tmp_path, "--inputs", "in.npz", second=other).end():
         assert code == 2 and "the ranks disagree on the model" in error, error
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies(folder: Path, tmp_path: Path, victim: int) -> None:
     """The one that is left tells it, be it the first or not."""
@@ -125,7 +128,7 @@ def wait_until_they_run(log: Path) -> None:
     deadline = time.monotonic() + 30
     while not (log / "rank.1" / "stderr.log").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(2)
+    time.sleep(1)
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ def looked_up(folder: Path) -> Path:
     )
 
 
+@pytest.mark.usefixtures("medium")
 def test_states_of_a_run_that_failed(tmp_path: Path) -> None:
     """After any number of runs that kept them, the states are those before the run that failed."""
     par = looked_up(tmp_path)
@@ -222,6 +223,7 @@ def test_inputs_of_four_bits(tmp_path: Path) -> None:
             np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.usefixtures("medium")
 def test_after_a_run_that_failed(tmp_path: Path, messages: list[str]) -> None:
     par = write_par(
         tmp_path,

@@ -203,6 +203,7 @@ def test_sizes_that_data_decides_are_those_of_the_parts(tmp_path: Path, open_ses
             np.testing.assert_array_equal(found, x[some])
 
 
+@pytest.mark.usefixtures("medium")
 def test_ranks_that_disagree_on_a_size_that_data_decides(
     tmp_path: Path, open_session: Open
 ) -> None:

@@ -19,7 +19,9 @@ from training.test_lazy import MODEL
 
 from onnxpar.cli.command_line import main
 
-EPOCHS = 15
+pytestmark = pytest.mark.usefixtures("medium")
+
+EPOCHS = 12
 LAYOUTS = {
     "rows": ("tp=2", {"tensors": {"w": ["tp", None], "w.*": ["tp", None]}}),
     "whole": ("tp=2", {"tensors": {"w": [None, "tp@1"]}}),
@@ -47,14 +49,27 @@ def arguments(made: Path, out: Path, *more: str, layout: str = "rows") -> list[s
     return ["train", *files, *folders, "--epochs", str(EPOCHS), *more]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(made: Path) -> dict[str, Path]:
+    """What a run in each layout leaves that nothing disturbs, over one medium for runs over all."""
+    for layout in LAYOUTS:
+        assert main(arguments(made, made / layout, layout=layout)) == 0
+    return {layout: made / layout for layout in LAYOUTS}
+
+
 @pytest.mark.parametrize(("victim", "layout"), [(-1, "rows"), (1, "whole")])
 def test_a_killed_run_goes_on(
-    victim: int, layout: str, made: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    victim: int,
+    layout: str,
+    made: Path,
+    undisturbed: dict[str, Path],
+    tmp_path: Path,
+    started: list[subprocess.Popen[str]],
 ) -> None:
     """The command or a rank is killed several times, in the middle of steps, of checkpoints, or of
     their loading."""
     par = sorted(path.name for path in (made / f"{layout}.par").iterdir())
-    for after in (0.0, 0.007, 0.013):
+    for after in (0.0, 0.009):
         wanted = steps_done(tmp_path) + 6
         run = subprocess.Popen(
             [
@@ -72,9 +87,8 @@ def test_a_killed_run_goes_on(
         run.communicate(timeout=60)
         assert wait_until(lambda ranks=ranks: not any(map(is_alive, ranks)), 20)
     reached = newest(tmp_path / "c")
-    assert reached is not None and reached.name < "step_00000070"
+    assert reached is not None and reached.name < "step_00000055"
     assert sorted(path.name for path in (made / f"{layout}.par").iterdir()) == par
     assert main(arguments(made, tmp_path, "--every", "50", "--resume", layout=layout)) == 0
-    assert main(arguments(made, tmp_path / "undisturbed", layout=layout)) == 0
-    same(left(tmp_path), left(tmp_path / "undisturbed"))
+    same(left(tmp_path), left(undisturbed[layout]))
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 5 * EPOCHS + 1))

@@ -81,6 +81,7 @@ def test_a_run_tells_of_each_step(step: Path, tmp_path: Path) -> None:
     assert int(left["step"]) == 10
 
 
+@pytest.mark.usefixtures("medium")
 def test_the_same_run_leaves_the_same_bits(step: Path) -> None:
     par, _ = shard(step, "zero3 dp=2,tp=2")
     first, again = (train(par, Run(1, 0.02)) for _ in range(2))
@@ -92,6 +93,7 @@ def test_the_same_run_leaves_the_same_bits(step: Path) -> None:
     same(straight[1], train(par, Run(1, 0.02, seed=2, shuffle=False))[1])
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("layout", ["zero3 2", "tensor-parallel 3"])
 def test_resuming_continues_bit_identically(layout: str, step: Path, tmp_path: Path) -> None:
     """10 steps at once, or 5, 7 and the rest: in the middle of an epoch too."""

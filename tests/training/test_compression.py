@@ -158,6 +158,7 @@ def check_kept(trainer: Trainer, simulation: Simulation, folder: Path) -> None:
             np.testing.assert_array_equal(own.reshape(entry["shape"]), parts[rank], name)
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("fusion", ["size", "none"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_send_codes_and_keep_the_rest(
@@ -173,6 +174,7 @@ def test_ranks_send_codes_and_keep_the_rest(
     assert all(np.abs(total).max() > THRESHOLD / 2 for total in simulation.totals().values())
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("layout", ["zero1 2", "zero3 2", "hybrid dp=2,tp=2", "hybrid dp=2,tp=3"])
 def test_gradients_in_parts(layout: str, step: Path) -> None:
     """What ranks hold in parts, evenly or not, is what they would hold whole."""
@@ -214,6 +216,7 @@ def test_16_bits_on_the_wire(wire: Any, layout: str, step: Path) -> None:
         check_weights(trainer, expected)
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_no_number_is_none_on_all_ranks(bad: float, step: Path, tmp_path: Path) -> None:
     """One rank's gradient spoils the step, and what ranks keep stays as it was."""
@@ -234,6 +237,7 @@ def resumed(path: Path, par: Path) -> ThreadTrainer:
     return trainer
 
 
+@pytest.mark.usefixtures("medium")
 def test_a_run_goes_on_as_if_it_had_not_stopped(step: Path, tmp_path: Path) -> None:
     """Each rank goes on with its own residual."""
     par, simulation = shard(step, "data-parallel 3", TWO_BIT), Simulation.start(3)
@@ -305,6 +309,7 @@ def test_a_checkpoint_that_lacks_a_rank(step: Path, tmp_path: Path) -> None:
         check_weights(trainer, first_weights())
 
 
+@pytest.mark.usefixtures("medium")
 def test_processes_keep_their_own(step: Path, tmp_path: Path) -> None:
     par, simulation = shard(step, "data-parallel 2", TWO_BIT), Simulation.start(2)
     with start(par, first_weights()) as trainer:

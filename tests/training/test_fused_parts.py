@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +37,16 @@ def plan_of(step: Path, layout: str, **how: Any) -> Plan:
     return pipeline.plan(step, replace(options(layout), **how))[0]
 
 
-def trained(step: Path, layout: str, **how: Any) -> dict[str, np.ndarray]:
+@functools.cache
+def sharded(step: Path, layout: str, fusion: str) -> tuple[Path, Plan]:
+    """The sharded step, once for all media."""
+    par = step.with_name(f"{layout}.{fusion}.par")
+    return par, pipeline.shard(step, par, replace(options(layout), fusion=fusion))
+
+
+def trained(step: Path, layout: str, fusion: str) -> dict[str, np.ndarray]:
     """What three steps make of every state."""
-    par = step.with_name("fused.par")
-    plan = pipeline.shard(step, par, replace(options(layout), **how))
+    par, plan = sharded(step, layout, fusion)
     with ThreadTrainer(par) as trainer:
         for seed, batch in enumerate(batches(plan, 3)):
             trainer.step(batch, 0.05, seed)
@@ -47,11 +54,12 @@ def trained(step: Path, layout: str, **how: Any) -> dict[str, np.ndarray]:
         return {slot.input: trainer.session.states.read(slot.input) for slot in slots}
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize(
     "layout", ["zero1 2", "zero1 4", "zero2 4", "zero3 4", "zero1 dp=2,tp=2", "zero3 dp=2,tp=2"]
 )
 def test_buckets_leave_every_bit_as_it_is(layout: str, step: Path) -> None:
-    found = {by: trained(step, layout, fusion=by) for by in ("none", "size", "cost")}
+    found = {by: trained(step, layout, by) for by in ("none", "size", "cost")}
     for by in ("size", "cost"):
         for name, value in found["none"].items():
             np.testing.assert_array_equal(found[by][name], value, err_msg=f"{by} {name}")

@@ -152,6 +152,7 @@ def trainer(tmp_path: Path) -> Iterator[ThreadTrainer]:
         yield trainer
 
 
+@pytest.mark.usefixtures("medium")
 def test_a_run_that_fails_on_one_rank_changes_no_row(trainer: ThreadTrainer) -> None:
     feeds = list(fed_to_model(2))
     trainer.step(feeds[0], 0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,20 @@ LAYOUTS = (
 )
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The step of a small perceptron."""
+    return write_step(DEEP, tmp_path_factory.mktemp("deep"), optimizer="adam")
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The step of a committed export."""
+    step = tmp_path_factory.mktemp("transformer") / "step.onnx"
+    grad(MODELS / "gpt2.legacy.training.onnx", step, loss=CROSS_ENTROPY, optimizer="adam")
+    return step
+
+
 def shard(step: Path, layout: str, **how: Any) -> tuple[Path, Plan]:
     """Shards a step with these options; returns the folder."""
     par = step.with_name(f"{layout}.{len(list(step.parent.iterdir()))}.par")
@@ -61,25 +76,31 @@ def ops_of(par: Path, rank: int = 0) -> list[str]:
     return [node.op_type for node in model.graph.node if node.domain == "onnxpar"]
 
 
-def trained(step: Path, layout: str, overlap: str, **how: Any) -> tuple[dict[str, Any], list[str]]:
+@functools.cache
+def shard_once(step: Path, layout: str, overlap: str, fusion: str) -> tuple[Path, Plan]:
+    """Shards a step for all media."""
+    return shard(step, layout, overlap=overlap, fusion=fusion)
+
+
+def trained(step: Path, layout: str, overlap: str, fusion: str) -> tuple[dict[str, Any], list[str]]:
     """All that ranks keep after a few steps, and their ops."""
-    par, plan = shard(step, layout, overlap=overlap, **how)
+    par, plan = shard_once(step, layout, overlap, fusion)
     with ThreadTrainer(par) as trainer:
         for batch in batches(plan, 3):
             trainer.step(batch, 0.05)
         return states(trainer), ops_of(par)
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("fusion", ["none", "cost", "size"])
 @pytest.mark.parametrize(
     "layout",
     LAYOUTS,
 )
-def test_same_bits_with_and_without(layout: str, fusion: str, tmp_path: Path) -> None:
+def test_same_bits_with_and_without(layout: str, fusion: str, deep: Path) -> None:
     """7 samples and 5 columns: shards differ, and some ranks of five have one sample."""
-    step = write_step(DEEP, tmp_path, optimizer="adam")
-    with_, ops = trained(step, layout, "on", fusion=fusion)
-    without, plain = trained(step, layout, "off", fusion=fusion)
+    with_, ops = trained(deep, layout, "on", fusion)
+    without, plain = trained(deep, layout, "off", fusion)
     same(with_, without)
     counts = Counter(op.removeprefix("Start") for op in ops)
     assert counts["Complete"] == sum(op.startswith("Start") for op in ops)
@@ -89,17 +110,16 @@ def test_same_bits_with_and_without(layout: str, fusion: str, tmp_path: Path) ->
     assert counts["Complete"] or "tensor-parallel" in layout or fusion == "size"
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 2", "hybrid dp=2,tp=2"])
-def test_a_transformer_trains_as_on_one_rank(layout: str, tmp_path: Path) -> None:
-    model = MODELS / "gpt2.legacy.training.onnx"
-    step = tmp_path / "step.onnx"
-    grad(model, step, loss=CROSS_ENTROPY, optimizer="adam")
-    with_, ops = trained(step, layout, "on", fusion="none")
+def test_a_transformer_trains_as_on_one_rank(layout: str, transformer: Path) -> None:
+    with_, ops = trained(transformer, layout, "on", "none")
     assert ops.count("Complete") > 10
-    without, _ = trained(step, layout, "off", fusion="none")
+    without, _ = trained(transformer, layout, "off", "none")
     same(with_, without)
 
 
+@pytest.mark.usefixtures("medium")
 def test_training_over_a_slow_link_agrees_with_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from training.trajectories import expected, write_descent
 
 from onnxpar.trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("medium")
+
 STEPS = 20
 
 

@@ -7,6 +7,7 @@ the unsplit model when its products are scaled by one rounding.
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
@@ -40,10 +41,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("variants")
 
 
+make_once = functools.cache(make_variant)
+
+
+@functools.cache
+def sharded(model: Path, folder: Path, layout: str) -> Path:
+    """The model split so, once for all media."""
+    par = folder / f"{model.stem}.{layout}.par"
+    pipeline.shard(model, par, options(layout))
+    return par
+
+
 def run_split(model: Path, folder: Path, layout: str, level: object) -> list[Array]:
     """The outputs of the model split so, each rank's session at an optimization level."""
-    par = folder / "model.par"
-    pipeline.shard(model, par, options(layout))
+    par = sharded(model, folder, layout)
     feeds = random_feeds(onnx.load(model))
     with ThreadSession(par, session_options(level), timeout=TIMEOUT) as session:
         return [np.asarray(out) for out in session.run(None, feeds)]
@@ -63,15 +74,16 @@ def test_optimized(source: str, variant: str, folder: Path, tmp_path: Path) -> N
         check_outputs(got, wanted, [o.name for o in model.graph.output])
 
 
+@pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("source", SOURCES)
-def test_dynamically_quantized(source: str, folder: Path, tmp_path: Path) -> None:
-    path = make_variant(source, "dynamic", folder)
+def test_dynamically_quantized(source: str, folder: Path) -> None:
+    path = make_once(source, "dynamic", folder)
     model = onnx.load(path)
     # fused kernels round otherwise; without them bits must agree
     level = Level.ORT_ENABLE_BASIC
     wanted = run_model(model, random_feeds(model), level)
     for layout in LAYOUTS:
-        for a, b in zip(run_split(path, tmp_path, layout, level), wanted, strict=True):
+        for a, b in zip(run_split(path, folder, layout, level), wanted, strict=True):
             np.testing.assert_array_equal(a, b, layout)
 
 
