@@ -111,7 +111,9 @@ class Executor:
         executor as inputs of the next run.
         """
         self.kept_shapes = {}
-        self.running = options = self._options_of(request)
+        if self._last is None or self._last[0] is not request:
+            self._options = run_options(request.options)
+        self.running = options = self._options  # which `stop` ends, and `undo` follows it
         try:
             return self._run(request, feeds, room, options)
         except RankError:
@@ -200,13 +202,6 @@ class Executor:
             self._kept.keep(states, {})
         self.kept_shapes = repeated.kept_shapes
         return repeated.slots
-
-    def _options_of(self, request: Request) -> ort.RunOptions:
-        """Returns the run options of a request. They end every run after `stop`, which `undo`
-        follows; so the options of the last run serve again if it had the same request."""
-        if self._last is None or self._last[0] is not request:
-            self._options = run_options(request.options)
-        return self._options
 
     def stop(self, run: ort.RunOptions) -> None:
         """Ends a run at its next node, after another rank failed; any thread may call it."""

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.io_binding import IOBinding, answer_for_sharded_sessions
 from onnxpar.runtime.metadata import ModelMetadata
-from onnxpar.runtime.ort_values import ort_value_of
+from onnxpar.runtime.ort_values import element_dtype, ort_value_of
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -228,10 +228,16 @@ class Interface(ort.InferenceSession):  # type: ignore[misc]
         device_id: int = 0,
         vendor_id: int = -1,
     ) -> ort.OrtValue:
-        """Returns a new OrtValue in CPU memory, for example to bind. Errors: InputError for other
+        """Returns a new OrtValue in CPU memory, for example to bind. Ranks on this host read it in
+        place: a run copies only shards that are not contiguous in it. Errors: InputError for other
         devices."""
         if device_type.lower() != "cpu":
             raise InputError(f"memory on {device_type}: the ranks use CPU memory only")
+        dtype = element_dtype(element_type)
+        if dtype.isbuiltin == 1 and dtype.kind in "biufc":
+            with self._lock:
+                memory = self._ranks.memory(dtype, tuple(map(int, shape)))
+            return ort.OrtValue.ortvalue_from_numpy(memory)
         return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, "cpu", 0)
 
     def release_captured_graph(self, graph_annotation_id: int = 0) -> None:

@@ -98,6 +98,10 @@ class LaunchedRank:
             self._gather = Gather(self._world)
         self.facts = self._executor.facts()
 
+    def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Returns an array with any contents."""
+        return np.empty(shape, dtype)
+
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs this rank, and returns the output shards of all ranks. Errors: RunError or
         RankError, on every rank."""

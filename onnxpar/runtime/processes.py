@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from onnxpar.errors import RankError, RunError
 from onnxpar.runtime.arena import Arena
+from onnxpar.runtime.lasting_memory import LastingMemory
 from onnxpar.runtime.rank_process import RankProcess
 from onnxpar.runtime.started_ranks import CLOSING, started
 from onnxpar.runtime.wire import Closed, Message, Packed, Wire
@@ -38,6 +39,7 @@ class Processes:
         self._started = started(size, log_dir)
         self.ranks, self._bell = self._started.ranks, self._started.bell
         self.inputs = Arena(self._started.inputs)
+        self.lasting = LastingMemory(self._started.lasting)
         self.outputs = [Arena(rank.outputs) for rank in self.ranks]
         self._path = path
         self._timeout = timeout

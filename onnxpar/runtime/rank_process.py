@@ -48,14 +48,15 @@ class RankProcess:
     reply: Message | None = None
 
     @staticmethod
-    def start(rank: int, log: Log, bell: Doorbell, inputs: int) -> RankProcess:
-        """Starts a process, which then waits for its first message. `inputs` is the descriptor of
-        the file for the inputs of all ranks."""
+    def start(rank: int, log: Log, bell: Doorbell, inputs: int, lasting: int) -> RankProcess:
+        """Starts a process, which then waits for its first message. `inputs` and `lasting` are the
+        descriptors of the files for the inputs of all ranks."""
         outputs = make_file("onnxpar-outputs")
         work, its_work = pair()
         control, its_control = pair()
         with its_work, its_control:
-            handed = [its_work.fileno(), its_control.fileno(), bell.fd, inputs, outputs]
+            ends = [its_work.fileno(), its_control.fileno()]
+            handed = [*ends, bell.fd, inputs, lasting, outputs]
             numbers = [os.getpid(), *handed, rank, bell.ranks, int(bell.spins)]
             process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *map(str, numbers)],

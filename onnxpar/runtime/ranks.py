@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.interrupts import uninterrupted
@@ -53,6 +55,7 @@ class Ranks(Protocol):
     facts: Facts
     kept_shapes: KeptShapes
 
+    def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array: ...
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf: ...
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None: ...
@@ -83,17 +86,23 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Run:
-    """A run that can be repeated: its request, the shapes of its feeds and the places of their
-    shards, the answers of the ranks and the shards of the outputs."""
+    """A run that can be repeated: its request, the shapes of its feeds, the offsets of those in
+    lasting memory, the places of shards that are copied, the answers of the ranks and the shards of
+    the outputs."""
 
     request: Request
     shapes: Mapping[str, tuple[int, ...]]
+    lasting: Mapping[str, int]
     pieces: Sequence[_Piece]
     answers: Sequence[Message] = ()
     found: PartsOf = field(default_factory=dict)
 
-    def fits(self, request: Request, feeds: Mapping[str, Array]) -> bool:
+    def fits(
+        self, request: Request, feeds: Mapping[str, Array], lasting: Mapping[str, int]
+    ) -> bool:
         """True if a run would send the ranks the same message."""
+        if lasting != self.lasting:
+            return False
         if request is self.request:
             return True
         return self.request == request and self.shapes == {n: a.shape for n, a in feeds.items()}
@@ -104,9 +113,10 @@ class _Run:
             piece.write(feeds)
 
 
-Places = dict[str, tuple[int, Sequence[int]] | list[tuple[int, Sequence[int]]]]
-"""Offset and shape of inputs in shared memory: one if all ranks use the same shard, or else one for
-each rank."""
+Place = tuple[int, Sequence[int], bool]
+"""Offset and shape of an input in shared memory, and whether that is the lasting one."""
+Places = dict[str, Place | list[Place]]
+"""The places of inputs: one if all ranks use the same shard, or else one for each rank."""
 
 
 class ProcessRanks:
@@ -148,20 +158,27 @@ class ProcessRanks:
             failing.pop_all()
         self.facts: Facts = ready[0]
 
+    def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Returns an array with any contents, whose shards ranks read without a copy if they are
+        contiguous. Errors: RankError if the session is closed."""
+        self.check_usable()
+        return self._processes.lasting.array(dtype, shape)
+
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks once, and returns their output shards. A run with the same request and the
         same shapes as the one before sends no message. Errors: RunError if the ranks can continue;
         else RankError, which names the rank and ends the session."""
         self._runs += 1
         last, self._last = self._last, None
-        if last is not None and last.fits(request, feeds):
+        lasting = self._processes.lasting.places(feeds)
+        if last is not None and last.fits(request, feeds, lasting):
             last.write(feeds)
             messages = None
         else:
             places, pieces = self._hand_over(feeds, request.sizes)
             shapes = {} if self._has_values else {n: a.shape for n, a in feeds.items()}
-            last = _Run(request, shapes, pieces)
-            message = {"do": "run", "feeds": places, "size": self._size(), **vars(request)}
+            last = _Run(request, shapes, lasting, pieces)
+            message = {"do": "run", "feeds": places, **self._file_sizes(), **vars(request)}
             messages = [pack(message)] * self._bundle.mesh.size
         answers = self._processes.call(messages, f"run {self._runs}")
         if any(answer is not AGAIN for answer in answers):
@@ -182,7 +199,7 @@ class ProcessRanks:
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
         """Sends each rank its shard of a global array, to keep as a state."""
         places, _ = self._hand_over({name: array}, sizes)
-        message = {"do": "write", "feeds": places, "size": self._size()}
+        message = {"do": "write", "feeds": places, **self._file_sizes()}
         self._ask(message, f"writing state {name!r}")
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
@@ -229,29 +246,41 @@ class ProcessRanks:
 
     def _hand_over(self, feeds: Mapping[str, Array], sizes: Sizes) -> tuple[Places, list[_Piece]]:
         """Splits each array into shards and copies each distinct shard once into shared memory,
-        where ranks use it in place."""
+        where ranks use it in place; shards that lie in lasting memory stay there."""
         self.check_usable()
         ports, parts = self._bundle.inputs, self._parts.at(sizes)
         feeds = {n: to_bytes(v) if ports[n].is_value else v for n, v in feeds.items()}
         arena = self._processes.inputs
         arena.clear()
-        pieces = [(name, rank) for name in feeds for rank in parts[name].sources]
+        found: dict[str, dict[int, Place]] = {
+            name: self._lasting_places(array, parts[name]) for name, array in feeds.items()
+        }
+        pieces = [(n, rank) for n in feeds for rank in parts[n].sources if rank not in found[n]]
         shapes = [parts[n].local_shape(rank) or feeds[n].shape for n, rank in pieces]
         specs = [(feeds[n].dtype, shape) for (n, _), shape in zip(pieces, shapes, strict=True)]
-        found: dict[str, dict[int, tuple[int, Sequence[int]]]] = {name: {} for name in feeds}
         placed = []
         for (name, rank), slot in zip(pieces, arena.place(specs), strict=True):
             placed.append(_Piece(name, parts[name], rank, slot.array))
             placed[-1].write(feeds)
-            found[name][rank] = slot.offset, slot.array.shape
+            found[name][rank] = slot.offset, slot.array.shape, False
         places = {
             name: at[0] if len(at) == 1 else [at[rank] for rank in parts[name].origins]
             for name, at in found.items()
         }
         return places, placed
 
-    def _size(self) -> int:
-        return self._processes.inputs.size
+    def _lasting_places(self, array: Array, parts: Shards) -> dict[int, Place]:
+        """Returns the places of those shards that need no copy, by rank."""
+        memory, found = self._processes.lasting, {}
+        for rank in parts.sources if memory.place(array) is not None else ():
+            part = parts.take(array, rank)
+            at = memory.place(part)
+            if at is not None:
+                found[rank] = at, part.shape, True
+        return found
+
+    def _file_sizes(self) -> Message:
+        return {"size": self._processes.inputs.size, "lasting": self._processes.lasting.size}
 
     def _ask(self, message: Message, what: str) -> PartsOf:
         self._last = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from onnxpar.runtime.worker import Watch
 
 
-def serve(line: Line, watch: Watch, inputs: int, outputs: int) -> None:
-    """Answers messages until "close". `inputs` and `outputs` are the file descriptors of the
-    arenas. The first message describes the rank; if it has no path of a bundle, serves the messages
-    of a calibration."""
+def serve(line: Line, watch: Watch, files: Sequence[int]) -> None:
+    """Answers messages until "close". `files` are the file descriptors of the arenas, in the order
+    in which Server takes them. The first message describes the rank; if it has no path of a bundle,
+    serves the messages of a calibration."""
     start = line.receive()
     assert start is not None, "the first call has a message"
     share = start["share"]
@@ -40,7 +40,7 @@ def serve(line: Line, watch: Watch, inputs: int, outputs: int) -> None:
     spec = SessionSpec.from_json(start["spec"])
     executor = Executor(bundle, world, spec, share["threads"], share["spin"])
     line.send(dict(executor.facts()))
-    server = Server(bundle, world, executor, Arena(inputs), Arena(outputs))
+    server = Server(bundle, world, executor, *map(Arena, files))
     watch.stop = server.stop
     while (message := line.receive()) is None or message["do"] != "close":
         line.send(server.answer(message))
@@ -55,7 +55,13 @@ class Server:
     arenas."""
 
     def __init__(
-        self, bundle: Bundle, world: World, executor: Executor, inputs: Arena, outputs: Arena
+        self,
+        bundle: Bundle,
+        world: World,
+        executor: Executor,
+        inputs: Arena,
+        lasting: Arena,
+        outputs: Arena,
     ) -> None:
         self._ports = bundle.inputs
         self._world = world
@@ -63,6 +69,7 @@ class Server:
         self._calls = 1  # the start was one
         self._executor = executor
         self._inputs = inputs
+        self._lasting = lasting
         self._outputs = outputs
         self._last: tuple[Request, Mapping[str, Array]] | None = None
         self._ran: Message = {}
@@ -148,16 +155,18 @@ class Server:
 
     def _feeds(self, message: Message) -> dict[str, Array]:
         """Returns this rank's shards by name. The message gives the place of each: one [offset,
-        shape] for all ranks, or a list with one for each rank."""
+        shape, whether it is in lasting memory] for all ranks, or a list with one for each rank."""
         self._inputs.map(message["size"])
+        self._lasting.map(message["lasting"])
         feeds = {}
         for name, where in message["feeds"].items():
-            offset, shape = where[self._rank] if isinstance(where[0], list) else where
+            offset, shape, lasts = where[self._rank] if isinstance(where[0], list) else where
+            memory = self._lasting if lasts else self._inputs
             port = self._ports[name]
             if port.is_value:
-                feeds[name] = of_bytes(self._inputs.view(offset, BYTES, tuple(shape)))
+                feeds[name] = of_bytes(memory.view(offset, BYTES, tuple(shape)))
             else:
-                feeds[name] = self._inputs.view(offset, port.dtype, tuple(shape))
+                feeds[name] = memory.view(offset, port.dtype, tuple(shape))
         return feeds
 
     def _sent(self, slots: Mapping[str, Slot]) -> Message:

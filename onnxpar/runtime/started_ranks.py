@@ -21,12 +21,13 @@ CLOSING = 5.0
 
 @dataclass
 class StartedRanks:
-    """Processes of ranks that wait for their first message, their doorbell, and the descriptor of
-    the file for their inputs."""
+    """Processes of ranks that wait for their first message, their doorbell, and the descriptors of
+    the files for their inputs: those that are copied for each run, and those that last."""
 
     ranks: list[RankProcess]
     bell: Doorbell
     inputs: int
+    lasting: int
     ended: threading.Event
 
     @staticmethod
@@ -34,13 +35,16 @@ class StartedRanks:
         """Starts processes; returns before they are ready. Errors: RankError; OnnxparError if
         `log_dir` cannot be written."""
         bell = Doorbell.create(size, spins=len(own_cores()) > size)
-        inputs, ended = make_file("onnxpar-inputs"), threading.Event()
+        inputs, lasting = make_file("onnxpar-inputs"), make_file("onnxpar-lasting")
+        ended = threading.Event()
         logs = [Log.open(log_dir, rank) for rank in range(size)]
         ranks = call_in_lasting_thread(
-            lambda: [RankProcess.start(rank, log, bell, inputs) for rank, log in enumerate(logs)],
+            lambda: [
+                RankProcess.start(rank, log, bell, inputs, lasting) for rank, log in enumerate(logs)
+            ],
             ended,
         )
-        return StartedRanks(ranks, bell, inputs, ended)
+        return StartedRanks(ranks, bell, inputs, lasting, ended)
 
     def end(self) -> None:
         """Kills all processes and closes all files. May be called twice."""
@@ -52,6 +56,7 @@ class StartedRanks:
             rank.wait(CLOSING)
             rank.release()
         os.close(self.inputs)
+        os.close(self.lasting)
         self.bell.close()
         self.ended.set()
 

@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import RankError, RunError
@@ -79,6 +81,10 @@ class ThreadRanks:
             "the start",
         )
         self.facts = self._executors[0].facts()
+
+    def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Returns an array with any contents."""
+        return np.empty(shape, dtype)
 
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
         """Runs all ranks once, and returns their output shards. Errors: RunError if the ranks can

@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serves the session at the other end of the inherited sockets until the session closes the
     sockets."""
-    parent, work, control, bell, inputs, outputs, rank, ranks, spins = map(int, sys.argv[1:])
+    parent, work, control, bell, *files, rank, ranks, spins = map(int, sys.argv[1:])
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     watch = Watch(Wire(socket.socket(fileno=control)), rank)
@@ -41,7 +41,7 @@ def main() -> None:
             from onnxpar.runtime.server import serve
 
         line = Line(wire, Doorbell(bell, ranks, bool(spins)), rank)
-        serve(line, watch, inputs, outputs)
+        serve(line, watch, files)
     except Closed:
         sys.exit(0)
     except Exception as error:  # the outermost boundary: the session must get any error

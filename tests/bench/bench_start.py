@@ -4,7 +4,8 @@ the same model without digests, in alternating pairs; and all that `--verify` re
     python tests/bench/bench_start.py [--pairs 15] [--ranks 2] [--megabytes 59] [--folder DIR]
 
 Prints the median of the pairs' ratios, its quartiles, and the median seconds of each. The files are
-in the page cache.
+in the page cache. First prints the seconds of a model of one product: to import onnxpar, to start
+its session, and the command `run` from start to exit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+import bench_run
 import llama_shape
 
 import onnxpar
@@ -50,6 +53,25 @@ def seconds(par: Path, verify: bool = False) -> float:
     return taken
 
 
+def small(folder: Path, ranks: int, rounds: int) -> None:
+    """Prints what starts take with a model of one product."""
+    folder.mkdir()
+    par = folder / "small.par"
+    onnxpar.shard(bench_run.write(folder, 0), par, devices=ranks, preset="data-parallel")
+    np.savez(folder / "x.npz", x=np.ones((8, 16), np.float32))
+    run = ["-m", "onnxpar", "run", str(par), "--inputs", str(folder / "x.npz")]
+    found: dict[str, list[float]] = {"import onnxpar": [], "session": [], "onnxpar run": []}
+    for _ in range(rounds):
+        for what, arguments in (("import onnxpar", ["-c", "import onnxpar"]), ("onnxpar run", run)):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+            found[what].append(time.perf_counter() - start)
+        found["session"].append(seconds(par))
+    for what, each in found.items():
+        low, middle, high = np.percentile(each, (25, 50, 75))
+        print(f"{what}, {ranks} ranks: {middle:.3f} s ({low:.3f} to {high:.3f})")
+
+
 def main() -> None:
     """Runs the pairs."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -60,6 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
         folder = Path(scratch)
+        small(folder / "small", args.ranks, args.pairs)
         layers = max(1, round(args.megabytes * 1e6 * args.ranks / LAYER))
         llama_shape.write(folder / "m.onnx", layers=layers, **SIZES)
         par = folder / "m.par"
