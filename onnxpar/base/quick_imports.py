@@ -13,18 +13,23 @@ _THREADS = "OPENBLAS_NUM_THREADS"
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """A block for imports. Python does not look for garbage among modules, neither in the block nor
-    later. NumPy starts no threads for its linear algebra, which would take cores from what starts
-    beside it, unless the user set their number; so it multiplies on one thread later."""
-    sets_threads = "numpy" not in sys.modules and _THREADS not in os.environ
-    collects = gc.isenabled()
+    """A block for the first imports of a process; does nothing if NumPy is imported already.
+
+    Python does not look for garbage among modules, neither in the block nor later. NumPy starts no
+    threads for its linear algebra, which would take cores from what starts beside it, unless the
+    user set their number; so it multiplies on one thread later.
+    """
+    if "numpy" in sys.modules:
+        yield
+        return
+    is_set, collects = _THREADS in os.environ, gc.isenabled()
     gc.disable()
-    if sets_threads:
+    if not is_set:
         os.environ[_THREADS] = "1"
     try:
         yield
     finally:
-        if sets_threads:
+        if not is_set:
             os.environ.pop(_THREADS, None)
         if collects:
             gc.freeze()
