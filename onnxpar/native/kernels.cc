@@ -8,6 +8,7 @@
 #include "axis.h"
 #include "block.h"
 #include "collective.h"
+#include "elementwise_kernel.h"
 #include "message_kernels.h"
 #include "started.h"
 
@@ -372,6 +373,7 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
   if (kind == "Broadcast") return std::make_unique<Broadcast>(info, world);
   if (auto kernel = MakeMessageKernel(kind, info, world)) return kernel;
   if (kind == "Gate") return std::make_unique<Gate>();
+  if (kind == "FusedElementwise") return MakeFusedElementwise(info);
   const Group& group = world->GroupOf(info.IntsOrNone("group"));
   if (kind == "Rank") return std::make_unique<Scalar>(group.me);
   return std::make_unique<Scalar>(static_cast<int64_t>(group.ranks.size()));

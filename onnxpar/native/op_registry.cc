@@ -2,6 +2,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -15,15 +16,17 @@ namespace onnxpar {
 namespace {
 
 /// The signature of an op. The last output is a token, unless the op has no inputs; the last
-/// required input is one, too. An optional input with the sizes of shards may follow.
+/// required input is one, too. An optional input with the sizes of shards may follow. A variadic op
+/// has any number of inputs and outputs of one type, and no tokens.
 struct Schema {
   const char* name;
   size_t inputs;  // required ones
   size_t outputs;
-  DataType constant_type;  // type of output 0 of an op without inputs
+  DataType fixed_type;  // type of output 0 of an op without inputs, and of a variadic op
   InferShapes infer;
   bool in_place;  // output 0 may overwrite input 0
   bool has_sizes = false;
+  bool variadic = false;
 };
 
 const Schema kSchemas[] = {
@@ -45,6 +48,7 @@ const Schema kSchemas[] = {
     {"Complete", 2, 2, DataType::kAny, InferComplete, false},
     {"After", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
+    {"FusedElementwise", 1, 1, DataType::kFloat, InferElementwise, true, false, true},
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };
@@ -106,7 +110,7 @@ OrtStatus* InferShape(const OrtCustomOp* op, OrtShapeInferContext* context) {
 
 DataType OutputType(const OrtCustomOp* op, size_t index) {
   const Schema& schema = Self(op).schema;
-  if (schema.inputs == 0) return schema.constant_type;
+  if (schema.inputs == 0 || schema.variadic) return schema.fixed_type;
   return index + 1 == schema.outputs ? DataType::kBool : DataType::kAny;
 }
 
@@ -114,6 +118,15 @@ size_t InPlaceFirst(int** inputs, int** outputs) {
   *inputs = new int[1]{0};
   *outputs = new int[1]{0};
   return 1;
+}
+
+/// Output 0 may overwrite any of the first inputs.
+size_t InPlaceAny(int** inputs, int** outputs) {
+  constexpr int kInputs = 8;
+  *inputs = new int[kInputs];
+  *outputs = new int[kInputs]{};
+  std::iota(*inputs, *inputs + kInputs, 0);
+  return kInputs;
 }
 
 void ReleaseInPlace(int* inputs, int* outputs) {
@@ -129,6 +142,7 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   GetName = [](const OrtCustomOp* op) { return Self(op).schema.name; };
   GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
   GetInputType = [](const OrtCustomOp* op, size_t index) {
+    if (Self(op).schema.variadic) return Self(op).schema.fixed_type;
     if (index == 0) return DataType::kAny;
     return index + 1 == Self(op).schema.inputs ? DataType::kBool : DataType::kInt64;
   };
@@ -139,20 +153,23 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   GetOutputTypeCount = [](const OrtCustomOp* op) { return Self(op).schema.outputs; };
   KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) -> int {
+    if (Self(op).schema.variadic) return kVariadic;
     return index < Self(op).schema.inputs ? kRequired : kOptional;
   };
-  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return 0; };
+  GetOutputCharacteristic = [](const OrtCustomOp* op, size_t) -> int {
+    return Self(op).schema.variadic ? kVariadic : kRequired;
+  };
   GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
-  GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };
-  GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
-  GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 0; };
-  GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
+  GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
   CreateKernelV2 = NewKernel;
   KernelComputeV2 = Compute;
   InferOutputShapeFn = InferShape;
   GetStartVersion = [](const OrtCustomOp*) { return 1; };
   GetEndVersion = [](const OrtCustomOp*) { return 1; };
-  GetMayInplace = schema.in_place ? InPlaceFirst : InPlaceNone;
+  GetMayInplace = schema.variadic ? InPlaceAny : schema.in_place ? InPlaceFirst : InPlaceNone;
   ReleaseMayInplace = ReleaseInPlace;
   GetAliasMap = InPlaceNone;
   ReleaseAliasMap = ReleaseInPlace;

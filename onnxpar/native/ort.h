@@ -2,6 +2,7 @@
 // exceptions.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -72,6 +73,10 @@ class KernelContext {
   virtual size_t OutputCount() const = 0;
   /// Allocates output `index`, whose type the schema determines; returns its memory.
   virtual void* Output(size_t index, const Shape& shape) = 0;
+  /// Calls body(0) to body(count - 1), which must not throw, on the threads of the session.
+  virtual void ParallelFor(size_t count, const std::function<void(size_t)>& body) {
+    for (size_t i = 0; i < count; ++i) body(i);
+  }
 };
 
 /// Those of a node of a session; valid only while onnxruntime runs the kernel.
@@ -82,6 +87,7 @@ class NodeContext : public KernelContext {
   bool Has(size_t index) const override;
   size_t OutputCount() const override;
   void* Output(size_t index, const Shape& shape) override;
+  void ParallelFor(size_t count, const std::function<void(size_t)>& body) override;
 
  private:
   OrtKernelContext* context_;

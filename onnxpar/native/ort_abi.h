@@ -68,6 +68,7 @@ enum OrtFunction : size_t {
   kShapeInferContextSetOutputTypeShape = 270,
   kSetSymbolicDimensions = 271,
   kReadOpAttr = 272,
+  kKernelContextParallelFor = 274,
 };
 
 /// ONNXTensorElementDataType, with the same numbers as TensorProto.DataType.
@@ -89,7 +90,7 @@ enum class DataType : int {
 };
 
 /// OrtCustomOpInputOutputCharacteristic.
-enum Characteristic : int { kRequired = 0, kOptional = 1 };
+enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
 enum OrtOpAttrType : int { kOrtAttrInt = 1, kOrtAttrInts = 2 };
 

@@ -51,6 +51,13 @@ void InferSameShape(ShapeContext& node, const World*) {
   SetToken(node, 1);
 }
 
+void InferElementwise(ShapeContext& node, const World*) {
+  const Dimensions x = node.Input(0);
+  for (size_t i = 0; i < node.Ints("results").size() && !x.empty(); ++i) {
+    node.SetOutput(i, node.InputType(0), x);
+  }
+}
+
 void InferAllGather(ShapeContext& node, const World*) {
   SetToken(node, 1);
   Dimensions y = node.Input(0);

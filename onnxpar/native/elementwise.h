@@ -1,0 +1,56 @@
+// Programs of elementwise operations, which run in one loop over their operands.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace onnxpar {
+
+/// A straight-line program. Its steps are separated by ";", each an operation and its operands:
+/// `x0` is element i of tensor 0, `s0` is scalar 0, and `v0` the value of step 0. So
+/// "Mul x0 s0; Sub x1 v0" computes x1[i] - x0[i] * s0.
+///
+/// All operations are rounded exactly, so the bits of results are those of a loop for each step.
+class ElementwiseProgram {
+ public:
+  /// `results` has the number of a step for each result. Throws for a program that is wrong.
+  ElementwiseProgram(const std::string& text, const std::vector<int64_t>& results);
+
+  /// The numbers of tensors and scalars that the program reads.
+  size_t tensors() const { return tensors_; }
+  size_t scalars() const { return scalars_; }
+  size_t results() const { return results_; }
+
+  /// Computes the elements from `begin` to `end`. A result may be in the memory of a tensor.
+  void Run(const float* const* tensors, const float* scalars, float* const* results, size_t begin,
+           size_t end) const;
+
+ private:
+  enum class Kind { kTensor, kScalar, kStep };
+  struct Operand {
+    Kind kind;
+    size_t index;
+  };
+  struct Operation;
+  struct Step {
+    const Operation* operation;
+    std::vector<Operand> operands;
+    size_t place;                // a register; from registers_ on, a result
+    std::vector<size_t> copies;  // results that get the value at the end of a block
+  };
+  static const Operation kOperations[];
+
+  void Append(const std::string& step);
+  Operand Parse(const std::string& name);
+  void Place(const std::vector<int64_t>& results);
+
+  std::vector<Step> steps_;
+  size_t tensors_ = 0;
+  size_t scalars_ = 0;
+  size_t results_ = 0;
+  size_t registers_ = 0;
+};
+
+}  // namespace onnxpar
