@@ -38,6 +38,8 @@ class Choices:
     bytes              bytes of all-reduces that may be fused, by node
     started            bytes of the collectives that overlap-collectives starts, by node; None until
                        it ran
+    units              the units of nodes that fuse-elementwise found, by name, for each scope; None
+                       until it ran
     """
 
     results: dict[str, tuple[Axes, ReduceOp]] | None = None
@@ -48,6 +50,7 @@ class Choices:
     fed: dict[str, FactorSharding] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     started: dict[str, int] | None = None
+    units: list[list[list[str]]] | None = None
 
 
 @dataclass

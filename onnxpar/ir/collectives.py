@@ -178,6 +178,9 @@ def kind_of(op: str) -> str:
     return op.removeprefix(START)
 
 
+FUSED_ELEMENTWISE = "FusedElementwise"
+"""The op that runs elementwise nodes in one loop; it communicates with nobody, and has no token."""
+
 AFTER = "After"
 """The op that passes a token on once its operand has been computed."""
 

@@ -110,3 +110,13 @@ def detach(node: gs.Node) -> None:
 def read_by(node: gs.Node) -> list[gs.Tensor]:
     """The operands of a node, and the tensors that its subgraphs capture."""
     return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]
+
+
+def cut_off(node: gs.Node) -> None:
+    """Removes a node's operands and results. Of nodes that are equal, as in programs that are
+    copies, `clear` would remove the first from a tensor's readers."""
+    for tensors, field in ((node.inputs, "outputs"), (node.outputs, "inputs")):
+        for tensor in tensors:
+            others = [n for n in getattr(tensor, field) if n is not node]
+            list.__setitem__(getattr(tensor, field), slice(None), others)
+        list.clear(tensors)

@@ -13,6 +13,7 @@ from onnxpar.passes.compact_experts import CompactExperts
 from onnxpar.passes.compress_collectives import CompressCollectives
 from onnxpar.passes.fuse_all_reduces import FUSIONS, INDEX, FuseAllReduces, indices_of
 from onnxpar.passes.fuse_attention import FuseAttention
+from onnxpar.passes.fuse_elementwise import FuseElementwise
 from onnxpar.passes.gate_recomputation import GateRecomputation
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.keep_collectives import KeepCollectives
@@ -40,6 +41,7 @@ DEFAULT_PASSES: tuple[type[Pass], ...] = (
     OverlapCollectives,
     OrderCollectives,
     GateRecomputation,
+    FuseElementwise,
 )
 """The default passes between loading and split-ranks."""
 MANUAL_PASSES: tuple[type[Pass], ...] = (

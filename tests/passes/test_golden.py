@@ -31,6 +31,7 @@ OPTIONAL = (
     "split-programs",
     "place-tables",
     "gate-recomputation",
+    "fuse-elementwise",
 )
 ALL = ",".join(p.name for p in DEFAULT_PASSES if p.name not in OPTIONAL)
 
@@ -214,6 +215,19 @@ PARTICULAR: dict[str, tuple[Example, Sequence[str]]] = {
             {"loss": "y", "optimizer": "none", "recompute": True},
         ),
         ["order-collectives", "gate-recomputation"],
+    ),
+    # one loop for each update, right behind its gradient; the product takes in its scale, and the
+    # loop of q and s does not wait for the sum that t needs
+    "elementwise": (
+        Example(
+            """layer (float[4,2] x, float[2,2] w, float[2] wb) => (float[4,2] y)
+            <float c = {3}>
+            { m = MatMul(x, w)  p = Mul(m, c)  h = Add(p, wb)
+              q = Mul(h, x)  s = Neg(q)  t = Sub(s, x)  y = Exp(t) }""",
+            {"mesh": "dp=2", "preset": "data-parallel"},
+            {"loss": "mse", "optimizer": "momentum", "momentum": 0.5},
+        ),
+        ["gate-recomputation", "fuse-elementwise"],
     ),
     # columns, then rows, as the program of each rank; batches over dp
     "by-hand": (
