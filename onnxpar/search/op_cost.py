@@ -45,6 +45,8 @@ _VISIT = 40
 """Operations that take as long as a visit to a node of a tree, which is a jump in memory."""
 _EDGE_COPIES = 2
 """Times that the edge of a shard is copied row by row: to be sent, and to be joined to a shard."""
+_CACHE = 8.0
+"""How many times as fast the first-level cache is as memory."""
 _ROUNDS = 2
 """Number of small all-reduces among the ops that replace such an op."""
 
@@ -139,6 +141,12 @@ def _op_cost(
     if node.name in sharding.factors.in_convolutions:  # its operand is already there
         others = sum(part.bytes for part in held) - written
         return costs.memory(max(others, 0.0), device), 0.0
+    in_loop = sharding.factors.in_loops.get(node.name)
+    if in_loop is not None:
+        outside = sum(held[i].bytes for i in in_loop.operands)
+        outside += sum(produced[i].bytes for i in in_loop.results)
+        launch = costs.compute(0, 0.0, device=device) if in_loop.is_first else 0.0
+        return launch + costs.memory(max(outside, (read + written) / _CACHE), device), 0.0
     count = 0
     if is_recurrence(node):
         weights = sum(math.prod(held[i].shape) for i in WEIGHTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import onnx_graphsurgeon as gs
 
@@ -20,6 +21,7 @@ from onnxpar.model.interchange import is_weight
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.bonds import edges_of, groups
 from onnxpar.sharding.in_convolutions import in_convolutions
+from onnxpar.sharding.in_loops import InLoop, in_loops
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,11 @@ class GraphFactors:
         for group in groups(self.ops, edges_of(self.ops, self.fused)):
             members = [(self.ops[n], leaf) for n, leaf in sorted(group)]
             self._bonded |= {(op.node.name, leaf): members for op, leaf in members}
+
+    @cached_property
+    def in_loops(self) -> Mapping[str, InLoop]:
+        """The nodes that ranks run in one loop with others, by name."""
+        return in_loops(self.ops, self.tensors)
 
     def bonded(self, op: OpFactors, leaf: int) -> Sequence[tuple[OpFactors, int]]:
         """All leaves that must be split over the same axes as this one, itself included, each with
