@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.pass_ import ORDER, Pass, PassContext, Stage
 from onnxpar.ir.collectives import DOMAIN, FUSED_ELEMENTWISE
 from onnxpar.ir.elementwise_groups import FEWEST, ONE, elementwise_units
-from onnxpar.ir.origin import note_origin, origin_of
+from onnxpar.ir.origin import note_origins
 from onnxpar.ir.subgraphs import cut_off, read_by, scopes
 
 Kind = Callable[[gs.Tensor], Hashable | None]
@@ -114,9 +114,7 @@ def _fuse(graph: gs.Graph, units: Sequence[Sequence[str]], ctx: PassContext) -> 
     return True
 
 
-def _fused(
-    members: Sequence[gs.Node], readers: dict[str, set[str]], ctx: PassContext
-) -> gs.Node:
+def _fused(members: Sequence[gs.Node], readers: dict[str, set[str]], ctx: PassContext) -> gs.Node:
     """The node that computes a group; the nodes of the group lose their operands and results."""
     inside = {node.name for node in members}
     made = {t.name for node in members for t in node.outputs}
@@ -132,23 +130,19 @@ def _fused(
             steps.append(" ".join([node.op, *(operand[t.name] for t in node.inputs)]))
             source = f"v{len(steps) - 1}"
         operand[node.outputs[0].name] = source
-    results = [
-        t for node in members for t in node.outputs if readers.get(t.name, set()) - inside
-    ]
+    results = [t for node in members for t in node.outputs if readers.get(t.name, set()) - inside]
     attrs = {
         "program": "; ".join(steps),
         "results": [int(operand[t.name][1:]) for t in results],
     }
     last = members[-1]
-    source_of = vars(last).get("onnx_source")
-    origin = last.name if source_of is None else origin_of(source_of)
     for node in members:
         cut_off(node)
     operands = [read[name] for name in (*tensors, *ones)]
     fused = gs.Node(
         FUSED_ELEMENTWISE, f"{last.name}::fused", attrs, operands, results, domain=DOMAIN
     )
-    note_origin([fused], origin)
+    note_origins(fused, members)
     return fused
 
 

@@ -260,14 +260,17 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
     for node in graph.nodes:
         if node.op == "Gate" and (token is None or node.inputs[-1] is not token):
             continue  # it waits for another gate
-        if node.op == "FusedElementwise":
-            continue  # it communicates with nobody
-        if node.domain == DOMAIN and node.inputs:
+        if _has_token(node) and node.inputs:
             assert token is None or node.inputs[-1] is token, f"'{node.name}' is out of order"
             token = node.outputs[-1]
-        elif any(n.domain == DOMAIN for body in bodies(node) for n in all_nodes(body)):
+        elif any(_has_token(n) for body in bodies(node) for n in all_nodes(body)):
             token = _verify_bodies(node, token)
     return token
+
+
+def _has_token(node: gs.Node) -> bool:
+    """True for the plugin's ops except the loop over elements, which communicates with nobody."""
+    return bool(node.domain == DOMAIN and node.op != "FusedElementwise")
 
 
 def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:

@@ -21,7 +21,16 @@ Kind = Callable[[gs.Tensor], Hashable | None]
 tensor that no group may have."""
 
 _COMPUTED_INSIDE = frozenset(
-    "Erf Tanh Sigmoid Softmax Conv ConvTranspose QuantizeLinear DequantizeLinear".split()
+    [
+        "Erf",
+        "Tanh",
+        "Sigmoid",
+        "Softmax",
+        "Conv",
+        "ConvTranspose",
+        "QuantizeLinear",
+        "DequantizeLinear",
+    ]
 )
 """Ops that onnxruntime fuses with the elementwise nodes around them (Gelu, for example)."""
 _PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
@@ -51,7 +60,11 @@ def _fits(node: gs.Node, kinds: Mapping[str, Hashable | None]) -> bool:
     if node.op not in OPERATIONS or node.domain not in (None, "", "ai.onnx"):
         return False
     result = kinds[node.outputs[0].name]
-    if result in (None, ONE) or gate_of(node) is not None or all(isinstance(t, gs.Constant) for t in node.inputs):
+    if (
+        result in (None, ONE)
+        or gate_of(node) is not None
+        or all(isinstance(t, gs.Constant) for t in node.inputs)
+    ):
         return False
     if node.op == "Div" and isinstance(node.inputs[0], gs.Constant):
         return False  # onnxruntime turns 1 / x * y into y / x

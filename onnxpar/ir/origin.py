@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import onnx_graphsurgeon as gs
 
 _KEY = "onnxpar.node"
+_END = "\n"
+"""Between the names of several nodes."""
 
 
 def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
@@ -22,7 +24,28 @@ def note_origin(nodes: Iterable[gs.Node], origin: str) -> None:
             node.onnx_source.metadata_props.add(key=_KEY, value=origin)
 
 
+def note_origins(node: gs.Node, members: Iterable[gs.Node]) -> None:
+    """Records the global nodes of all members for a node that takes their place."""
+    origins: dict[str, None] = {}
+    for member in members:
+        source = vars(member).get("onnx_source")
+        origins |= dict.fromkeys(_noted(source) if source is not None else ()) or {
+            member.name: None
+        }
+    node.onnx_source = NodeProto()
+    node.onnx_source.metadata_props.add(key=_KEY, value=_END.join(origins))
+
+
 def origin_of(node: NodeProto) -> str:
-    """The name of the global node that a rank's node was created for; by default the node's own
-    name."""
-    return next((str(p.value) for p in node.metadata_props if p.key == _KEY), node.name)
+    """The name of the global node that a rank's node was created for, or of the first one; by
+    default the node's own name."""
+    return origins_of(node)[0]
+
+
+def origins_of(node: NodeProto) -> list[str]:
+    """The names of all global nodes that a rank's node was created for."""
+    return _noted(node) or [node.name]
+
+
+def _noted(node: NodeProto) -> list[str]:
+    return next((str(p.value).split(_END) for p in node.metadata_props if p.key == _KEY), [])

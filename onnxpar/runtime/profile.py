@@ -141,7 +141,7 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
     """Returns the entries for a record's `nodes`: the nodes of onnxruntime's optimized graph."""
     import onnx  # ranks need it only here
 
-    from onnxpar.ir.origin import origin_of
+    from onnxpar.ir.origin import origins_of
     from onnxpar.runtime.fused import Fused, nodes_in
 
     graph, run = (onnx.load(f, load_external_data=False).graph for f in (file, optimized))
@@ -151,7 +151,7 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
         {
             "name": node.name,
             "op": node.op_type,
-            "nodes": list(dict.fromkeys(map(origin_of, members[node.name]))),
+            "nodes": list(dict.fromkeys(o for m in members[node.name] for o in origins_of(m))),
             **_meeting(node, makers),
         }
         for node in nodes_in(run)

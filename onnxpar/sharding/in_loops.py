@@ -26,9 +26,7 @@ class InLoop:
     is_first: bool
 
 
-def in_loops(
-    ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]
-) -> dict[str, InLoop]:
+def in_loops(ops: Sequence[OpFactors], tensors: Mapping[str, TensorFactors]) -> dict[str, InLoop]:
     """The nodes that ranks run in loops, by name, if no layout changes between the nodes of a
     loop."""
 

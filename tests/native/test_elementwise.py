@@ -24,7 +24,10 @@ ADAM = (
 PROGRAMS: dict[str, tuple[str, list[int]]] = {
     # next parameter, mean and mean square; the latter are computed before all operands are read
     "adam": (ADAM, [15, 2, 6]),
-    "every-op": ("Neg x0; Abs v0; Sqrt v1; Identity v2; Div s0 v3; Sub s1 v4; Add v5 x1", [6, 0, 3]),
+    "every-op": (
+        "Neg x0; Abs v0; Sqrt v1; Identity v2; Div s0 v3; Sub s1 v4; Add v5 x1",
+        [6, 0, 3],
+    ),
     "copies": ("Identity x1; Identity x0; Add v0 v1", [0, 1, 2, 2]),
     "sides": ("Sub x0 s0; Sub s0 x0; Div x0 s1; Div s1 x0; Mul s1 x1; Add s0 v4", [0, 1, 2, 3, 5]),
 }
@@ -163,9 +166,7 @@ def test_a_result_may_overwrite_an_operand(worlds_of: Worlds) -> None:
         ("", [0], "reads no tensor"),
     ],
 )
-def test_wrong_programs(
-    worlds_of: Worlds, program: str, results: list[int], message: str
-) -> None:
+def test_wrong_programs(worlds_of: Worlds, program: str, results: list[int], message: str) -> None:
     [world] = worlds_of(1)
     attributes = {"program": program, **({"results": results} if results else {})}
     made = node("FusedElementwise", ["x0"], ["y0"], name="node", **attributes)

@@ -70,7 +70,8 @@ def test_no_collective_waits_for_a_group() -> None:
         """g (float[4] x, float[4,4] w) => (float[4] y)
         { a = MatMul(x, w)  b = Add(a, x)  d = Neg(b)  y = Neg(d) }""",
         # other shapes, other types, too few
-        """g (float[4] x, float[1] o) => (float[4] y) { a = Mul(x, o)  b = Mul(a, o)  y = Mul(b, o) }""",
+        """g (float[4] x, float[1] o) => (float[4] y)
+        { a = Mul(x, o)  b = Mul(a, o)  y = Mul(b, o) }""",
         """g (float[4] x) => (float[4] y) { a = Neg(x)  y = Neg(a) }""",
     ],
 )
