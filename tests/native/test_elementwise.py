@@ -12,6 +12,7 @@ import pytest
 from native.ranks import node
 from onnx import TensorProto, helper
 
+from onnxpar.ir.elementwise_groups import OPERATIONS
 from onnxpar.runtime.groups import World, session_options
 
 Worlds = Callable[[int], list[World]]
@@ -114,6 +115,11 @@ def test_bits_are_those_of_separate_nodes(worlds_of: Worlds, name: str) -> None:
         feeds = feeds_of(program, [size])
         for found, expected in zip(one.run(None, feeds), many.run(None, feeds), strict=True):
             assert_bits(found, expected)
+
+
+def test_every_operation_of_the_pass_is_tested() -> None:
+    used = {step.split()[0] for program, _ in PROGRAMS.values() for step in program.split(";")}
+    assert used == OPERATIONS
 
 
 def test_threads_share_the_work(worlds_of: Worlds) -> None:
