@@ -20,19 +20,11 @@ Kind = Callable[[gs.Tensor], Hashable | None]
 """The kind of a tensor: equal only if two tensors have the same shape on each rank; None for a
 tensor that no group may have."""
 
-_COMPUTED_INSIDE = frozenset(
-    [
-        "Erf",
-        "Tanh",
-        "Sigmoid",
-        "Softmax",
-        "Conv",
-        "ConvTranspose",
-        "QuantizeLinear",
-        "DequantizeLinear",
-    ]
-)
-"""Ops that onnxruntime fuses with the elementwise nodes around them (Gelu, for example)."""
+_ACTIVATIONS = frozenset(("Erf", "Tanh", "Sigmoid"))
+"""Ops that onnxruntime fuses with the elementwise nodes around them (a Gelu, for example), if only
+one node reads the result."""
+_FUSED = frozenset(("Softmax", "Conv", "ConvTranspose", "QuantizeLinear", "DequantizeLinear"))
+"""Ops that onnxruntime fuses with the elementwise nodes around them."""
 _PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
 
 
@@ -76,7 +68,11 @@ def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[i
     other nodes of groups, and those that a product takes in."""
     nodes = merger.nodes
     found: set[int] = set()
-    todo = [i for i, node in enumerate(nodes) if node.op in _COMPUTED_INSIDE]
+    todo = [
+        i
+        for i, node in enumerate(nodes)
+        if node.op in _FUSED or (node.op in _ACTIVATIONS and len(merger.readers[i]) == 1)
+    ]
     while todo:
         i = todo.pop()
         near = {*merger.operands[i], *merger.readers[i]} & fits - found

@@ -86,6 +86,14 @@ def test_a_product_with_other_readers_takes_in_nothing() -> None:
     assert groups_of(text) == [["b", "d", "y"]]
 
 
+def test_an_activation_with_other_readers_is_not_fused() -> None:
+    # the gradient of a Tanh reads it twice
+    text = """g (float[4] x, float[4] u) => (float[4] y) <float o = {1}>
+        { t = Tanh(x)  a = Mul(t, t)  b = Sub(o, a)  d = Mul(u, b)  e = Add(t, o)
+          y = Mul(d, e) }"""
+    assert groups_of(text) == [["a", "b", "d", "e", "y"]]
+
+
 def test_a_body_that_reads_a_group_follows_it() -> None:
     text = """g (float[4] x, bool c) => (float[4] y, float[4] d)
         { a = Neg(x)  y = If (c) <
