@@ -271,7 +271,8 @@ class ProcessRanks:
 
     def _lasting_places(self, array: Array, parts: Shards) -> dict[int, Place]:
         """Returns the places of those shards that need no copy, by rank."""
-        memory, found = self._processes.lasting, {}
+        memory = self._processes.lasting
+        found: dict[int, Place] = {}
         for rank in parts.sources if memory.place(array) is not None else ():
             part = parts.take(array, rank)
             at = memory.place(part)
