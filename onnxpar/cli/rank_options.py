@@ -23,6 +23,13 @@ def add_cores(to: argparse.ArgumentParser) -> None:
         help="threads of each rank; default: the number of cores divided by that of ranks",
     )
     to.add_argument(
+        "--ranks-per-numa",
+        type=int,
+        metavar="N",
+        help="ranks on each NUMA node; default: each rank is on the node where it gets most cores, "
+        "so equal nodes have equally many",
+    )
+    to.add_argument(
         "--bind",
         choices=BINDINGS,
         default=BINDINGS[0],

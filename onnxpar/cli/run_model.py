@@ -42,6 +42,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         verify=args.verify,
         threads=args.threads,
         bind=args.bind,
+        ranks_per_numa=args.ranks_per_numa,
     ) as session:
         names = [port.name for port in session.get_outputs()]
         seconds = []

@@ -114,6 +114,7 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
         "table_cache": args.table_cache,
         "threads": args.threads,
         "bind": args.bind,
+        "ranks_per_numa": args.ranks_per_numa,
     }
     with Trainer(args.par, held=held, log_dir=None if rank else logs, **options) as trainer:
         data = Data.read(args.data, trainer.data)

@@ -144,6 +144,25 @@ def check_bind(bind: str) -> str:
     return bind
 
 
+def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int:
+    """Returns the number of ranks on each NUMA node, 0 for None. Errors: InputError unless it is at
+    least 1, and ranks are bound by onnxpar."""
+    if count is None:
+        return 0
+    if not isinstance(count, int) or count < 1:
+        raise InputError(f"ranks_per_numa {count}: give a whole number of at least 1")
+    if bind == "none":
+        raise InputError(
+            f"ranks_per_numa {count}: bind 'none' binds no rank to a node; leave it out"
+        )
+    if is_launched:
+        raise InputError(
+            f"ranks_per_numa {count}: the launcher that started this process places ranks (mpirun "
+            f"--map-by ppr:{count}:numa --bind-to numa); leave out ranks_per_numa"
+        )
+    return count
+
+
 def check_threads(threads: int) -> int:
     """Returns the number of threads of a rank. Errors: InputError unless it is at least 1."""
     if not isinstance(threads, int) or threads < 1:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 
+<<<<<<< HEAD
+=======
+from onnxpar.errors import InputError
+from onnxpar.layout.layout import nested_parts
+
+>>>>>>> b32c95c (Ranks are dealt to NUMA nodes: --ranks-per-numa, and whole nodes by default)
 BINDINGS = ("cores", "numa", "none")
 """What a rank can be bound to: its cores, the NUMA nodes of its cores, or nothing."""
 SYSTEM = Path("/sys/devices/system")
@@ -33,43 +40,85 @@ class Share:
     spin: bool
 
 
-def shares(ranks: int, bind: str = "cores", cores: Sequence[Core] | None = None) -> list[Share]:
+def shares(
+    ranks: int, bind: str = "cores", per_node: int = 0, cores: Sequence[Core] | None = None
+) -> list[Share]:
     """Returns each rank's share of `cores`, by default of those that this process may use; `bind`
-    is one of BINDINGS.
+    is one of BINDINGS. Errors: InputError if the NUMA nodes with `per_node` ranks each hold too few
+    ranks.
 
-    Cores of one NUMA node stay together, so if the nodes divide the ranks, no rank is on two nodes.
-    Linux then takes a rank's memory from its node. A rank has a thread for each core, not for each
-    hardware thread, as in onnxruntime; if there are more ranks than cores, ranks share cores.
+    A rank runs on one NUMA node, or on several whole ones if there are fewer ranks than nodes;
+    Linux then takes its memory from there. By default, each rank goes where it gets most cores: on
+    equal nodes, an equal number to each. The ranks of a node are neighbours, and divide its cores.
 
-    With more ranks than hardware threads, each rank has one thread, which never spins: a spinning
-    thread would take the core from the rank that it waits for. A rank with one core is bound to the
-    cores of its node, or not at all if there is only one node, so that Linux can move it away from
-    other processes.
+    A rank has a thread for each core, not for each hardware thread, as in onnxruntime; if a node
+    has more ranks than cores, they share cores. With more ranks than hardware threads, each has one
+    thread, which never spins: a spinning thread would take the core from the rank that it waits
+    for. A rank with one core is bound to the cores of its node, or not at all if there is only one
+    node, so that Linux can move it away from other processes.
     """
     from onnxpar.layout.layout import nested_parts  # the command `run` starts ranks before NumPy
 
     cores = sorted(own_cores() if cores is None else cores)
-    single = [Core(core.node, (thread,)) for core in cores for thread in core.threads]
-    units = cores if ranks <= len(cores) else single
+    nodes = [list(of_node) for _, of_node in groupby(cores, lambda core: core.node)]
+    return [
+        share
+        for own, count in _dealt(ranks, nodes, per_node)
+        for share in _divided(own, count, bind, beside=own if len(own) < len(cores) else [])
+    ]
+
+
+Deal = Iterable[tuple[Sequence[Core], int]]
+"""Cores, and how many ranks share them; in the order of ranks."""
+
+
+def _dealt(ranks: int, nodes: Sequence[Sequence[Core]], per_node: int) -> Deal:
+    """Deals ranks to NUMA nodes."""
+    if per_node:
+        if ranks > per_node * len(nodes):
+            raise InputError(
+                f"ranks_per_numa {per_node}: this process may use {len(nodes)} NUMA nodes, which "
+                f"hold {per_node * len(nodes)} ranks then, but the model has {ranks}; give "
+                f"{-(-ranks // len(nodes))} or more"
+            )
+        left = [max(0, ranks - per_node * before) for before in range(len(nodes))]
+        return zip(nodes, [min(per_node, n) for n in left], strict=True)
+    if ranks < len(nodes):
+        ends = list(accumulate(nested_parts(len(nodes), (ranks,))))
+        starts = [0, *ends[:-1]]
+        return [
+            ([core for node in nodes[i:k] for core in node], 1)
+            for i, k in zip(starts, ends, strict=True)
+        ]
+    counts = [0] * len(nodes)
+    for _ in range(ranks):
+        best = max(range(len(nodes)), key=lambda n: (len(nodes[n]) / (counts[n] + 1), -counts[n]))
+        counts[best] += 1
+    return zip(nodes, counts, strict=True)
+
+
+def _divided(own: Sequence[Core], ranks: int, bind: str, beside: Sequence[Core]) -> Iterator[Share]:
+    """Divides cores among ranks; `beside` are those that a rank is bound to unless it has several
+    of its own (none: it is not bound)."""
+    single = [Core(core.node, (thread,)) for core in own for thread in core.threads]
+    units = own if ranks <= len(own) else single
+    around = _threads(beside if bind != "none" else [])
     if ranks > len(units):
-        return [Share((), 1, False)] * ranks
-    out, start = [], 0
-    for count in nested_parts(len(units), (ranks,)):
-        own = units[start : start + count]
-        if bind == "cores" and count > 1:
-            bound = own
-        else:
-            bound = _beside(own, cores) if bind != "none" else []
-        out.append(Share(_threads(bound), count, True))
+        yield from [Share(around, 1, False)] * ranks
+        return
+    start = 0
+    for count in nested_parts(len(units), (ranks,)) if ranks else ():
+        alone = bind == "cores" and count > 1
+        bound = _threads(units[start : start + count]) if alone else around
+        yield Share(bound, count, True)
         start += count
-    return out
 
 
-def _beside(own: Iterable[Core], cores: Iterable[Core]) -> list[Core]:
-    """Returns all cores of the nodes of `own`; none if these are all nodes."""
-    nodes = {core.node for core in own}
-    same = [core for core in cores if core.node in nodes]
-    return same if {core.node for core in cores} != nodes else []
+def share_beside(alike: int, cores: Sequence[Core]) -> Share:
+    """Returns the share of a rank that a launcher started, if so many ranks of the host, this one
+    among them, may use just these cores."""
+    hardware_threads = sum(len(core.threads) for core in cores)
+    return Share((), max(1, len(cores) // alike), alike <= hardware_threads)
 
 
 def _threads(cores: Iterable[Core]) -> tuple[int, ...]:

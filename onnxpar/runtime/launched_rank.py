@@ -20,14 +20,14 @@ from onnxpar.files.digests import Digests
 from onnxpar.runtime.arena import Heap
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.collectives import barrier, gather_bytes
-from onnxpar.runtime.cores import own_cores
+from onnxpar.runtime.cores import Share, own_cores, share_beside
 from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.gather import Gather
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.launch import Launched, bind_address
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.profile import Record
+from onnxpar.runtime.profile import Record, host_id
 from onnxpar.runtime.ranks import KeptShapes, PartsOf
 from onnxpar.runtime.redirect import redirect_output, write_log
 from onnxpar.runtime.shards import PortParts, Rows, Shards
@@ -93,8 +93,10 @@ class LaunchedRank:
             timeout,
         )
         with self._failing_together("the start", is_start=True):
-            threads, spin = _threads(launched.local_size)
-            self._executor = Executor(bundle, self._world, spec, threads, spin, everywhere=True)
+            share = _share(self._world)
+            self._executor = Executor(
+                bundle, self._world, spec, share.threads, share.spin, everywhere=True
+            )
             self._gather = Gather(self._world)
         self.facts = self._executor.facts()
 
@@ -276,11 +278,9 @@ def _ports(bundle: Bundle) -> dict[str, Port]:
     return {**bundle.inputs, **bundle.outputs}
 
 
-def _threads(local_size: int) -> tuple[int, bool]:
-    """Returns the number of this rank's threads, and whether they may spin. A process that is bound
-    to some of the host's cores uses all of these; else the ranks on the host share the cores."""
+def _share(world: World) -> Share:
+    """Returns this rank's share of the cores that its launcher lets it use. Ranks of a host that
+    may use the same cores divide them: all of them, those of a container, or of a NUMA node."""
     cores = own_cores()
-    hardware_threads = sum(len(core.threads) for core in cores)
-    if hardware_threads < (os.cpu_count() or 1):
-        return len(cores), True
-    return max(1, len(cores) // local_size), local_size <= hardware_threads
+    mine = f"{host_id()} {cores}".encode()
+    return share_beside(gather_bytes(world, mine, "cores").count(mine), cores)

@@ -138,6 +138,8 @@ class SessionSpec:
     """Most bytes of rows of tables on the host that a rank keeps in memory."""
     bind: str = BINDINGS[0]
     """What a rank is bound to."""
+    ranks_per_numa: int = 0
+    """Ranks on each NUMA node; 0: where each gets most cores."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:

@@ -80,7 +80,7 @@ class ProfiledSessions:
         programs  by name, `runs` [begin, duration], `events` [node, thread, begin, duration, told],
                   and the number of `dropped` events; `told` is what the shapes of results tell
         """
-        record: Record = {"host": _host(), "nodes": [], "programs": {}}
+        record: Record = {"host": host_id(), "nodes": [], "programs": {}}
         numbers: dict[tuple[str, str], int] = {}
         for each in self._recorded:
             for node in each.nodes:
@@ -181,7 +181,7 @@ def _of_collective(node: NodeProto) -> dict[str, Any]:
     return {**lists, "root": root.i if root else 0}
 
 
-def _host() -> str:
+def host_id() -> str:
     """Returns an id of this host; ranks on the same host share a clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

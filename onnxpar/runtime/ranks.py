@@ -133,6 +133,7 @@ class ProcessRanks:
     ) -> None:
         size = bundle.mesh.size
         bundle.check_complete()
+        of_ranks = shares(size, spec.bind, spec.ranks_per_numa)
         self._bundle = bundle
         self._parts = PortParts(bundle)
         ports = (*bundle.inputs.values(), *bundle.outputs.values())
@@ -152,7 +153,7 @@ class ProcessRanks:
                     "world": {**world, "rank": rank, "timeout": timeout},
                     "share": asdict(share),
                 }
-                for rank, share in enumerate(shares(size, spec.bind))
+                for rank, share in enumerate(of_ranks)
             ]
             ready = self._processes.call(messages, "the start")
             failing.pop_all()

@@ -22,6 +22,7 @@ from onnxpar.runtime.checks import (
     check_feeds,
     check_kept,
     check_names,
+    check_ranks_per_numa,
     check_table_cache,
     check_table_dir,
     check_threads,
@@ -277,6 +278,8 @@ class InferenceSession(Session):
                          number of cores divided by the number of ranks
     bind                 "cores": a rank runs on its cores alone; "numa": on all cores of their NUMA
                          nodes; "none": on any. Not under a launcher, which binds ranks itself
+    ranks_per_numa       number of ranks on each NUMA node; default: each rank is on the node where
+                         it gets most cores, so equal nodes have equally many
     config               additional session config entries
     libraries            custom-op libraries; repeat those of `sess_options` here, because
                          onnxruntime does not reveal them
@@ -306,6 +309,7 @@ class InferenceSession(Session):
         bind_address: str | None = None,
         threads: int | None = None,
         bind: str = BINDINGS[0],
+        ranks_per_numa: int | None = None,
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
         table_dir: str | os.PathLike[str] | None = None,
@@ -327,6 +331,7 @@ class InferenceSession(Session):
         if read_config_from_model:
             raise InputError("read_config_from_model: give sess_options instead")
         check_timeout(timeout)
+        launched = launch.launched_rank()
         spec = SessionSpec.of(
             sess_options,
             config=dict(config or {}),
@@ -337,13 +342,13 @@ class InferenceSession(Session):
             table_dir=check_table_dir(bundle, table_dir),
             table_cache=check_table_cache(table_cache),
             bind=check_bind(bind),
+            ranks_per_numa=check_ranks_per_numa(ranks_per_numa, bind, launched is not None),
         )
         if threads is not None:
             fields = {**spec.fields, "intra_op_num_threads": check_threads(threads)}
             spec = replace(spec, fields=fields)
 
         def start(spec: SessionSpec) -> Ranks:
-            launched = launch.launched_rank()
             if verify:
                 bundle.check_files(launched.rank if launched else None, whole=True)
             if launched is None:

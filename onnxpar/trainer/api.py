@@ -169,6 +169,7 @@ def train(
     table_cache: float | str | None = None,
     threads: int | None = None,
     bind: str = BINDINGS[0],
+    ranks_per_numa: int | None = None,
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> list[Record]:
@@ -193,7 +194,8 @@ def train(
     profile     a file to write with a trace of all steps
     table_dir   a folder for the files of tables on the host; default: `par`
     table_cache  most bytes of their rows that a rank keeps in memory; default: 256 MiB
-    threads, bind  threads of each rank, and the cores that it runs on, as in `InferenceSession`
+    threads, bind, ranks_per_numa  threads of each rank, and the cores that it runs on, as in
+                `InferenceSession`
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
 
@@ -213,6 +215,7 @@ def train(
         "table_cache": table_cache,
         "threads": threads,
         "bind": bind,
+        "ranks_per_numa": ranks_per_numa,
     }
     with held_by_first(folder) as held, Trainer(par, held=held, **options) as trainer:
         samples = Data.given(data, trainer.data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from runtime.bundles import Tensor, pids, write_par
 
 from onnxpar.errors import InputError, RankError
 from onnxpar.runtime import ranks
-from onnxpar.runtime.cores import BINDINGS, Core, Share, own_cores, shares
+from onnxpar.runtime.cores import Share, own_cores
 from onnxpar.runtime.options import SessionSpec, run_options, run_spec
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
@@ -129,71 +128,6 @@ def test_run_options_are_carried() -> None:
     assert not default.only_execute_path_to_fetches and default.log_verbosity_level == 0
 
 
-def machine(folder: Path, nodes: int, cores: int, hyperthreads: int) -> Path:
-    """What Linux tells of a machine: so many nodes of so many cores; the second hardware threads of
-    all cores follow the first ones."""
-    total = nodes * cores
-    for node in range(nodes):
-        first = [f"{node * cores + total * i}-{(node + 1) * cores + total * i - 1}" for i in (0, 1)]
-        at = folder / f"node/node{node}"
-        at.mkdir(parents=True)
-        (at / "cpulist").write_text(",".join(first[:hyperthreads]) + "\n")
-    for thread in range(total * hyperthreads):
-        at = folder / f"cpu/cpu{thread}/topology"
-        at.mkdir(parents=True)
-        siblings = [str(thread % total + total * i) for i in range(hyperthreads)]
-        (at / "thread_siblings_list").write_text(",".join(siblings) + "\n")
-    return folder
-
-
-def plain(threads: Iterable[int]) -> list[Core]:
-    return [Core(0, (thread,)) for thread in threads]
-
-
-def test_shares_of_cores() -> None:
-    assert shares(2, cores=plain(range(8))) == [
-        Share((0, 1, 2, 3), 4, True),
-        Share((4, 5, 6, 7), 4, True),
-    ]
-    assert shares(3, cores=plain(range(8))) == [
-        Share((0, 1, 2), 3, True),
-        Share((3, 4, 5), 3, True),
-        Share((6, 7), 2, True),
-    ]
-    assert shares(2, cores=plain([4, 9])) == [Share((), 1, True)] * 2
-    assert shares(3, cores=plain([4, 9])) == [Share((), 1, False)] * 3
-
-
-def test_cores_of_linux(tmp_path: Path) -> None:
-    system = machine(tmp_path, nodes=2, cores=2, hyperthreads=2)
-    both = [Core(0, (0, 4)), Core(0, (1, 5)), Core(1, (2, 6)), Core(1, (3, 7))]
-    assert own_cores(system, range(8)) == both
-    assert own_cores(system, [1, 6, 7]) == [Core(0, (1,)), Core(1, (6,)), Core(1, (7,))]
-    assert own_cores(tmp_path / "elsewhere", [3, 5]) == [Core(0, (3,)), Core(0, (5,))]
-
-
-def test_ranks_stay_on_a_node(tmp_path: Path) -> None:
-    """A thread for each core, and memory of one node."""
-    cores = own_cores(machine(tmp_path, nodes=2, cores=2, hyperthreads=2), range(8))
-    first, second = (0, 1, 4, 5), (2, 3, 6, 7)
-    assert shares(2, cores=cores) == [Share(first, 2, True), Share(second, 2, True)]
-    assert shares(4, cores=cores) == [Share(first, 1, True)] * 2 + [Share(second, 1, True)] * 2
-    assert shares(8, cores=cores) == [Share(first, 1, True)] * 4 + [Share(second, 1, True)] * 4
-    assert shares(9, cores=cores) == [Share((), 1, False)] * 9
-
-
-def test_what_ranks_are_bound_to(tmp_path: Path) -> None:
-    cores = own_cores(machine(tmp_path, nodes=2, cores=2, hyperthreads=1), range(4))
-    bound = {bind: [s.cores for s in shares(2, bind, cores)] for bind in BINDINGS}
-    assert bound == {"cores": [(0, 1), (2, 3)], "numa": [(0, 1), (2, 3)], "none": [(), ()]}
-    bound = {bind: [s.cores for s in shares(3, bind, cores)] for bind in BINDINGS}
-    assert bound["cores"] == [(0, 1), (2, 3), (2, 3)]
-    assert bound["numa"] == [(0, 1), (2, 3), (2, 3)]
-    bound = {bind: [s.cores for s in shares(2, bind, plain(range(4)))] for bind in BINDINGS}
-    assert bound == {"cores": [(0, 1), (2, 3)], "numa": [(), ()], "none": [(), ()]}
-    assert [s.threads for s in shares(2, "none", cores)] == [2, 2]
-
-
 def test_threads_of_ranks(doubling: Path) -> None:
     """A pool of N threads has N - 1 of its own; all may use every core."""
     tasks = {}
@@ -207,7 +141,12 @@ def test_threads_of_ranks(doubling: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"threads": 0}, "threads 0: give a whole number"), ({"bind": "core"}, "'core': give cores,")],
+    [
+        ({"threads": 0}, "threads 0: give a whole number"),
+        ({"bind": "core"}, "'core': give cores,"),
+        ({"ranks_per_numa": 0}, "ranks_per_numa 0: give a whole number"),
+        ({"ranks_per_numa": 2, "bind": "none"}, "bind 'none' binds no rank to a node"),
+    ],
 )
 def test_wrong_cores(doubling: Path, given: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
@@ -217,6 +156,6 @@ def test_wrong_cores(doubling: Path, given: dict[str, Any], says: str) -> None:
 def test_ranks_are_bound_to_their_share(doubling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = own_cores()[0].threads[0], own_cores()[-1].threads[-1]
     bound = [Share((first,), 1, True), Share((last,), 1, True)]
-    monkeypatch.setattr(ranks, "shares", lambda size, bind: bound)
+    monkeypatch.setattr(ranks, "shares", lambda size, bind, per_node: bound)
     with InferenceSession(doubling) as session:
         assert [os.sched_getaffinity(pid) for pid in pids(session)] == [{first}, {last}]
