@@ -88,6 +88,11 @@ ONNXPAR_EXPORT int onnxpar_world_create(const char* id, int rank, int size, cons
   });
 }
 
+/// Connects the ranks of a world in `count` streams; see World::OpenStreams.
+ONNXPAR_EXPORT int onnxpar_world_open_streams(const char* id, int count) {
+  return Guard([&] { WorldNamed(id)->OpenStreams(static_cast<size_t>(count)); });
+}
+
 /// Leaves a world; collectives of its sessions fail from then on.
 ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   return Guard([&] {

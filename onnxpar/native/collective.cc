@@ -18,16 +18,24 @@ std::string NameOf(const char* kind, const KernelInfo& info) {
 
 Collective::Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world)
     : world_(std::move(world)),
-      group_(world_->GroupOf(info.IntsOrNone("group"))),
+      group_(world_->GroupOf(info.IntsOrNone("group"), info.Int("stream", 0))),
       name_(NameOf(kind, info)),
-      signature_(Mix(Mix(0, std::string(kind)), info.Int("tag"))) {}
+      signature_(Mix(Mix(0, std::string(kind)), info.Int("tag"))) {
+  NoteStream();
+}
 
 Collective::Collective(const char* kind, const KernelInfo& info, std::shared_ptr<World> world,
                        const std::vector<int64_t>& pair)
     : world_(std::move(world)),
-      group_(world_->GroupOf(pair)),
+      group_(world_->GroupOf(pair, info.Int("stream", 0))),
       name_(NameOf(kind, info)),
-      signature_(Mix(Mix(0, std::string("message")), info.Int("tag"))) {}
+      signature_(Mix(Mix(0, std::string("message")), info.Int("tag"))) {
+  NoteStream();
+}
+
+void Collective::NoteStream() {
+  if (group_.stream > 0) AddDetail("stream", std::to_string(group_.stream));
+}
 
 void Collective::Compute(KernelContext& context) {
   try {

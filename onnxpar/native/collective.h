@@ -23,6 +23,8 @@ class Collective : public Kernel {
   /// together know.
   virtual Shape ResultShape(const KernelContext& context) const { return context.Input(0).shape; }
 
+  const Group& group() const { return group_; }
+
   /// The index of the optional input of ops that cut X: the sizes of the members' shards.
   static constexpr size_t kSizes = 2;
 
@@ -92,6 +94,7 @@ class Collective : public Kernel {
   Group& group_;
 
  private:
+  void NoteStream();
   void AddDetail(const char* attribute, const std::string& value);
 
   std::string name_;     // e.g. AllReduce 'node' (tag 3)

@@ -165,7 +165,7 @@ void Control::ServeUntilTheEnd() {
       while (auto frame = connection_.Next()) frames.push_back(std::move(*frame));
     }
     for (const Frame& frame : frames) Handle(frame);
-    if (const auto report = listener_.NewlySlow()) Waiting(*report);
+    for (const Report& report : listener_.NewlySlow()) Waiting(report);
     if (overflowed) throw std::runtime_error(host_ + " does not read the messages sent to it");
   }
   if (!stop_ && !ended_) Fail(host_ + " died");
@@ -177,7 +177,7 @@ void Control::Handle(const Frame& frame) {
       return HandleValue(Read<messages::Value>(frame));
     case Kind::kAsk: {
       const auto question = Read<messages::Ask>(frame);
-      const Answer answer = listener_.HasBegun(question.ranks, question.run);
+      const Answer answer = listener_.HasBegun({question.ranks, question.stream}, question.run);
       return Send(messages::Status{question.question, answer.begun, answer.doing});
     }
     case Kind::kFail:

@@ -34,9 +34,9 @@ class ControlListener {
   /// All ranks have left the interrupted run, and epoch `epoch` begins; `reason` is why the last
   /// epoch ended.
   virtual void OnRenewed(uint64_t epoch, const std::string& reason) = 0;
-  /// Returns a report on the current collective, if it has become slow and was not reported before.
-  virtual std::optional<Report> NewlySlow() = 0;
-  virtual Answer HasBegun(const std::vector<int>& ranks, uint64_t run) = 0;
+  /// Returns reports on the collectives that have become slow and were not reported before.
+  virtual std::vector<Report> NewlySlow() = 0;
+  virtual Answer HasBegun(const GroupId& group, uint64_t run) = 0;
 };
 
 /// The control channel of one rank, and the store through which Gloo finds the other ranks.

@@ -23,9 +23,8 @@ size_t IndexOf(const std::vector<int>& ranks, int rank) {
 }
 
 /// Returns a text if `from` sends another number of elements to `to` than `to` expects.
-std::optional<std::string> FindUnequalMessage(const Member& from, const Member& to) {
-  const Report& sender = *from.waiting;
-  const Report& receiver = *to.waiting;
+std::optional<std::string> FindUnequalMessage(const Member& from, const Report& sender,
+                                              const Member& to, const Report& receiver) {
   if (sender.sends.empty() || receiver.receives.empty()) return std::nullopt;
   const int64_t sent = sender.sends[IndexOf(sender.ranks, to.rank)];
   const int64_t expected = receiver.receives[IndexOf(receiver.ranks, from.rank)];
@@ -34,16 +33,36 @@ std::optional<std::string> FindUnequalMessage(const Member& from, const Member& 
          std::to_string(sent) + " to " + to.Name() + ", which expects " + std::to_string(expected);
 }
 
-std::optional<std::string> FindDisagreement(const Member& a, const Member& b) {
-  const Report& x = *a.waiting;
-  const Report& y = *b.waiting;
+/// Returns a text if two ranks disagree in reports of one stream.
+std::optional<std::string> FindDisagreement(const Member& a, const Report& x, const Member& b,
+                                            const Report& y) {
   if (x.ranks != y.ranks || x.run != y.run) return std::nullopt;
   if (x.signature != y.signature) {
     return "the ranks disagree: " + a.Name() + " runs " + x.description + ", " + b.Name() +
            " runs " + y.description;
   }
-  const auto forth = FindUnequalMessage(a, b);
-  return forth ? forth : FindUnequalMessage(b, a);
+  const auto forth = FindUnequalMessage(a, x, b, y);
+  return forth ? forth : FindUnequalMessage(b, y, a, x);
+}
+
+std::optional<std::string> FindDisagreement(const Member& a, const Member& b) {
+  for (const auto& [stream, report] : a.waiting) {
+    const auto other = b.waiting.find(stream);
+    if (other == b.waiting.end()) continue;
+    if (auto found = FindDisagreement(a, report, b, other->second)) return found;
+  }
+  return std::nullopt;
+}
+
+/// Returns a text about a rank that left the world before this collective; none if no rank did.
+std::optional<std::string> FindDeserter(const std::vector<Member>& members, const Report& report) {
+  for (int other : report.ranks) {
+    if (members[other].state != Member::State::kLeft) continue;
+    const auto ran = members[other].ran.find({report.ranks, report.stream});
+    if (ran != members[other].ran.end() && ran->second > report.run) continue;
+    return members[other].Name() + " left the world before " + report.name;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -73,9 +92,8 @@ std::string DescribeUnready(const std::vector<Member>& members, double seconds) 
 
 std::optional<std::string> FindDisagreement(const std::vector<Member>& members, int rank) {
   const Member& member = members[rank];
-  if (!member.waiting) return std::nullopt;
   for (const Member& other : members) {
-    if (other.rank == rank || !other.waiting) continue;
+    if (other.rank == rank) continue;
     // Passes the lower rank first, so that the text does not depend on which rank reports first.
     const auto found =
         rank < other.rank ? FindDisagreement(member, other) : FindDisagreement(other, member);
@@ -85,13 +103,8 @@ std::optional<std::string> FindDisagreement(const std::vector<Member>& members, 
 }
 
 std::optional<std::string> FindDeserter(const std::vector<Member>& members, int rank) {
-  const Member& member = members[rank];
-  if (!member.waiting) return std::nullopt;
-  for (int other : member.waiting->ranks) {
-    if (members[other].state != Member::State::kLeft) continue;
-    const auto ran = members[other].ran.find(member.waiting->ranks);
-    if (ran != members[other].ran.end() && ran->second > member.waiting->run) continue;
-    return members[other].Name() + " left the world before " + member.waiting->name;
+  for (const auto& [stream, report] : members[rank].waiting) {
+    if (const auto found = FindDeserter(members, report)) return found;
   }
   return std::nullopt;
 }

@@ -16,10 +16,10 @@ struct Member {
 
   int rank = 0;
   State state = State::kAbsent;
-  std::string process;            // e.g. pid 4711 on host a
-  bool is_ready = false;          // it has left the interrupted run
-  std::optional<Report> waiting;  // its last report, which may be outdated
-  Runs ran;                       // at the time when it left
+  std::string process;                 // e.g. pid 4711 on host a
+  bool is_ready = false;               // it has left the interrupted run
+  std::map<uint64_t, Report> waiting;  // its last report of each stream, which may be outdated
+  Runs ran;                            // at the time when it left
 
   /// E.g. "rank 2 (pid 4711)".
   std::string Name() const;
@@ -37,11 +37,11 @@ std::string DescribeAbsent(const std::vector<Member>& members, double seconds);
 /// Returns which ranks have not left an interrupted run.
 std::string DescribeUnready(const std::vector<Member>& members, double seconds);
 
-/// Returns a text about a rank that disagrees with `rank` about the collective in which both wait;
+/// Returns a text about a rank that disagrees with `rank` about a collective in which both wait;
 /// none if no rank does.
 std::optional<std::string> FindDisagreement(const std::vector<Member>& members, int rank);
 
-/// Returns a text about a rank that left the world before the collective in which `rank` waits;
+/// Returns a text about a rank that left the world before a collective in which `rank` waits;
 /// none if no rank did.
 std::optional<std::string> FindDeserter(const std::vector<Member>& members, int rank);
 

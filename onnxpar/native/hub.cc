@@ -329,7 +329,8 @@ bool Hub::IsCurrent(const Report& report) const { return report.epoch == epoch_ 
 
 void Hub::HandleWaiting(int rank, Report report) {
   if (!IsCurrent(report)) return;
-  members_[rank].waiting = std::move(report);
+  const uint64_t stream = report.stream;
+  members_[rank].waiting[stream] = std::move(report);
   auto reason = FindDisagreement(members_, rank);
   if (!reason) reason = FindDeserter(members_, rank);
   if (reason) Fail(*reason);
@@ -337,16 +338,17 @@ void Hub::HandleWaiting(int rank, Report report) {
 
 void Hub::HandleOverdue(int rank, Report report) {
   if (!IsCurrent(report)) return;
-  members_[rank].waiting = std::move(report);
+  members_[rank].waiting[report.stream] = report;
   if (!failure_.empty() || inquiry_) return;
   if (const auto reason = FindDeserter(members_, rank)) return Fail(*reason);
   inquiry_ = std::make_unique<Inquiry>();
   inquiry_->question = ++questions_;
-  inquiry_->report = *members_[rank].waiting;
+  inquiry_->report = std::move(report);
   inquiry_->reporter = rank;
   inquiry_->until = Clock::now() + kAnswerTime;
-  const messages::Ask question{inquiry_->question, inquiry_->report.ranks, inquiry_->report.run};
-  for (int member : inquiry_->report.ranks) {
+  const Report& asked = inquiry_->report;
+  const messages::Ask question{inquiry_->question, asked.ranks, asked.stream, asked.run};
+  for (int member : asked.ranks) {
     Peer* const peer = member == rank ? nullptr : PeerOf(member);
     if (peer == nullptr) continue;
     peer->connection.Send(question);
@@ -397,7 +399,7 @@ void Hub::RenewOnceReady() {
   }
   for (Member& member : members_) {
     member.is_ready = false;
-    member.waiting.reset();
+    member.waiting.clear();
   }
   values_.clear();
   for (const auto& peer : peers_) {
@@ -413,7 +415,7 @@ void Hub::RenewOnceReady() {
 void Hub::HandleLeave(int rank, Runs runs) {
   Member& leaver = members_[rank];
   leaver.state = Member::State::kLeft;
-  leaver.waiting.reset();
+  leaver.waiting.clear();
   leaver.ran = std::move(runs);
   if (ready_until_) return Fail(leaver.Name() + " left the world");
   for (const Member& member : members_) {

@@ -24,8 +24,8 @@ bool IsDirect(const Call& call, size_t bytes);
 bool IsDealt(const Call& call, size_t bytes);
 
 /// Connects to the other ranks, which it finds through `store`, by the media that ONNXPAR_TRANSPORT
-/// allows (links.h), at the speed of ONNXPAR_LINK (slow_link.h); Gloo listens on `address`. A
-/// collective throws if one of its messages does not arrive within `timeout`.
+/// allows (links.h); Gloo listens on `address`. A collective throws if one of its messages does not
+/// arrive within `timeout`.
 std::unique_ptr<Transport> ConnectRanks(int rank, int size, gloo::rendezvous::Store& store,
                                         const std::string& address,
                                         std::chrono::milliseconds timeout);

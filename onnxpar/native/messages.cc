@@ -36,8 +36,9 @@ void Writer::PerMember(const std::vector<int64_t>& values, const std::vector<int
 }
 
 void Writer::GroupRuns(const Runs& runs) {
-  for (const auto& [ranks, count] : runs) {
-    Group(ranks);
+  for (const auto& [id, count] : runs) {
+    Group(id.first);
+    Stream(id.second);
     Number(count);
   }
 }
@@ -106,6 +107,13 @@ void Reader::Group(std::vector<int>& ranks) {
   }
 }
 
+void Reader::Stream(uint64_t& stream) {
+  Number(stream);
+  if (stream >= kMaxStreams) {
+    throw ProtocolError("a rank has no stream " + std::to_string(stream));
+  }
+}
+
 void Reader::PerMember(std::vector<int64_t>& values, const std::vector<int>& ranks) {
   values.clear();
   for (uint64_t left = Count(sizeof(uint64_t)); left > 0; --left) {
@@ -122,9 +130,10 @@ void Reader::PerMember(std::vector<int64_t>& values, const std::vector<int>& ran
 void Reader::GroupRuns(Runs& runs) {
   runs.clear();
   while (position_ < bytes_.size()) {
-    std::vector<int> ranks;
-    Group(ranks);
-    Number(runs[ranks]);
+    GroupId id;
+    Group(id.first);
+    Stream(id.second);
+    Number(runs[id]);
   }
 }
 

@@ -13,9 +13,11 @@
 namespace onnxpar {
 
 /// The version of the protocol; increase it with every change to the messages.
-constexpr uint64_t kProtocol = 2;
+constexpr uint64_t kProtocol = 3;
 /// The largest number of ranks in a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
+/// The largest number of streams of a rank.
+constexpr uint64_t kMaxStreams = 64;
 /// The largest number of bytes in a description or a reason. The sender cuts longer texts.
 constexpr size_t kMaxText = 1 << 20;
 /// The largest number of bytes in a key, of a value or of a world.
@@ -66,8 +68,10 @@ struct Scope {
   int rank = 0;
 };
 
+/// The ranks of a group, and its stream.
+using GroupId = std::pair<std::vector<int>, uint64_t>;
 /// The number of collectives that a rank has begun, by group.
-using Runs = std::map<std::vector<int>, uint64_t>;
+using Runs = std::map<GroupId, uint64_t>;
 
 /// Writes a frame: its length, its kind, and its fields.
 class Writer {
@@ -80,6 +84,7 @@ class Writer {
   void Key(const std::string& key) { Bytes(key); }
   void Bytes(const std::string& bytes);
   void Group(const std::vector<int>& ranks);
+  void Stream(uint64_t stream) { Number(stream); }
   void PerMember(const std::vector<int64_t>& values, const std::vector<int>& ranks);
   void GroupRuns(const Runs& runs);
   std::string Frame() const;
@@ -100,6 +105,7 @@ class Reader {
   void Bytes(std::string& bytes, size_t longest = SIZE_MAX);
   /// Reads distinct ranks of the world that include the rank of this connection.
   void Group(std::vector<int>& ranks);
+  void Stream(uint64_t& stream);
   /// Reads a number for each of `ranks`, or no numbers.
   void PerMember(std::vector<int64_t>& values, const std::vector<int>& ranks);
   void GroupRuns(Runs& runs);
@@ -189,6 +195,7 @@ struct Get {
 struct Report {
   uint64_t epoch = 0;             // how many runs were interrupted before
   std::vector<int> ranks;         // of the group
+  uint64_t stream = 0;            // of the group
   uint64_t run = 0;               // number of collectives of this group before it
   uint64_t signature = 0;         // the same on members that agree
   std::vector<int64_t> sends;     // elements for each member, if they can differ
@@ -200,6 +207,7 @@ struct Report {
   void Visit(Fields& fields) {
     fields.Number(epoch);
     fields.Group(ranks);
+    fields.Stream(stream);
     fields.Number(run);
     fields.Number(signature);
     fields.PerMember(sends, ranks);
@@ -336,12 +344,14 @@ struct Ask {
   static constexpr Kind kKind = Kind::kAsk;
   uint64_t question = 0;
   std::vector<int> ranks;
+  uint64_t stream = 0;
   uint64_t run = 0;
 
   template <typename Fields>
   void Visit(Fields& fields) {
     fields.Number(question);
     fields.Group(ranks);
+    fields.Stream(stream);
     fields.Number(run);
   }
 };

@@ -14,15 +14,31 @@
 #include "ort.h"
 
 namespace onnxpar {
-namespace {
 
-const char kVariable[] = "ONNXPAR_LINK";
+class SlowLink {
+ public:
+  using Clock = std::chrono::steady_clock;
 
-struct Link {
   double latency = 0;    // seconds of a round of messages
   double bandwidth = 0;  // bytes per second; 0: no limit
   int ranks_per_host = 1;
+
+  /// Returns when the link has sent so many bytes behind those that it sends already.
+  Clock::time_point Send(double bytes) {
+    const std::chrono::duration<double> seconds(bandwidth > 0 ? bytes / bandwidth : 0);
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_ = std::max(free_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(seconds);
+    return free_;
+  }
+
+ private:
+  std::mutex mutex_;
+  Clock::time_point free_;
 };
+
+namespace {
+
+const char kVariable[] = "ONNXPAR_LINK";
 
 [[noreturn]] void Refuse(const std::string& text, const std::string& part) {
   throw std::runtime_error(std::string(kVariable) + "='" + text + "': '" + part +
@@ -43,8 +59,7 @@ double Quantity(const std::string& text, const std::string& part, const std::str
   Refuse(text, part);
 }
 
-Link ParseLink(const std::string& text) {
-  Link link;
+void Parse(const std::string& text, SlowLink& link) {
   for (size_t begin = 0; begin <= text.size();) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, end - begin);
@@ -64,13 +79,12 @@ Link ParseLink(const std::string& text) {
       Refuse(text, part);
     }
   }
-  return link;
 }
 
-class SlowLink : public Transport {
+class SlowedTransport : public Transport {
  public:
-  SlowLink(std::unique_ptr<Transport> transport, Link link)
-      : transport_(std::move(transport)), link_(link) {}
+  SlowedTransport(std::unique_ptr<Transport> transport, std::shared_ptr<SlowLink> link)
+      : transport_(std::move(transport)), link_(std::move(link)) {}
 
   void AllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
                  size_t elements) override {
@@ -118,7 +132,8 @@ class SlowLink : public Transport {
 
  private:
   bool IsAway(const Call& call, int member) const {
-    return call.ranks[member] / link_.ranks_per_host != call.ranks[call.me] / link_.ranks_per_host;
+    return call.ranks[member] / link_->ranks_per_host !=
+           call.ranks[call.me] / link_->ranks_per_host;
   }
 
   /// The number of members on other hosts.
@@ -143,15 +158,15 @@ class SlowLink : public Transport {
 
   void Delay(const Call& call, int rounds, double bytes) {
     if (Others(call) == 0) return;
-    const double transfer = link_.bandwidth > 0 ? bytes / link_.bandwidth : 0;
-    const std::chrono::duration<double> delay(rounds * link_.latency + transfer);
+    const std::chrono::duration<double> latency(rounds * link_->latency);
+    const auto until = link_->Send(bytes) + latency;
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, delay, [&] { return aborted_; });
+    changed_.wait_until(lock, until, [&] { return aborted_; });
     if (aborted_) throw TransportError("the other ranks, because the world has failed");
   }
 
   const std::unique_ptr<Transport> transport_;
-  const Link link_;
+  const std::shared_ptr<SlowLink> link_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool aborted_ = false;
@@ -159,10 +174,18 @@ class SlowLink : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> SlowedByEnvironment(std::unique_ptr<Transport> transport) {
+std::shared_ptr<SlowLink> SlowLinkFromEnvironment() {
   const char* const text = std::getenv(kVariable);
-  if (text == nullptr || *text == '\0') return transport;
-  return std::make_unique<SlowLink>(std::move(transport), ParseLink(text));
+  if (text == nullptr || *text == '\0') return nullptr;
+  auto link = std::make_shared<SlowLink>();
+  Parse(text, *link);
+  return link;
+}
+
+std::unique_ptr<Transport> Slowed(std::unique_ptr<Transport> transport,
+                                  std::shared_ptr<SlowLink> link) {
+  if (!link) return transport;
+  return std::make_unique<SlowedTransport>(std::move(transport), std::move(link));
 }
 
 }  // namespace onnxpar

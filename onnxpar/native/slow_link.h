@@ -7,13 +7,22 @@
 
 namespace onnxpar {
 
-/// Returns a transport whose collectives take longer, as the environment variable ONNXPAR_LINK
-/// says, e.g. latency=100us,bandwidth=1GB/s,ranks_per_host=4; without it, the given one. Throws if
-/// the variable is wrong.
+/// The simulated link of one rank, which the transports of all its streams share.
+class SlowLink;
+
+/// Returns the link that the environment variable ONNXPAR_LINK describes, e.g.
+/// latency=100us,bandwidth=1GB/s,ranks_per_host=4; null without the variable. Throws if it is
+/// wrong.
+std::shared_ptr<SlowLink> SlowLinkFromEnvironment();
+
+/// Returns a transport whose collectives also take the time that they would take over `link`; the
+/// given one if `link` is null.
 ///
 /// A collective first moves its bytes, and then waits for the latency of each round of messages,
-/// and for the bytes that this rank sends to or receives from ranks of other hosts. Hosts are
-/// simulated, too: rank r is on host r / ranks_per_host, which is 1 unless given.
-std::unique_ptr<Transport> SlowedByEnvironment(std::unique_ptr<Transport> transport);
+/// and for the bytes that this rank sends to or receives from ranks of other hosts; these go over
+/// the link one after the other, also those of several streams. Hosts are simulated, too: rank r is
+/// on host r / ranks_per_host, which is 1 unless given.
+std::unique_ptr<Transport> Slowed(std::unique_ptr<Transport> transport,
+                                  std::shared_ptr<SlowLink> link);
 
 }  // namespace onnxpar

@@ -190,7 +190,7 @@ class Start : public Kernel {
     } catch (const std::exception&) {  // the collective refuses X, and tells all ranks why
     }
     auto started = std::make_shared<Started>(collective_, context, in_place_);
-    world_->InBackground([started] { started->Run(); });
+    world_->InBackground(collective_->group(), [started] { started->Run(); });
     last_ = AllStarted().Add(std::move(started));
     Shape pending{0, last_};
     pending.insert(pending.end(), result.begin(), result.end());

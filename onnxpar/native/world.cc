@@ -4,13 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <set>
 #include <utility>
 
 #include "hash.h"
-#include "message_transport.h"
 
 namespace onnxpar {
 namespace {
@@ -23,22 +20,6 @@ constexpr milliseconds kSlow{20};
 /// How long to wait until the hub sends the reason of a failure; the hub may ask other ranks first.
 constexpr milliseconds kVerdictTime{2000};
 
-std::mutex worlds_mutex;
-std::atomic<pid_t> process{0};  // the process that joined the worlds
-
-std::map<std::string, std::shared_ptr<World>>& Worlds() {
-  static auto* worlds = new std::map<std::string, std::shared_ptr<World>>;  // outlives all threads
-  return *worlds;
-}
-
-/// Leaves all worlds when the process ends, so that other ranks can distinguish the end from a
-/// crash. Does nothing in a forked child.
-void LeaveWorldsAtExit() {
-  if (getpid() != process) return;
-  std::lock_guard<std::mutex> lock(worlds_mutex);
-  for (const auto& [id, world] : Worlds()) world->LeaveAtExit();
-}
-
 /// Makes a write to a socket whose other end is closed return an error instead of ending the
 /// process; Gloo may write to such sockets.
 void IgnoreBrokenPipes() {
@@ -47,58 +28,11 @@ void IgnoreBrokenPipes() {
   if (action.sa_handler == SIG_DFL) signal(SIGPIPE, SIG_IGN);
 }
 
-void CheckConfig(const WorldConfig& config) {
-  if (config.size < 1 || config.rank < 0 || config.rank >= config.size) {
-    throw std::runtime_error("rank " + std::to_string(config.rank) + " is not in a world of " +
-                             std::to_string(config.size) + " ranks");
-  }
-  if (config.timeout.count() <= 0) throw std::runtime_error("the timeout must be above 0");
-  if (config.bind_address == "0.0.0.0" || config.bind_address == "::") {
-    throw std::runtime_error("bind address " + config.bind_address +
-                             " is not an address that other ranks can reach; give this host's own");
-  }
-}
-
 }  // namespace
-
-std::string Operation::Describe() const {
-  return name + " over ranks " + ToText(group.ranks) + " on " + TypeName(type) + ToText(shape) +
-         (details.empty() ? "" : " with ") + details;
-}
-
-std::shared_ptr<World> World::Create(const WorldConfig& config) {
-  CheckConfig(config);
-  if (Find(config.id))
-    throw std::runtime_error("this process already has a world '" + config.id + "'");
-  static const bool at_exit [[maybe_unused]] = std::atexit(LeaveWorldsAtExit) == 0;
-  process = getpid();
-  auto world = std::make_shared<World>(config);
-  std::lock_guard<std::mutex> lock(worlds_mutex);
-  Worlds()[config.id] = world;
-  return world;
-}
-
-std::shared_ptr<World> World::Find(const std::string& id) {
-  std::lock_guard<std::mutex> lock(worlds_mutex);
-  const auto found = Worlds().find(id);
-  return found == Worlds().end() ? nullptr : found->second;
-}
-
-bool World::Destroy(const std::string& id) {
-  std::shared_ptr<World> world;
-  {
-    std::lock_guard<std::mutex> lock(worlds_mutex);
-    const auto found = Worlds().find(id);
-    if (found == Worlds().end()) return false;
-    world = std::move(found->second);
-    Worlds().erase(found);
-  }
-  world->Close();
-  return true;
-}
 
 World::World(const WorldConfig& config) : config_(config) {
   IgnoreBrokenPipes();
+  streams_.push_back(std::make_unique<Stream>());
   if (config.size > 1) Connect();
 }
 
@@ -108,9 +42,10 @@ void World::Connect() {
   control_ = std::make_shared<Control>(config_.rank, config_.size, config_.store,
                                        config_.bind_address, config_.timeout, *this);
   try {
-    std::shared_ptr<Transport> transport = NewTransport(*control_);
+    link_ = SlowLinkFromEnvironment();
+    std::shared_ptr<Transport> transport = NewTransport(*control_, 0);
     std::lock_guard<std::mutex> lock(mutex_);
-    transport_ = std::move(transport);
+    streams_[0]->transport = std::move(transport);
   } catch (const std::exception& error) {
     const std::string reason =
         "rank " + std::to_string(rank()) + " cannot connect to the others: " + error.what();
@@ -120,16 +55,16 @@ void World::Connect() {
   }
 }
 
-std::shared_ptr<Transport> World::NewTransport(Control& control) {
-  return ConnectRanks(config_.rank, config_.size, control, config_.bind_address, config_.timeout);
-}
-
 std::shared_ptr<Control> World::Channel() {
   std::lock_guard<std::mutex> lock(mutex_);
   return control_;
 }
 
-Group& World::GroupOf(const std::vector<int64_t>& ranks) {
+Group& World::GroupOf(const std::vector<int64_t>& ranks, int64_t stream) {
+  if (stream < 0 || stream >= static_cast<int64_t>(kMaxStreams)) {
+    throw std::runtime_error("stream=" + std::to_string(stream) + " must be from 0 to " +
+                             std::to_string(kMaxStreams - 1));
+  }
   std::vector<int> members(ranks.begin(), ranks.end());
   for (int each = 0; ranks.empty() && each < size(); ++each) members.push_back(each);
   const std::string name = "group " + ToText(members);
@@ -147,12 +82,13 @@ Group& World::GroupOf(const std::vector<int64_t>& ranks) {
                              "; is this the graph of another rank?");
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  std::unique_ptr<Group>& group = groups_[members];
+  std::unique_ptr<Group>& group = groups_[{members, stream}];
   if (!group) {
     group = std::make_unique<Group>();
     group->ranks = members;
+    group->stream = static_cast<uint64_t>(stream);
     group->me = static_cast<int>(me - members.begin());
-    group->hash = Mix(0, members);
+    group->hash = Mix(Mix(0, members), group->stream);
   }
   return *group;
 }
@@ -162,27 +98,28 @@ bool World::SharesMemoryWith(int other) {
     throw std::runtime_error("the world has no rank " + std::to_string(other));
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  return transport_ != nullptr && transport_->SharesMemoryWith(other);
+  const auto& transport = streams_[0]->transport;
+  return transport != nullptr && transport->SharesMemoryWith(other);
 }
 
-uint64_t World::Enter(const Operation& operation) {
+uint64_t World::Enter(Stream& stream, const Operation& operation) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!failure_.empty()) throw WorldFailure(FailureOf(operation));
-  running_ = &operation;
-  began_ = Clock::now();
-  reported_ = false;
+  stream.running = &operation;
+  stream.began = Clock::now();
+  stream.reported = false;
   Group& group = operation.group;
   return Mix(Mix(group.hash, group.runs++), operation.signature);
 }
 
-void World::Leave() {
+void World::Leave(Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  running_ = nullptr;
+  stream.running = nullptr;
 }
 
-void World::Fail(const Operation& operation, const std::string& error) {
+void World::Fail(const Stream& stream, const Operation& operation, const std::string& error) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const bool overdue = Clock::now() - began_ >= config_.timeout;
+  const bool overdue = Clock::now() - stream.began >= config_.timeout;
   if (failure_.empty() && !control_->ended()) {
     const Report report = ReportOf(operation);
     overdue ? control_->Overdue(report) : control_->Waiting(report);
@@ -212,6 +149,7 @@ Report World::ReportOf(const Operation& operation) const {
   Report report;
   report.epoch = epoch_;
   report.ranks = operation.group.ranks;
+  report.stream = operation.group.stream;
   report.run = operation.group.runs - 1;
   report.signature = operation.signature;
   if (operation.sends != nullptr) report.sends = *operation.sends;
@@ -256,8 +194,8 @@ void World::Interrupt(const std::string& message) {
 }
 
 std::string World::Renew() {
-  background_.Await();  // what was started fails at once, because the run was interrupted
-  std::lock_guard<std::mutex> no_collective_runs(run_mutex_);
+  const std::vector<Stream*> streams = Streams();
+  const auto stopped = Stopped(streams);  // fails at once, because the run was interrupted
   const std::shared_ptr<Control> control = Channel();
   if (!control) {
     OnRenewed(epoch_ + 1, failure_);
@@ -281,11 +219,12 @@ std::string World::Renew() {
   // the next call fails with that.
   const std::string reason = interruption_;
   if (is_for_good_) return reason;
-  std::shared_ptr<Transport> left = std::move(transport_);
+  std::vector<std::shared_ptr<Transport>> transports;
+  for (Stream* stream : streams) transports.push_back(std::move(stream->transport));
   lock.unlock();
-  left.reset();
   try {
-    left = NewTransport(*control);
+    for (auto& each : transports) each.reset();
+    for (size_t i = 0; i < streams.size(); ++i) transports[i] = NewTransport(*control, i);
   } catch (const std::exception& error) {
     const std::string text =
         "rank " + std::to_string(rank()) + " cannot connect to the others again: " + error.what();
@@ -294,8 +233,10 @@ std::string World::Renew() {
     return reason;
   }
   lock.lock();
-  transport_ = left;
-  if (!failure_.empty()) left->Abort();  // another rank has already failed in the new run
+  for (size_t i = 0; i < streams.size(); ++i) {
+    streams[i]->transport = transports[i];
+    if (!failure_.empty()) transports[i]->Abort();  // another rank has failed in the new run
+  }
   return reason;
 }
 
@@ -320,58 +261,69 @@ void World::OnRenewed(uint64_t epoch, const std::string& reason) {
   interruption_ = reason;
   failure_.clear();
   next_failure_.clear();
-  for (const auto& [ranks, group] : groups_) group->runs = 0;
+  for (const auto& [id, group] : groups_) group->runs = 0;
   changed_.notify_all();
 }
 
 void World::Stop(const std::string& reason, bool for_good) {
-  std::shared_ptr<Transport> transport;
+  std::vector<std::shared_ptr<Transport>> transports;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_for_good_ || (!for_good && !failure_.empty())) return;
     failure_ = reason;
     is_for_good_ = for_good;
     changed_.notify_all();
-    transport = transport_;
+    for (const auto& stream : streams_) transports.push_back(stream->transport);
   }
-  if (transport) transport->Abort();
+  for (const auto& transport : transports) {
+    if (transport) transport->Abort();
+  }
 }
 
-std::optional<Report> World::NewlySlow() {
+std::vector<Report> World::NewlySlow() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (running_ == nullptr || reported_ || Clock::now() - began_ < kSlow) return std::nullopt;
-  reported_ = true;
-  return ReportOf(*running_);
+  std::vector<Report> slow;
+  for (const auto& stream : streams_) {
+    if (stream->running == nullptr || stream->reported) continue;
+    if (Clock::now() - stream->began < kSlow) continue;
+    stream->reported = true;
+    slow.push_back(ReportOf(*stream->running));
+  }
+  return slow;
 }
 
-Answer World::HasBegun(const std::vector<int>& ranks, uint64_t run) {
+Answer World::HasBegun(const GroupId& id, uint64_t run) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto group = groups_.find(ranks);
+  const auto group = groups_.find(id);
   Answer answer;
   answer.begun = group != groups_.end() && group->second->runs > run;
-  answer.doing = running_ == nullptr ? "not in a collective" : "in " + running_->Describe();
+  for (const auto& stream : streams_) {
+    if (stream->running == nullptr) continue;
+    answer.doing += (answer.doing.empty() ? "in " : " and in ") + stream->running->Describe();
+  }
+  if (answer.doing.empty()) answer.doing = "not in a collective";
   return answer;
 }
 
-std::map<std::vector<int>, uint64_t> World::Runs() {
+onnxpar::Runs World::Runs() {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::map<std::vector<int>, uint64_t> runs;
-  for (const auto& [ranks, group] : groups_) runs[ranks] = group->runs;
+  onnxpar::Runs runs;
+  for (const auto& [id, group] : groups_) runs[id] = group->runs;
   return runs;
 }
 
 void World::Close() {
   OnFailure("this rank has left the world");
-  background_.Await();
-  std::lock_guard<std::mutex> no_collective_runs(run_mutex_);
+  const std::vector<Stream*> streams = Streams();
+  const auto stopped = Stopped(streams);
   std::shared_ptr<Control> control = Channel();
   if (!control) return;
   control->Leave(Runs());
-  std::shared_ptr<Transport> transport;
+  std::vector<std::shared_ptr<Transport>> transports;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     control_.reset();
-    transport = std::move(transport_);
+    for (Stream* stream : streams) transports.push_back(std::move(stream->transport));
   }
 }
 

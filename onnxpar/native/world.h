@@ -13,10 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "background.h"
 #include "control.h"
-#include "ort.h"
-#include "transport.h"
+#include "slow_link.h"
+#include "stream.h"
 
 namespace onnxpar {
 
@@ -29,30 +28,6 @@ struct WorldConfig {
   std::chrono::milliseconds timeout{60000};
 };
 
-/// The ranks that run a collective together, as this rank knows them.
-struct Group {
-  std::vector<int> ranks;
-  int me = 0;
-  uint64_t hash = 0;
-  uint64_t runs = 0;  // collectives begun in this epoch; guarded by World::mutex_
-};
-
-/// A collective that a member wants to run, for checks and for messages.
-struct Operation {
-  const std::string& name;     // e.g. AllReduce 'node' (tag 3)
-  const std::string& details;  // e.g. axis=0, sizes=[2, 3]
-  Group& group;
-  uint64_t signature;  // the same on members that agree
-  DataType type;
-  const Shape& shape;
-  /// If they may differ between members: the numbers of elements that this member sends to and
-  /// receives from each; else null.
-  const std::vector<int64_t>* sends;
-  const std::vector<int64_t>* receives;
-
-  std::string Describe() const;
-};
-
 /// Thrown by a collective that did not run, because its world has failed or its run has been
 /// interrupted; has the reason.
 class WorldFailure : public std::runtime_error {
@@ -60,7 +35,12 @@ class WorldFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// One rank's membership in a world. Any thread may call any method; collectives run one at a time.
+/// One rank's membership in a world. Any thread may call any method; the collectives of a stream
+/// run one at a time. A world has one stream, until OpenStreams.
+///
+/// No rank waits for another one in a circle if all ranks start, run and complete collectives in
+/// one order, and members agree on the stream of each: of the collectives that wait, the first in
+/// that order can go on.
 class World : public ControlListener {
  public:
   /// Joins the other ranks, and registers the world under `config.id`. Throws if they do not join
@@ -77,28 +57,35 @@ class World : public ControlListener {
   int rank() const { return config_.rank; }
   int size() const { return config_.size; }
 
-  /// Returns the group of these ranks of the world, of all ranks if `ranks` is empty. Throws unless
-  /// they are distinct and include this rank.
-  Group& GroupOf(const std::vector<int64_t>& ranks);
+  /// Returns the group of these ranks of the world, of all ranks if `ranks` is empty, in a stream.
+  /// Throws unless they are distinct and include this rank, and if there is no such stream.
+  Group& GroupOf(const std::vector<int64_t>& ranks, int64_t stream = 0);
+
+  /// Connects the ranks of the world in as many streams, if there are fewer. All ranks must call
+  /// it. In a world of n streams, stream i is a part of stream i modulo n.
+  void OpenStreams(size_t count);
 
   /// Runs a collective: calls body(transport, call). Throws a WorldFailure with the reason if the
   /// collective fails or cannot run.
-  /// First waits until those in the background have ended.
+  /// First waits until those in the background of its stream have ended.
   template <typename Body>
   void Run(const Operation& operation, const Body& body) {
-    background_.Await();
-    std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
-    const Running running(*this, operation);
+    Stream& stream = StreamOf(operation.group);
+    stream.background.Await();
+    std::lock_guard<std::mutex> one_at_a_time(stream.run_mutex);
+    const Running running(*this, stream, operation);
     try {
-      body(*transport_, Call{operation.group.ranks, operation.group.me, running.key});
+      body(*stream.transport, Call{operation.group.ranks, operation.group.me, running.key});
     } catch (const TransportError& error) {
-      Fail(operation, error.what());
+      Fail(stream, operation, error.what());
     }
   }
 
-  /// Adds a job that runs a collective; a thread of this world runs these one after the other, in
-  /// the order in which they were added. The job must not throw.
-  void InBackground(std::function<void()> job) { background_.Add(std::move(job)); }
+  /// Adds a job that runs a collective of a group; the thread of its stream runs these one after
+  /// the other, in the order in which they were added. The job must not throw.
+  void InBackground(const Group& group, std::function<void()> job) {
+    StreamOf(group).background.Add(std::move(job));
+  }
 
   /// True if messages to this rank of the world go through memory that both ranks share. Throws if
   /// the world has no such rank.
@@ -129,34 +116,38 @@ class World : public ControlListener {
   void OnFailure(const std::string& reason) override;
   void OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) override;
   void OnRenewed(uint64_t epoch, const std::string& reason) override;
-  std::optional<Report> NewlySlow() override;
-  Answer HasBegun(const std::vector<int>& ranks, uint64_t run) override;
+  std::vector<Report> NewlySlow() override;
+  Answer HasBegun(const GroupId& group, uint64_t run) override;
 
   void Connect();
   void Stop(const std::string& reason, bool for_good);
-  std::shared_ptr<Transport> NewTransport(Control& control);
+  std::shared_ptr<Transport> NewTransport(Control& control, size_t stream);
   std::shared_ptr<Control> Channel();
-  uint64_t Enter(const Operation& operation);
-  void Leave();
+  Stream& StreamOf(const Group& group);
+  std::vector<Stream*> Streams();
+  uint64_t Enter(Stream& stream, const Operation& operation);
+  void Leave(Stream& stream);
 
   struct Running {
-    Running(World& in, const Operation& operation) : world(in), key(in.Enter(operation)) {}
-    ~Running() { world.Leave(); }
+    Running(World& in, Stream& of, const Operation& operation)
+        : world(in), stream(of), key(in.Enter(of, operation)) {}
+    ~Running() { world.Leave(stream); }
     World& world;
+    Stream& stream;
     const uint64_t key;
   };
 
-  [[noreturn]] void Fail(const Operation& operation, const std::string& error);
+  [[noreturn]] void Fail(const Stream& stream, const Operation& operation,
+                         const std::string& error);
   std::string FailureOf(const Operation& operation) const;
   Report ReportOf(const Operation& operation) const;
-  std::map<std::vector<int>, uint64_t> Runs();
+  onnxpar::Runs Runs();
 
   const WorldConfig config_;
-  std::mutex run_mutex_;  // taken before mutex_
+  std::shared_ptr<SlowLink> link_;  // null without a simulated one
 
   std::mutex mutex_;                  // guards the members below
   std::shared_ptr<Control> control_;  // null with one rank, and after Close
-  std::shared_ptr<Transport> transport_;
   std::condition_variable changed_;
   std::string failure_;
   bool is_for_good_ = false;
@@ -164,12 +155,8 @@ class World : public ControlListener {
   std::string interruption_;  // why the last run was interrupted
   uint64_t call_ = 0;
   std::string next_failure_;  // reason why the next call has failed
-  std::map<std::vector<int>, std::unique_ptr<Group>> groups_;
-  const Operation* running_ = nullptr;
-  Clock::time_point began_;
-  bool reported_ = false;
-
-  Background background_;  // the last member: its jobs use the others
+  std::map<GroupId, std::unique_ptr<Group>> groups_;
+  std::vector<std::unique_ptr<Stream>> streams_;  // the last member: its threads use the others
 };
 
 }  // namespace onnxpar

@@ -66,6 +66,12 @@ class World(Closing):
         )
         return cls(id, rank, size)
 
+    def open_streams(self, count: int) -> None:
+        """Connects the ranks in as many streams, in which collectives run at once; all ranks must
+        call it. Does nothing if there are as many. Errors: RankError if a rank does not come within
+        the timeout."""
+        check(library().onnxpar_world_open_streams(self.id.encode(), count))
+
     def abort(self, message: str) -> None:
         """Makes all collectives of this world, running and later, fail on all ranks with this
         message."""

@@ -54,6 +54,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
     text, number = ctypes.c_char_p, ctypes.c_int
     signatures: dict[str, list[type]] = {
         "onnxpar_world_create": [text, number, number, text, text, ctypes.c_int64],
+        "onnxpar_world_open_streams": [text, number],
         "onnxpar_world_destroy": [text],
         "onnxpar_world_abort": [text, text],
         "onnxpar_world_begin": [text],

@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 KEY = "0123456789abcdef0123456789abcdef"
-PROTOCOL = 2
+PROTOCOL = 3
 EXTREMES = [0, 1, 2, 3, 7, 255, 2**20, 2**30, 2**31, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 
 
@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 Field = int | str | Sequence[int]
 
-REPORT = "nlnnlltt"
+REPORT = "nlnnnlltt"
 ENDING = {  # what ends a run or the world, by design, where it is well formed
     Kind.ABORT: "t",
     Kind.INTERRUPT: "nnt",
@@ -73,7 +73,7 @@ def hello(rank: int, size: int, key: str = KEY) -> bytes:
 
 def from_rank(rank: int, size: int) -> list[bytes]:
     """One good frame of each kind that a rank sends."""
-    report = (0, list(range(size)), 3, 99, [1] * size, [1] * size, "AllReduce 'x'", "AllReduce")
+    report = (0, list(range(size)), 0, 3, 99, [1] * size, [1] * size, "AllReduce 'x'", "AllReduce")
     return [
         hello(rank, size),
         frame(Kind.SET, f"key of {rank}", "value" * 20),
@@ -84,7 +84,7 @@ def from_rank(rank: int, size: int) -> list[bytes]:
         frame(Kind.ABORT, "the reason"),
         frame(Kind.INTERRUPT, 0, 0, "the reason"),
         frame(Kind.READY, 0),
-        frame(Kind.LEAVE, [0, 1, 2], 4, [0, rank], 2),
+        frame(Kind.LEAVE, [0, 1, 2], 0, 4, [0, rank], 1, 2),
     ]
 
 
@@ -95,7 +95,7 @@ def from_hub(rank: int, size: int) -> list[bytes]:
         frame(Kind.REFUSE, "the reason", 1),
         frame(Kind.WELCOME, "rank 0 (pid 1)"),
         frame(Kind.VALUE, "key", "value" * 20),
-        frame(Kind.ASK, 1, list(range(size)), 3),
+        frame(Kind.ASK, 1, list(range(size)), 0, 3),
         frame(Kind.FAIL, "the reason"),
         frame(Kind.STOP, 0, 0, "the reason"),
         frame(Kind.RENEWED, 1, "the reason"),
@@ -146,7 +146,7 @@ def ends_something(data: bytes, rank: int, size: int) -> bool:
     rest = body[1:]
     if layout is None:
         while rest is not None and rest:
-            rest = _after("ln", rest, rank, size)
+            rest = _after("lnn", rest, rank, size)
         return rest == b""
     return _after(layout, rest, rank, size) == b""
 

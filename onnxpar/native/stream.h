@@ -1,0 +1,61 @@
+// Streams: collectives that one rank runs one after the other, beside those of its other streams.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "background.h"
+#include "ort.h"
+#include "transport.h"
+
+namespace onnxpar {
+
+/// The ranks that run a collective together, as this rank knows them, and the stream in which they
+/// do.
+struct Group {
+  std::vector<int> ranks;
+  uint64_t stream = 0;
+  int me = 0;
+  uint64_t hash = 0;
+  uint64_t runs = 0;  // collectives begun in this epoch; guarded by World::mutex_
+};
+
+/// A collective that a member wants to run, for checks and for messages.
+struct Operation {
+  const std::string& name;     // e.g. AllReduce 'node' (tag 3)
+  const std::string& details;  // e.g. axis=0, sizes=[2, 3]
+  Group& group;
+  uint64_t signature;  // the same on members that agree
+  DataType type;
+  const Shape& shape;
+  /// If they may differ between members: the numbers of elements that this member sends to and
+  /// receives from each; else null.
+  const std::vector<int64_t>* sends;
+  const std::vector<int64_t>* receives;
+
+  std::string Describe() const;
+};
+
+/// A stream has connections and a thread of its own, so that no collective waits for those of
+/// another stream.
+struct Stream {
+  std::mutex run_mutex;  // held by the collective that runs; taken before World::mutex_
+
+  // World::mutex_ guards these. Who writes `transport` holds run_mutex, too.
+  std::shared_ptr<Transport> transport;  // null with one rank, and after Close
+  const Operation* running = nullptr;
+  std::chrono::steady_clock::time_point began;
+  bool reported = false;
+
+  Background background;  // the last member: its jobs use the others
+};
+
+/// Waits until what was started in these streams has ended. Nothing runs in them while the result
+/// exists.
+std::vector<std::unique_lock<std::mutex>> Stopped(const std::vector<Stream*>& streams);
+
+}  // namespace onnxpar
