@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,10 +9,13 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
+from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import COMPLETE, KINDS
 from onnxpar.lowering.buckets import PART_BYTES
+from onnxpar.lowering.hidden import hidden_seconds
 from onnxpar.lowering.hold_back import hold_back
 from onnxpar.lowering.overlap import Windows, is_collective, split
+from onnxpar.lowering.streams import GroupsOf, assign_streams, groups_of
 from onnxpar.sharding.planned_collectives import Collective
 
 OVERLAPS = ("auto", "on", "off")
@@ -25,10 +27,11 @@ HANDED = 50e-6
 class OverlapCollectives(Pass):
     """Replace collectives by a start and a completion, with independent nodes in between.
 
-    A thread of the plugin moves the bytes meanwhile. Reductions of gradients start where they are
-    and complete at the update. Gathers of parameters start while nodes before their reader compute:
-    for two nodes ahead, or up to 8 MiB. A Gate behind each start makes the next node wait until the
-    operand is there: onnxruntime might compute a gradient last.
+    Threads of the plugin move the bytes meanwhile, one for each group of ranks that starts any: the
+    collectives of a group are a stream, and streams run at once. Reductions of gradients start
+    where they are and complete at the update. Gathers of parameters start while nodes before their
+    reader compute: for two nodes ahead, or up to 8 MiB. A Gate behind each start makes the next
+    node wait until the operand is there: onnxruntime might compute a gradient last.
 
     Requires rank-local nodes (localize-ops), and collectives that are not ordered yet. Ensures the
     same results, bit by bit.
@@ -79,44 +82,54 @@ class OverlapCollectives(Pass):
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
         if self.when == "off":
             return False
-        windows = Windows(graph, {op.node.name for op in ctx.sharding.factors.ops})
+        groups = groups_of(ctx.lowered.per_rank, ctx.sharding.mesh.size)
+        windows = Windows(graph, {op.node.name for op in ctx.sharding.factors.ops}, groups)
+        planned = {entry.name: entry for entry in ctx.lowered.collectives}
+        idle = self._idle(graph, planned, ctx.sharding.costs, groups)
         if ctx.choices.started is None:
-            ctx.choices.started = self._chosen(graph, ctx, windows)
+            ctx.choices.started = self._chosen(ctx, windows, planned, idle)
         chosen = windows.find(ctx.choices.started, PART_BYTES)
         split(graph, chosen)
+        own = sum(_own(planned[w.collective.name], ctx.sharding.costs) for w in chosen)
+        ctx.lowered.hidden = hidden_seconds(graph.nodes, ctx.lowered.seconds, idle, own)
         hold_back(graph)
+        ctx.lowered.streams = assign_streams(graph, groups)
         return bool(chosen)
 
-    def _chosen(self, graph: gs.Graph, ctx: PassContext, windows: Windows) -> dict[str, int]:
+    def _chosen(
+        self,
+        ctx: PassContext,
+        windows: Windows,
+        planned: Mapping[str, Collective],
+        idle: Mapping[str, float],
+    ) -> dict[str, int]:
         """The bytes of the tensors of the collectives to start, by name."""
-        planned = {entry.name: entry for entry in ctx.lowered.collectives}
-        idle = self._idle(graph, planned, ctx)
         chosen = {}
-        sizes = {name: planned[name].operand for name, seconds in idle.items() if seconds > 0.0}
+        always = self.when == "on"
+        sizes = {name: planned[name].operand for name in idle if always or idle[name] > 0.0}
         for window in windows.find(sizes, PART_BYTES):
-            name, costs = window.collective.name, ctx.sharding.costs
+            name = window.collective.name
             work = sum(ctx.lowered.seconds.get(node.name, 0.0) for node in window.between)
-            own = HANDED + 2 * costs.local(COMPLETE, planned[name].operand)
-            if min(idle[name], work) > own or (self.when == "on" and window.between):
+            pays = min(idle[name], work) > _own(planned[name], ctx.sharding.costs)
+            if pays or (always and window.between):
                 chosen[name] = sizes[name]
         return chosen
 
     def _idle(
-        self, graph: gs.Graph, planned: Mapping[str, Collective], ctx: PassContext
+        self, graph: gs.Graph, planned: Mapping[str, Collective], costs: Costs, groups: GroupsOf
     ) -> dict[str, float]:
         """The seconds in which collectives leave the cores idle, by name."""
-        costs = ctx.sharding.costs
         if self.when == "auto" and len(costs.topology.levels) == 1:
             return {}
-        found: dict[str, float] = {}
-        groups: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
-        for node in graph.nodes:
-            if node.name not in planned or not (is_collective(node) and KINDS[node.op].is_started):
-                continue
-            entry = planned[node.name]
-            if entry.group not in groups:
-                group_of = ctx.lowered.per_rank.attributes[node.name, "group"]
-                groups[entry.group] = {tuple(group_of(r)) for r in range(ctx.sharding.mesh.size)}
-            seconds = costs.idle(entry.kind, groups[entry.group], entry.operand)
-            found[node.name] = math.inf if self.when == "on" else seconds
-        return found
+        return {
+            node.name: costs.idle(entry.kind, set(groups(node)), entry.operand)
+            for node in graph.nodes
+            if (entry := planned.get(node.name)) is not None
+            and is_collective(node)
+            and KINDS[node.op].is_started
+        }
+
+
+def _own(entry: Collective, costs: Costs) -> float:
+    """Seconds that the start and the completion of a collective take."""
+    return HANDED + 2 * costs.local(COMPLETE, entry.operand)

@@ -96,6 +96,8 @@ class LoweredState:
                  table's input, from place-tables on
     replays      the graph and context at the other bindings of open sizes
     seconds      in which each node computes, by name, if ranks are on several hosts
+    streams      number of the streams of collectives that run at once
+    hidden       seconds of communication that compute hides, by the cost model
     localized    true if nodes are rank-local; `ordered`, if collectives are chained
     """
 
@@ -106,6 +108,8 @@ class LoweredState:
     row_outputs: dict[str, tuple[str, str]] = field(default_factory=dict)
     replays: list[tuple[gs.Graph, PassContext]] = field(default_factory=list)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    streams: int = 1
+    hidden: float = 0.0
     localized: bool = False
     ordered: bool = False
 

@@ -140,9 +140,9 @@ class OnHost:
 class Predicted:
     """Seconds of a run, predicted by the cost model.
 
-    `compute` and `communication` add up, without overlap, the seconds of each node on the rank that
-    is slowest in it; `one_rank` is the time of the unsplit model on one rank, the fastest if ranks
-    differ.
+    `compute` and `communication` add up the seconds of each node on the rank that is slowest in it,
+    without the communication that compute hides; `one_rank` is the time of the unsplit model on one
+    rank, the fastest if ranks differ.
     """
 
     compute: float
@@ -198,7 +198,9 @@ class Plan(Shown):
     notes         sentences that the user should read
     costs         where the quantities of the cost model are from, in words
     unpaired      inputs that look like states, but that no output feeds
+    streams       number of the streams of collectives that run at once
     explained     the steps of the plan, if they were asked for; a page is made from them
+    hidden        seconds of communication that compute hides, and that `predicted` leaves out
     sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs, if these
                   were asked for
     """
@@ -234,6 +236,8 @@ class Plan(Shown):
     unpaired: Sequence[str] = ()
     explained: Any = field(default=None, compare=False)
     costs: str = ""
+    streams: int = 1
+    hidden: float = field(default=0.0, compare=False)
     sent_at_runs: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -259,6 +263,7 @@ class Plan(Shown):
             "ranges": {name: list(r) for name, r in self.ranges.items()},
             "lookups": _dicts(self.lookups),
             "collectives": _dicts(self.collectives),
+            "streams": self.streams,
             "fused": {kind: list(counts) for kind, counts in self.fused.items()},
             "mixtures": [mixture.to_json() for mixture in self.mixtures],
             "weights": _dicts(self.weights),

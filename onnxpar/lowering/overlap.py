@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.collectives import AFTER, COMPLETE, DOMAIN, KINDS, START
-from onnxpar.ir.subgraphs import all_nodes, bodies, read_by
+from onnxpar.ir.subgraphs import bodies, read_by
+from onnxpar.lowering.streams import GroupsOf, collectives_in
 
 VIEWS = frozenset(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
 """Ops that wait with their operand at no cost."""
@@ -28,7 +29,7 @@ class Window:
 
     start, end      the collective may start at the place `start`, and must be complete at `end`
     before, behind  the nodes that only prepare its operand, and that only shape its result
-    between         the nodes that run in between, up to the next collective that is in one op
+    between         the nodes that run in between, up to the next collective that waits for this one
     after           what the last of them computes, if the first reader of the result waits for it
     """
 
@@ -46,17 +47,15 @@ def is_collective(node: gs.Node) -> bool:
     return node.domain == DOMAIN and node.op in KINDS
 
 
-def communicates(node: gs.Node) -> bool:
-    """True for a collective, and for a node with one in a body."""
-    return is_collective(node) or any(is_collective(n) for b in bodies(node) for n in all_nodes(b))
-
-
 class Windows:
     """Finds the windows of the collectives of a graph in topological order. Nodes in `heavy`
-    compute; the others may be moved together with a collective."""
+    compute; the others may be moved together with a collective. A collective in one op waits for
+    those that were started in the same `groups`, and for no others."""
 
-    def __init__(self, graph: gs.Graph, heavy: Collection[str]) -> None:
+    def __init__(self, graph: gs.Graph, heavy: Collection[str], groups: GroupsOf) -> None:
         self.nodes = list(graph.nodes)
+        self.groups = groups
+        self.within = [{groups(each) for each in collectives_in(node)} for node in self.nodes]
         self.index = {id(node): i for i, node in enumerate(self.nodes)}
         self.reads = [read_by(node) for node in self.nodes]
         self.makers = {id(t): node for node in self.nodes for t in node.outputs}
@@ -83,7 +82,8 @@ class Windows:
         A gather ends where it is, and starts so early that ranks hold at most `most` bytes of
         gathered tensors, or those of AHEAD nodes. Others start where they are, and end at the first
         node that reads the result."""
-        cuts = [i for i, n in enumerate(self.nodes) if communicates(n) and n.name not in sizes]
+        waits = [(i, w) for i, w in enumerate(self.within) if w and self.nodes[i].name not in sizes]
+        cuts = {of: [i for i, w in waits if of in w] for of in set().union(*self.within)}
         found: list[Window] = []
         batch: list[int] = []
         batches: list[tuple[int, int]] = []
@@ -93,12 +93,14 @@ class Windows:
                 if KINDS[node.op].is_late and end < len(self.nodes):
                     batch.append(i)
                 else:
-                    between = self._between(i, end, cuts)
+                    between = self._between(i, end, cuts[self.groups(node)])
                     found.append(self._window(i, (i,), (end - 0.5, i), (), behind, between))
             elif self.heavy[i] and batch:
                 batches.append((batch[-1], sum(sizes[self.nodes[b].name] for b in batch)))
                 fetched = _fetched(batches, most)
-                found += [self._early(each, fetched, cuts) for each in batch]
+                for each in batch:
+                    own = cuts[self.groups(self.nodes[each])]
+                    found.append(self._early(each, fetched, own))
                 batch = []
         assert not batch, "a gather that no node reads"
         return sorted(found, key=lambda w: self.index[id(w.collective)])
@@ -122,7 +124,8 @@ class Windows:
         between: Sequence[int],
     ) -> Window:
         nodes = [self.nodes[i] for i in between]
-        after = self._after(at, [*behind], {id(n) for n in nodes})
+        computed = {id(n) for n in nodes if not is_collective(n)}  # tokens order the others
+        after = self._after(at, [*behind], computed)
         return Window(self.nodes[at], start, end, before, behind, nodes, after)
 
     def _behind(self, at: int) -> tuple[list[gs.Node], int]:
@@ -160,8 +163,7 @@ class Windows:
         return [shaped[i] for i in sorted(shaped)], first
 
     def _between(self, start: int, end: int, cuts: Sequence[int]) -> list[int]:
-        """The nodes that compute from after `start` to before `end`, up to a collective in one
-        op."""
+        """The nodes that compute from after `start` to before `end`, up to one of `cuts`."""
         stop = min((c for c in cuts if start < c < end), default=end)
         return [i for i in range(start + 1, stop) if self.heavy[i]]
 

@@ -84,6 +84,12 @@ def _overlap(options: Options) -> OverlapCollectives:
     return OverlapCollectives(when)
 
 
+def _may_overlap(options: Options) -> bool:
+    """True if ranks may communicate while they compute."""
+    crosses = options.topology is not None and len(options.topology.levels) > 1
+    return options.overlap == "on" or (options.overlap != "off" and crosses)
+
+
 def _fusion(options: Options, model: Model) -> FuseAllReduces:
     """The pass that fuses collectives. By default it fuses gradients only, and the exchanges of
     tables that were dealt out: another fused activation would wait for the others. Errors:
@@ -106,6 +112,8 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
         raise StrategyError(
             "--bucket-mb applies to --fusion size only: give that, or leave --bucket-mb out"
         )
+    if by == "cost" and not _may_overlap(options):
+        by = "size"
     given = options.bucket_bytes
     exchanges = options.fusion != "none"
     return FuseAllReduces(by, given or BUCKET_BYTES, given or PART_BYTES, exchanges=exchanges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from onnxpar.base.pass_times import SUMMARIZE, VERIFY, PassTimes
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
@@ -65,6 +66,11 @@ def run_passes(
                 reckon(1.0, model.graph, ctx)
     if plan is not None:
         plan.collectives = list(ctx.lowered.collectives)
+        plan.streams = ctx.lowered.streams
+        if plan.predicted is not None:
+            plan.hidden = min(ctx.lowered.hidden, plan.predicted.communication)
+            shown = plan.predicted.communication - plan.hidden
+            plan.predicted = replace(plan.predicted, communication=shown)
         plan.mixtures = [Mixture(*each) for each in ctx.lowered.mixtures]
         plan.row_outputs = dict(ctx.lowered.row_outputs)
         plan.fused = {k: (a, b) for k, (a, b) in (ctx.fused or {}).items() if a != b}

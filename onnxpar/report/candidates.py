@@ -234,7 +234,7 @@ def _candidate(strategy: str, explained: Explained, options: Options) -> Candida
     for entry in plan.collectives:
         sent[entry.kind] = sent.get(entry.kind, 0) + entry.bytes
     seconds = explained.predicted
-    counted = options.objective.seconds(seconds.compute, seconds.communication)
+    counted = options.objective.seconds(seconds.compute, seconds.communication, plan.hidden)
     return Candidate(strategy, plan.mesh, seconds, counted, sent, dict(plan.memory), explained)
 
 

@@ -88,9 +88,10 @@ class Explained:
 
     @property
     def predicted(self) -> Prediction:
-        """The predicted time of a run."""
+        """The predicted time of a run, without the communication that compute hides."""
         every = [step.predicted for step in self.steps]
-        return Prediction(sum(p.compute for p in every), sum(p.communication for p in every))
+        communication = sum(p.communication for p in every) - self.plan.hidden
+        return Prediction(sum(p.compute for p in every), communication)
 
     def blocks(self) -> Iterator[Block]:
         """Yields the steps by block. A block that repeats the preceding one, except for names, is

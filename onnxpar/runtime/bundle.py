@@ -274,6 +274,11 @@ class Bundle:
         return frozenset(self.step.evaluation if self.step else ())
 
     @property
+    def streams(self) -> int:
+        """The number of streams of collectives that run at once."""
+        return int(self.data.get("streams", 1))
+
+    @property
     def not_evaluated(self) -> frozenset[str]:
         """Inputs that the evaluation program does not read."""
         return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())

@@ -74,6 +74,7 @@ class Executor:
     ) -> None:
         bundle.check_files(world.rank)
         check_same(bundle, world)
+        world.open_streams(bundle.streams)
         self._sessions = RankSessions(bundle, world, spec, threads, spin)
         self.session = self._sessions.open()
         self._apart = bundle.apart

@@ -26,7 +26,8 @@ _LANES = ("runs", "compute", "communication")
 """The lanes of a rank in the viewer; each further thread of onnxruntime adds a compute and a
 communication lane."""
 TRANSFER, _TRANSFERS = "Transfer", 1 << 16
-"""The category and the lane of what a thread of the plugin sends and receives."""
+"""The category and the first lane of what threads of the plugin send and receive; each group of
+ranks has a lane, as it may have a thread."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
     """Yields the events in Chrome's trace format, with times in microseconds."""
     lanes = {(e.rank, _thread(e)) for e in trace.events} | {(s.rank, _RUNS) for s in trace.spans}
-    sent = [e for e in trace.events if e.collective and e.collective.transfer]
+    sent = [(e, e.collective.group) for e in trace.events if e.collective and e.collective.transfer]
     for rank in range(trace.ranks):
         yield _named("process_name", rank, 0, name=f"rank {rank}")
         yield _named("process_sort_index", rank, 0, sort_index=rank)
@@ -266,12 +267,14 @@ def _chrome(trace: Trace) -> Iterator[dict[str, Any]]:
         name = _LANES[thread - 2 * max(lane, 0)] + (f" {lane}" if lane > 0 else "")
         yield _named("thread_name", rank, thread, name=name)
         yield _named("thread_sort_index", rank, thread, sort_index=thread)
-    for rank in sorted({e.rank for e in sent}):
-        yield _named("thread_name", rank, _TRANSFERS, name="transfers")
-        yield _named("thread_sort_index", rank, _TRANSFERS, sort_index=_TRANSFERS)
-    for event in sent:
+    transfers = sorted({(e.rank, group) for e, group in sent})
+    for number, (rank, group) in enumerate(transfers, _TRANSFERS):
+        yield _named("thread_name", rank, number, name=f"transfers {list(group)}")
+        yield _named("thread_sort_index", rank, number, sort_index=number)
+    for event, group in sent:
+        thread = _TRANSFERS + transfers.index((event.rank, group))
         what = {"run": event.run, "hidden_us": _us(event.hidden)}
-        yield _complete(TRANSFER, event.name, event.rank, _TRANSFERS, *event.busy, what)
+        yield _complete(TRANSFER, event.name, event.rank, thread, *event.busy, what)
     for span in trace.spans:
         name = f"{span.program or 'run'} {span.run}"
         args = {"run": span.run, "program": span.program}

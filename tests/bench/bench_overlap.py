@@ -1,9 +1,11 @@
 """Steps over a slow link, with and without communication while ranks compute.
 
-    python tests/bench/bench_overlap.py [--ranks 2] [--layers 6] [--width 256] [--share 0.25]
+    python tests/bench/bench_overlap.py [CASE ...] [--layers 6] [--width 256] [--share 0.25]
 
-A step of an encoder over the ranks, under data-parallel and under zero3. The link is simulated
-(ONNXPAR_LINK), and so slow that it moves the bytes of a step in --share of the step's time. Three
+A step of an encoder, under data-parallel and zero3 over two hosts of one rank, and under hybrid
+over two hosts of two ranks: there, sums of tensor parallelism stay on a host, and gradients cross
+hosts in a stream of their own. The link is simulated (ONNXPAR_LINK), and so slow that it moves the
+bytes of a step in --share of the step's time. Three
 runners take steps in turns, so that what else the machine does falls on all, and the fastest step
 of each counts: over the slow link with and without overlap, and over the host's own memory. What
 the link adds to a step without overlap is the communication that can be hidden, if ranks compute
@@ -17,6 +19,7 @@ import argparse
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,25 @@ from onnx import TensorProto, helper, numpy_helper
 import onnxpar
 from onnxpar.training import grad
 
-PRESETS = {"data-parallel": 1.0, "zero3": 1.5}
-"""Presets, and the bytes that a rank of two sends in a step, as a multiple of those of all
-parameters."""
+HOSTS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to split a step over two hosts: the mesh, the ranks of a host, and the bytes that a rank
+    sends to the other host in a step, as a multiple of those of all parameters."""
+
+    mesh: str
+    ranks_per_host: int
+    sent: float
+
+
+CASES = {
+    "data-parallel": Case("dp=2", 1, 1.0),
+    "zero3": Case("dp=2", 1, 1.5),
+    "hybrid": Case("dp=2,tp=2", 2, 0.5),
+}
+"""By preset."""
 LATENCY = 200e-6
 LEAST = 0.8
 WARM, SEQUENCE, HEADS = 3, 64, 4
@@ -126,8 +145,9 @@ def ops(par: Path) -> list[str]:
 
 def bench(folder: Path, preset: str, size: int, options: argparse.Namespace) -> float:
     """Prints the lines of a preset; returns the share of communication that is hidden."""
-    step, batch, width = folder / "step.onnx", options.batch * options.ranks, options.width
-    how = {"devices": options.ranks, "preset": preset, "fusion": "none"}
+    step, batch, width = folder / "step.onnx", options.batch * HOSTS, options.width
+    case = CASES[preset]
+    how = {"mesh": case.mesh, "preset": preset, "fusion": "none"}
     hosts = [folder / f"{preset}-{overlap}-here.par" for overlap in ("auto", "off")]
     for par, overlap in zip(hosts, ("auto", "off"), strict=True):
         onnxpar.shard(step, par, overlap=overlap, **how)
@@ -136,14 +156,16 @@ def bench(folder: Path, preset: str, size: int, options: argparse.Namespace) -> 
     fast = Steps(hosts[1], batch, width, "")
     with fast.trainer:
         seconds = fastest({"fast": fast}, options.rounds)["fast"]
-    bandwidth = PRESETS[preset] * size / (options.share * seconds)
+    bandwidth = case.sent * size / (options.share * seconds)
     link = {"latency": f"{LATENCY * 1e6:.0f} us", "bandwidth": f"{bandwidth / 1e6:.1f} MB/s"}
-    host = {"name": "host", "size": 1, "latency": "50 us", "bandwidth": "2 GB/s"}
+    speed = {"latency": "50 us", "bandwidth": "2 GB/s"}
+    host = {"name": "host", "size": case.ranks_per_host, **speed}
     topology = {"levels": [host, {"name": "network", **link}]}
     pars = {name: folder / f"{preset}-{name}.par" for name in ("auto", "off")}
     for name, par in pars.items():
         onnxpar.shard(step, par, overlap=name, topology=topology, **how)
     text = ",".join(f"{key}={value.replace(' ', '')}" for key, value in link.items())
+    text += f",ranks_per_host={case.ranks_per_host}"
     runners = {name: Steps(par, batch, width, text) for name, par in pars.items()}
     runners["fast"] = Steps(pars["off"], batch, width, "")
     with runners["auto"].trainer, runners["off"].trainer, runners["fast"].trainer:
@@ -163,19 +185,19 @@ def bench(folder: Path, preset: str, size: int, options: argparse.Namespace) -> 
 def main() -> int:
     """Prints lines for each preset; fails if too little is hidden."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8, help="samples of each rank")
+    parser.add_argument("--batch", type=int, default=8, help="samples of each host")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--share", type=float, default=0.25)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = Encoder(options.layers, options.width, options.batch * options.ranks)
+        model = Encoder(options.layers, options.width, options.batch * HOSTS)
         size = model.save(Path(folder) / "model.onnx")
         grad(f"{folder}/model.onnx", f"{folder}/step.onnx", loss="mse", optimizer="sgd")
-        print(f"{size / 1e6:.0f} MB of parameters, {options.ranks} ranks", flush=True)
-        shares = [bench(Path(folder), preset, size, options) for preset in PRESETS]
+        print(f"{size / 1e6:.0f} MB of parameters, {HOSTS} hosts", flush=True)
+        shares = [bench(Path(folder), preset, size, options) for preset in options.cases]
     return int(min(shares) < LEAST)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ OUTPUT = """output (float[5,6] x, float[6,3] w1, float[5,4] b) => (float[5,3] y,
 { y = MatMul(x, w1)  c = Exp(b) }"""
 CROSSED = """crossed (float[5,6] x, float[6,3] w1, float[5,6] u, float[6,3] w2) => (float[5,3] z)
 { a = MatMul(x, w1)  b = MatMul(u, w2)  c = Tanh(a)  d = Exp(b)  z = Max(c, d) }"""
+ACROSS = """across (float[5,6] x, float[6,3] w1, float[5,6] u, float[6,3] w2) => (float[5,3] z)
+{ a = MatMul(x, w1)  b = MatMul(u, w2)  c = Tanh(b)  d = Exp(c)  z = Max(a, d) }"""
 IN_A_BODY = """body (float[5,6] x, float[6,3] w1, bool t) => (float[5,3] z)
 { y = MatMul(x, w1)
   e = If (t) <then_branch = a () => (float[5,3] p) { p = Exp(y) },
@@ -38,9 +41,11 @@ IN_A_BODY = """body (float[5,6] x, float[6,3] w1, bool t) => (float[5,3] z)
   z = Max(e, e) }"""
 
 
-def options(ranks: int, strategy: Mapping[str, Any], overlap: str) -> Options:
+def options(
+    ranks: int, strategy: Mapping[str, Any], overlap: str, mesh_: str | None = None
+) -> Options:
     """How to split a model over ranks."""
-    mesh = Mesh.parse(f"tp={ranks}")
+    mesh = Mesh.parse(mesh_ or f"tp={ranks}")
     return Options(mesh=mesh, strategy=Strategy.of(strategy), overlap=overlap, verify=True)
 
 
@@ -87,6 +92,39 @@ def test_the_second_hides_behind_the_reader_of_the_first(tmp_path: Path) -> None
     at = [i for i, op in enumerate(ops) if op == "StartAllReduce"]
     assert len(at) == 2
     assert at[1] < ops.index("Complete") < ops.index("Tanh") < ops.index("Exp")
+
+
+def streams_in(folder: Path, rank: int = 0) -> dict[str, int]:
+    """The streams of a rank's collectives."""
+    graph = onnx.load(
+        folder / "model.par" / f"rank_{rank:04d}.onnx", load_external_data=False
+    ).graph
+    nodes = [n for n in graph.node if "AllReduce" in n.op_type]
+    return {n.op_type: next((a.i for a in n.attribute if a.name == "stream"), 0) for n in nodes}
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+def test_groups_that_differ_run_in_streams_of_their_own(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum over tp is needed at once, beside one over dp that is under way."""
+    monkeypatch.setenv("ONNXPAR_TRANSPORT", transport)
+    model = write_text(HEAD + ACROSS, tmp_path / "m.onnx")
+    strategy = {"tensors": {"x": [None, "dp"], "u": [None, "tp"]}}
+    check_agrees(model, tmp_path, options(4, strategy, "on", "dp=2,tp=2"))
+    assert ops_in(tmp_path) == [
+        *("MatMul", "StartAllReduce", "MatMul", "AllReduce", "Tanh", "Gate", "Exp"),
+        *("After", "Complete", "Max"),
+    ]
+    for rank in range(4):
+        assert streams_in(tmp_path, rank) == {"StartAllReduce": 1, "AllReduce": 0}
+    assert json.loads((tmp_path / "model.par" / "plan.json").read_text())["streams"] == 2
+
+
+def test_one_group_needs_one_stream(tmp_path: Path) -> None:
+    split(CROSSED, tmp_path)
+    assert set(streams_in(tmp_path).values()) == {0}
+    assert json.loads((tmp_path / "model.par" / "plan.json").read_text())["streams"] == 1
 
 
 def test_a_reader_in_a_body(tmp_path: Path) -> None:

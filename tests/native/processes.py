@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from native.ranks import TOKEN, collective, model, node, session
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto
 
 from onnxpar.runtime.groups import World
 
@@ -39,8 +39,8 @@ class RankProcess:
         return self.process.pid
 
     def start(self, runs: int = 1, which: str = "") -> None:
-        """Begin so many all-reduces: of all ranks, the same "in two" ops, or of the "pair" of ranks
-        1 and 2."""
+        """Begin so many all-reduces: of all ranks, the same "in two" ops, beside one of "two
+        streams", or of the "pair" of ranks 1 and 2."""
         self._connection.send((runs, which))
 
     def finish(self, patience: float = 20) -> tuple[str, float]:
@@ -72,10 +72,11 @@ def start_ranks(size: int, directory: Path, timeout: float) -> list[RankProcess]
     return ranks
 
 
-def _in_two() -> bytes:
+def _in_two(*between: NodeProto) -> bytes:
     """An all-reduce of all ranks that a thread of the plugin runs."""
     nodes = [
-        node("StartAllReduce", ["X", "t"], ["P", "u"], tag=1, name="node"),
+        node("StartAllReduce", ["X", "t"], ["P", "u"], tag=1, name="node", stream=len(between)),
+        *between,
         node("Complete", ["P", "u"], ["Y", "s"], name="end"),
     ]
     return model(nodes, [("X", TensorProto.FLOAT, ["n"])], [("Y", TensorProto.FLOAT, None)])
@@ -88,8 +89,11 @@ def _serve(
     connection.send(("up", 0.0))
     connection.recv()
     world = World.create(f"rank-{rank}", rank, size, store, timeout=timeout)
+    world.open_streams(2)
     whole = collective("AllReduce", TensorProto.FLOAT, ["n"])
     sessions = {"": session(world, whole), "in two": session(world, _in_two())}
+    beside = node("AllReduce", ["X", "t"], ["Z", "v"], tag=1, name="node2")
+    sessions["two streams"] = session(world, _in_two(beside))
     if rank in (1, 2):
         pair = collective("AllReduce", TensorProto.FLOAT, ["n"], group=[1, 2], tag=2)
         sessions["pair"] = session(world, pair)

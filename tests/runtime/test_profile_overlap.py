@@ -63,7 +63,7 @@ def test_transfers_are_part_of_the_trace(made: Path, capsys: pytest.CaptureFixtu
 def check_file(file: Path, trace: Trace) -> None:
     """The viewer shows transfers in a lane of their own."""
     events = json.loads(file.read_text())["traceEvents"]
-    lanes = [e for e in events if e["ph"] == "M" and e["args"].get("name") == "transfers"]
+    lanes = [e for e in events if e["ph"] == "M" and e["args"].get("name") == "transfers [0, 1]"]
     assert sorted(e["pid"] for e in lanes) == [0, 1]
     shown = [e for e in events if e.get("cat") == "Transfer"]
     assert len(shown) == 2 * len(trace.runs())

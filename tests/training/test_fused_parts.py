@@ -39,9 +39,11 @@ def plan_of(step: Path, layout: str, **how: Any) -> Plan:
 
 @functools.cache
 def sharded(step: Path, layout: str, fusion: str) -> tuple[Path, Plan]:
-    """The sharded step, once for all media."""
+    """The sharded step, once for all media. Buckets are cut by cost only where ranks communicate
+    while they compute."""
     par = step.with_name(f"{layout}.{fusion}.par")
-    return par, pipeline.shard(step, par, replace(options(layout), fusion=fusion))
+    overlap = "on" if fusion == "cost" else None
+    return par, pipeline.shard(step, par, replace(options(layout), fusion=fusion, overlap=overlap))
 
 
 def trained(step: Path, layout: str, fusion: str) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 from agreement import options
+from onnx import helper
 from training.steps import CROSS_ENTROPY, ThreadTrainer, batches, same, states, write_step
 
 from onnxpar.checking.compare_training import compare_training
@@ -18,6 +19,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.passes import overlap_collectives
 from onnxpar.pipeline import pipeline
+from onnxpar.report.explain import explain
 from onnxpar.training import grad
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -125,7 +127,7 @@ def test_training_over_a_slow_link_agrees_with_one_rank(
 ) -> None:
     monkeypatch.setenv("ONNXPAR_LINK", "latency=2ms,bandwidth=1MB/s")
     step = write_step(DEEP, tmp_path)
-    for layout in ("data-parallel 3", "zero3 3"):
+    for layout in ("data-parallel 3", "zero3 3", "hybrid dp=2,tp=2"):
         par, plan = shard(step, layout, topology=SLOW, fusion="none")
         assert "Complete" in ops_of(par)
         with ThreadTrainer(par) as trainer:
@@ -140,6 +142,53 @@ def test_gradients_are_sent_behind_the_backward_pass(tmp_path: Path) -> None:
     assert ops.count("StartAllReduce") == 4  # nothing is left to compute behind the last two
     first = ops.index("Complete")
     assert ops[:first].count("StartAllReduce") == ops.count("StartAllReduce")
+
+
+def test_gradients_of_a_hybrid_are_sent_beside_the_sums_of_its_layers(tmp_path: Path) -> None:
+    """No sum over tp waits for a gradient that is on its way, so all of these start first."""
+    step = write_step(DEEP, tmp_path)
+    par, plan = shard(step, "hybrid dp=2,tp=2", overlap="on", fusion="none")
+    model = onnx.load(par / "rank_0001.onnx", load_external_data=False)
+    of = {
+        n.name: {a.name: helper.get_attribute_value(a) for a in n.attribute}
+        for n in model.graph.node
+    }
+    nodes = [n for n in model.graph.node if n.op_type.endswith("AllReduce")]
+    streams = {(tuple(of[n.name]["group"]), of[n.name].get("stream", 0)) for n in nodes}
+    assert plan.streams == len({stream for _, stream in streams}) > 1
+    assert len(dict(streams)) == len(streams), "a group is in two streams"
+    ops = ops_of(par)
+    first, last = ops.index("StartAllReduce"), len(ops) - ops[::-1].index("Complete")
+    assert "AllReduce" in ops[first:last]
+
+
+def test_buckets_are_cut_only_where_ranks_communicate_while_they_compute(tmp_path: Path) -> None:
+    step = write_step(DEEP, tmp_path)
+
+    def buckets(fusion: str, **how: Any) -> int:
+        return len(shard(step, "data-parallel 2", fusion=fusion, **how)[1].collectives)
+
+    few = buckets("size")
+    assert buckets("cost", topology=SLOW) > few
+    assert buckets("cost", overlap="on") >= few
+    assert buckets("cost", topology=SLOW, overlap="off") == buckets("cost") == few
+
+
+def test_predictions_leave_out_what_is_hidden(tmp_path: Path) -> None:
+    """Not more than there is, and nothing on one host; candidates compare the same times."""
+    step = write_step(DEEP, tmp_path)
+    how = {"topology": SLOW, "fusion": "none"}
+    with_, without = (shard(step, "data-parallel 2", overlap=o, **how)[1] for o in ("auto", "off"))
+    assert with_.predicted is not None and without.predicted is not None
+    assert with_.predicted.compute == without.predicted.compute
+    assert 0 < with_.hidden <= without.predicted.communication
+    shown = without.predicted.communication - with_.hidden
+    assert with_.predicted.communication == pytest.approx(shown)
+    for overlap, plan in (("auto", with_), ("off", without)):
+        explained = explain(step, replace(options("data-parallel 2"), overlap=overlap, **how))
+        assert plan.predicted is not None
+        assert explained.predicted.total == pytest.approx(plan.predicted.total)
+    assert shard(step, "data-parallel 2", overlap="on", fusion="none")[1].hidden == 0
 
 
 def test_parameters_are_gathered_for_two_nodes_ahead(

@@ -1,0 +1,57 @@
+"""Puts collectives of different groups of ranks into different streams, which run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
+from onnxpar.ir.per_rank import PerRank
+from onnxpar.ir.subgraphs import all_nodes, bodies
+
+MOST = 4
+"""The most streams of a rank: each has connections to all ranks, and a thread."""
+STREAM = "stream"
+"""The attribute of a collective for the number of its stream; 0 unless given."""
+Groups = tuple[tuple[int, ...], ...]
+"""The group of each rank in a collective."""
+GroupsOf = Callable[[gs.Node], Groups]
+
+
+def groups_of(per_rank: PerRank, ranks: int) -> GroupsOf:
+    """Returns a function that gives the groups of a collective; none for a message between two
+    ranks."""
+    known: dict[str, Groups] = {}
+
+    def find(node: gs.Node) -> Groups:
+        if node.name not in known:
+            own = tuple(node.attrs.get("group", ()))
+            by_rank = per_rank.attributes.get((node.name, "group"))
+            known[node.name] = tuple(tuple(by_rank(r)) if by_rank else own for r in range(ranks))
+        return known[node.name]
+
+    return find
+
+
+def collectives_in(node: gs.Node) -> list[gs.Node]:
+    """The node, if it communicates, and the collectives in its bodies."""
+    inner = (each for body in bodies(node) for each in all_nodes(body))
+    return [n for n in (node, *inner) if n.domain == DOMAIN and kind_of(n.op) in KINDS]
+
+
+def assign_streams(graph: gs.Graph, groups: GroupsOf) -> int:
+    """Gives the groups of each started collective a stream of their own, as far as there are
+    enough; all other collectives share stream 0. Returns the number of streams.
+
+    The number is the same on all ranks, as they share the graph: members must agree on it."""
+    found = [each for node in graph.nodes for each in collectives_in(node)]
+    started = dict.fromkeys(groups(node) for node in found if node.op.startswith(START))
+    shared = any(groups(node) not in started for node in found)
+    own = MOST - shared
+    number = {of: shared + i % own for i, of in enumerate(started)}
+    for node in found:
+        stream = number.get(groups(node), 0)
+        if stream:
+            node.attrs[STREAM] = stream
+    return max(number.values(), default=0) + 1
