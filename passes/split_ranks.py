@@ -16,6 +16,8 @@ from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
 from onnxpar.ir.lazy_values import stacked_parts, stored_proto
 from onnxpar.ir.stored import nodes_of, subgraphs_of
 from onnxpar.ir.subgraphs import all_nodes, constants
+from onnxpar.load.load import Model
+from onnxpar.lowering.fuse_again import fuse_again
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.open_shapes import OpenShapes
 from onnxpar.lowering.size_graph import SizeGraph, add_size_input
@@ -80,7 +82,7 @@ class SplitRanks(Pass):
         opened = open_constants(graph, ctx)
         apart = {*ctx.lowered.per_rank.constants, *(opened.varying if opened else ())}
         weights = _cut_constants([graph, *ctx.lowered.programs.values()], apart, ctx, store)
-        template = _export(graph, ctx.model.header)
+        template = _export(graph, ctx.model)
         states = dict(ctx.model.states)
         defaults = _cut_defaults([t for t in graph.inputs if t.name not in states], ctx, store)
         weights |= defaults
@@ -90,7 +92,7 @@ class SplitRanks(Pass):
         store.cut_inner(template.graph, weights)
         templates = {"onnx": template}
         for name, program in ctx.lowered.programs.items():
-            templates[f"{name}.onnx"] = _export(program, ctx.model.header)
+            templates[f"{name}.onnx"] = _export(program, ctx.model)
             _drop_unread(templates[f"{name}.onnx"].graph)
             _add_defaults(templates[f"{name}.onnx"].graph, defaults)
         shapes = OpenShapes(opened) if opened else None
@@ -201,10 +203,11 @@ def _stub(proto: TensorProto, name: str = "") -> TensorProto:
     return TensorProto(name=name, data_type=proto.data_type, dims=[0], raw_data=b"")
 
 
-def _export(graph: gs.Graph, header: onnx.ModelProto) -> onnx.ModelProto:
+def _export(graph: gs.Graph, source: Model) -> onnx.ModelProto:
     for node in all_nodes(graph):
         node.attrs.pop("onnxpar.opset", None)
-    model = export_graph(graph, header)
+    model = export_graph(graph, source.header)
+    fuse_again(model.graph, source.fused)
     model.producer_name = model.producer_name or "onnxpar"
     return model
 

@@ -2,18 +2,21 @@
 consists of; also a ConvTranspose whose pads are an operand, where these are constant.
 
 Inside a fused op, no sum over ranks can come between a product and the steps after it; between
-separate ops, it can. The replacement computes the same bits. Each rank's session fuses the ops
-again unless a collective is between them.
+separate ops, it can. The replacement computes the same bits. Where nothing came between, the ranks'
+graphs have the fused op again (`lowering/fuse_again.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from onnxpar.ir.stored import subgraphs_of
 
 _DOMAIN = "com.microsoft"
 _PARAMS: dict[str, tuple[str, ...]] = {
@@ -37,11 +40,25 @@ _RESERVED = ("gemm_input_shape", "gemm_output_shape")
 optimized contains such constants already."""
 
 
-def unfuse(model: onnx.ModelProto) -> None:
-    """Replaces fused nodes by ONNX's ops, in place, also in subgraphs."""
+@dataclass(frozen=True)
+class FusedNode:
+    """A fused node of the file, and the nodes that replaced it.
+
+    parts  in order; fused nodes may share some, and the last one has the results of `node`
+    main   the index of the part that has the name and the metadata of `node`
+    """
+
+    node: NodeProto
+    parts: tuple[NodeProto, ...]
+    main: int
+
+
+def unfuse(model: onnx.ModelProto) -> list[FusedNode]:
+    """Replaces fused nodes by ONNX's ops, in place, also in subgraphs; returns the fused nodes."""
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
-    _Unfusing(model.graph, opset).run()
+    fused = _Unfusing(model.graph, opset).run()
     free_names(model.graph)
+    return fused
 
 
 def free_names(graph: onnx.GraphProto) -> None:
@@ -62,24 +79,28 @@ class _Unfusing:
         self.graph = graph
         self.opset = opset
         self.made: list[NodeProto] = []
-        self.quantized: dict[str, list[str]] = {}
+        self.quantized: dict[str, NodeProto] = {}
         self.node = NodeProto()
+        self.parts: list[NodeProto] = []
+        self.main = 0
 
-    def run(self) -> None:
-        """Replaces the fused nodes of the graph and its subgraphs."""
+    def run(self) -> list[FusedNode]:
+        """Replaces the fused nodes of the graph and its subgraphs; returns them."""
+        fused: list[FusedNode] = []
         for node in self.graph.node:
-            for attribute in node.attribute:
-                single = [attribute.g] if attribute.HasField("g") else []
-                for inner in [*single, *attribute.graphs]:
-                    _Unfusing(inner, self.opset).run()
-            self.node = node
+            for inner in subgraphs_of(node):
+                fused += _Unfusing(inner, self.opset).run()
+            self.node, self.parts = node, []
             take_apart = _FUSED.get(node.op_type) if node.domain == _DOMAIN else None
             if take_apart is None or not take_apart(self):
                 self.made.append(node)
+            else:
+                fused.append(FusedNode(_copy(node), tuple(self.parts), self.main))
         if [node.op_type for node in self.made] != [node.op_type for node in self.graph.node]:
             made = [_copy(node) for node in self.made]
             del self.graph.node[:]
             self.graph.node.extend(made)
+        return fused
 
     def given(self, index: int) -> str:
         """The name of an operand; empty if it is left out."""
@@ -107,7 +128,9 @@ class _Unfusing:
         node.name = own if main else f"{own}::{op}{len(self.made)}"
         if main:
             node.metadata_props.extend(self.node.metadata_props)
+            self.main = len(self.parts)
         self.made.append(node)
+        self.parts.append(node)
 
     def constant(self, value: Any) -> str:
         """Adds a constant to the graph; returns its name."""
@@ -167,9 +190,12 @@ class _Unfusing:
         """Replaces DynamicQuantizeMatMul by a quantization and a product of integers; if several
         products read an operand, it is quantized once."""
         source = self.given(0)
-        if source not in self.quantized:
-            self.quantized[source] = self.add("DynamicQuantizeLinear", [source], 3)
-        a, scale, zero = self.quantized[source]
+        if source in self.quantized:
+            self.parts.append(self.quantized[source])
+        else:
+            self.add("DynamicQuantizeLinear", [source], 3)
+            self.quantized[source] = self.parts[-1]
+        a, scale, zero = self.quantized[source].output
         self.product([a, self.given(1), zero, self.given(3)], [scale, self.given(2)], 4)
         return True
 

@@ -21,7 +21,7 @@ from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
 from onnxpar.canonicalize.tolerated import restate
-from onnxpar.canonicalize.unfuse import unfuse
+from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
 from onnxpar.canonicalize.upgrade import raise_opset, upgrade
 from onnxpar.errors import ModelError
@@ -81,6 +81,7 @@ class Model:
     on_host   weights and states that stay in files, as tables of which each run reads some rows,
               and the results that replace these states
     shared    numbers of nodes that read a vector as their scale or bias, if several do
+    fused     fused nodes of the file, which `graph` has taken apart
     original  the model before these rewrites; None if passes may change what the graph computes
     """
 
@@ -97,6 +98,7 @@ class Model:
     exported: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     on_host: Sequence[str] = ()
+    fused: Sequence[FusedNode] = ()
     original: StoredModel | None = None
 
     @property
@@ -167,7 +169,7 @@ def load(
         show("bind-sizes", proto)
         if refusal is None:
             check_bound(proto, dims or {}, path)
-        unfuse(proto)
+        fused = unfuse(proto)
         show("unfuse", proto)
         spell_out(proto)
         show("spell-out", proto)
@@ -197,7 +199,7 @@ def load(
         pairs = _state_pairs(graph, step, states, find_others)
         whole = sizes.whole if sizes is not None else {}
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
-        model.exported, model.shared = exported, shared
+        model.exported, model.shared, model.fused = exported, shared, fused
         model.original = original if step is None and infer_types is None else None
         return model
 

@@ -72,6 +72,17 @@ def test_optimized(source: str, variant: str, folder: Path, tmp_path: Path) -> N
     for layout in LAYOUTS:
         got = run_split(path, tmp_path, layout, Level.ORT_ENABLE_ALL)
         check_outputs(got, wanted, [o.name for o in model.graph.output])
+        for file in (tmp_path / "model.par").glob("rank_????.onnx"):
+            check_fused(onnx.load(file, load_external_data=False).graph, model.graph)
+
+
+def check_fused(rank: onnx.GraphProto, whole: onnx.GraphProto) -> None:
+    """An AssertionError if a rank has a convolution or a Gemm apart from the activation that was
+    fused with it, without a collective in between."""
+    made = {name: node for node in rank.node for name in node.output}
+    for node in [n for n in whole.node if n.op_type in ("FusedConv", "FusedGemm")]:
+        found = made[node.output[0]]
+        assert found.op_type == node.op_type or made[found.input[0]].domain == "onnxpar", node.name
 
 
 @pytest.mark.usefixtures("medium")

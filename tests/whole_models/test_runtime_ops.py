@@ -26,6 +26,11 @@ DYNAMIC = """dynamic (float[4,6] x, uint8[6,8] w1, float[8] w2, uint8[8] w3, flo
   uint8[8,6] w5, float w6) => (float[4,6] y)
 { h = com.microsoft.DynamicQuantizeMatMul(x, w1, w2, w3, w4)
   y = com.microsoft.DynamicQuantizeMatMul(h, w5, w6) }"""
+PAIR = """pair (float[4,6] x, uint8[6,8] w1, float[8] w2, uint8[8] w3, float[8] w4,
+  uint8[6,8] w5, float w6) => (float[4,8] y)
+{ h = com.microsoft.DynamicQuantizeMatMul(x, w1, w2, w3, w4)
+  g = com.microsoft.DynamicQuantizeMatMul(x, w5, w6)
+  y = Mul(h, g) }"""
 SCALED = """scaled (float[4,8] x, uint8[8,6] w1, float w2, uint8 w3, float[6] w4)
   => (float[4,6] y)
 { a, s, z = DynamicQuantizeLinear(x)
@@ -80,6 +85,11 @@ CASES = {
     "rows": (GEMM, "data-parallel 3", {}),
     "dynamic": (DYNAMIC, "tp=3", {key: [[None, "tp"]] for key in DYNAMIC_NODES}),
     "dynamic rows": (DYNAMIC, "hybrid dp=2,tp=2", {}),
+    "dynamic columns": (
+        PAIR,
+        "tp=3",
+        {f"DynamicQuantizeMatMul_{y}": [[None, None], [None, "tp"]] for y in "hg"},
+    ),
     "scaled": (SCALED, "tp=2", {"MatMulIntegerToFloat_y": [[None, "tp"]]}),
     "scaled rows": (SCALED, "data-parallel 3", {}),
     "bits": (BITS, "tp=2", {"MatMulNBits_h": [[None, "tp"]]}),
@@ -112,6 +122,21 @@ CASES = {
     "decoder of a batch": (DECODER, "data-parallel 3", {}),
 }
 
+FUSED = {
+    "channels of an image": 0,
+    "batch of images": 2,
+    "images": 1,  # the second one sums over ranks
+    "gemm": 0,
+    "rows": 2,
+    "dynamic": 0,
+    "dynamic rows": 0,  # the range of all rows decides
+    "dynamic columns": 2,
+    "scaled": 0,
+    "scaled rows": 1,
+}
+"""Ops that the loader takes apart, in the graph of each rank."""
+APART = {"FusedConv", "FusedGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+
 
 def write(text: str, path: Path) -> None:
     """Saves a model, inputs of which the name starts with `w` as weights drawn by their names."""
@@ -137,3 +162,6 @@ def test_agrees(name: str, tmp_path: Path) -> None:
         path, tmp_path, options(layout, strategy={"shard": shard} if shard else None)
     )
     assert not plan.whole
+    for file in (tmp_path / "model.par").glob("rank_*.onnx"):
+        ops = [node.op_type for node in onnx.load(file, load_external_data=False).graph.node]
+        assert sum(op in APART for op in ops) == FUSED.get(name, 0)
