@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 
-<<<<<<< HEAD
-=======
 from onnxpar.errors import InputError
-from onnxpar.layout.layout import nested_parts
 
->>>>>>> b32c95c (Ranks are dealt to NUMA nodes: --ranks-per-numa, and whole nodes by default)
 BINDINGS = ("cores", "numa", "none")
 """What a rank can be bound to: its cores, the NUMA nodes of its cores, or nothing."""
 SYSTEM = Path("/sys/devices/system")
@@ -57,7 +53,6 @@ def shares(
     for. A rank with one core is bound to the cores of its node, or not at all if there is only one
     node, so that Linux can move it away from other processes.
     """
-    from onnxpar.layout.layout import nested_parts  # the command `run` starts ranks before NumPy
 
     cores = sorted(own_cores() if cores is None else cores)
     nodes = [list(of_node) for _, of_node in groupby(cores, lambda core: core.node)]
@@ -84,7 +79,7 @@ def _dealt(ranks: int, nodes: Sequence[Sequence[Core]], per_node: int) -> Deal:
         left = [max(0, ranks - per_node * before) for before in range(len(nodes))]
         return zip(nodes, [min(per_node, n) for n in left], strict=True)
     if ranks < len(nodes):
-        ends = list(accumulate(nested_parts(len(nodes), (ranks,))))
+        ends = list(accumulate(_equal_parts(len(nodes), ranks)))
         starts = [0, *ends[:-1]]
         return [
             ([core for node in nodes[i:k] for core in node], 1)
@@ -107,11 +102,16 @@ def _divided(own: Sequence[Core], ranks: int, bind: str, beside: Sequence[Core])
         yield from [Share(around, 1, False)] * ranks
         return
     start = 0
-    for count in nested_parts(len(units), (ranks,)) if ranks else ():
+    for count in _equal_parts(len(units), ranks):
         alone = bind == "cores" and count > 1
         bound = _threads(units[start : start + count]) if alone else around
         yield Share(bound, count, True)
         start += count
+
+
+def _equal_parts(size: int, parts: int) -> list[int]:
+    """Returns the sizes of nearly equal parts, larger ones first."""
+    return [size // parts + (part < size % parts) for part in range(parts)]
 
 
 def share_beside(alike: int, cores: Sequence[Core]) -> Share:
