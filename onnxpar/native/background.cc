@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "waiting.h"
+
 namespace onnxpar {
 
 Background::~Background() {
@@ -27,6 +29,7 @@ void Background::Await() {
 }
 
 void Background::RunJobs() {
+  sleeps_at_once = true;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return ending_ || !jobs_.empty(); });

@@ -9,7 +9,8 @@
 
 namespace onnxpar {
 
-/// The thread starts with the first job. A job must not throw.
+/// The thread starts with the first job, and leaves the core to others where it waits. A job must
+/// not throw.
 class Background {
  public:
   /// Runs what was added, and ends the thread.

@@ -14,6 +14,9 @@ namespace onnxpar {
 /// virtual machine, and who looks offers its core to all who have work.
 constexpr std::chrono::microseconds kLookTime{1000};
 
+/// True in threads whose core computes meanwhile: they sleep without looking first.
+inline thread_local bool sleeps_at_once = false;
+
 /// Sleeps until another process or thread wakes this word, unless it has another value already.
 void Sleep(const std::atomic<uint32_t>& word, uint32_t value, std::chrono::milliseconds longest);
 
@@ -30,6 +33,7 @@ template <typename HasCome, typename IsOver>
 bool Look(bool spins, const HasCome& has_come, const IsOver& is_over) {
   constexpr int kSpins = 64;
   if (has_come()) return true;
+  if (sleeps_at_once) return false;
   const auto until = std::chrono::steady_clock::now() + kLookTime;
   do {
     for (int i = 0; spins && i < kSpins; ++i) {
