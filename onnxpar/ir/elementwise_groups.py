@@ -25,6 +25,8 @@ _ACTIVATIONS = frozenset(("Erf", "Tanh", "Sigmoid"))
 one node reads the result."""
 _FUSED = frozenset(("Softmax", "Conv", "ConvTranspose", "QuantizeLinear", "DequantizeLinear"))
 """Ops that onnxruntime fuses with the elementwise nodes around them."""
+_INTEGERS = "MatMulInteger"
+"""An op that onnxruntime fuses with the Cast of its result, and with the scaling after that."""
 _PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
 
 
@@ -71,7 +73,9 @@ def _of_onnxruntime(merger: _Merger, fits: set[int], outputs: set[str]) -> set[i
     todo = [
         i
         for i, node in enumerate(nodes)
-        if node.op in _FUSED or (node.op in _ACTIVATIONS and len(merger.readers[i]) == 1)
+        if node.op in _FUSED
+        or (node.op in _ACTIVATIONS and len(merger.readers[i]) == 1)
+        or (node.op == "Cast" and any(nodes[j].op == _INTEGERS for j in merger.operands[i]))
     ]
     while todo:
         i = todo.pop()

@@ -31,6 +31,12 @@ PAIR = """pair (float[4,6] x, uint8[6,8] w1, float[8] w2, uint8[8] w3, float[8] 
 { h = com.microsoft.DynamicQuantizeMatMul(x, w1, w2, w3, w4)
   g = com.microsoft.DynamicQuantizeMatMul(x, w5, w6)
   y = Mul(h, g) }"""
+UPDATED = """updated (float[4,6] x, uint8[6,8] w5, float w6, float[4,8] r) => (float[4,8] y)
+{ g = com.microsoft.DynamicQuantizeMatMul(x, w5, w6)
+  a = Mul(g, g)
+  b = Add(a, r)
+  c = Sub(b, g)
+  y = Mul(c, b) }"""
 SCALED = """scaled (float[4,8] x, uint8[8,6] w1, float w2, uint8 w3, float[6] w4)
   => (float[4,6] y)
 { a, s, z = DynamicQuantizeLinear(x)
@@ -90,6 +96,11 @@ CASES = {
         "tp=3",
         {f"DynamicQuantizeMatMul_{y}": [[None, None], [None, "tp"]] for y in "hg"},
     ),
+    "dynamic columns before a loop": (
+        UPDATED,
+        "tp=2",
+        {"DynamicQuantizeMatMul_g": [[None, None], [None, "tp"]]},
+    ),
     "scaled": (SCALED, "tp=2", {"MatMulIntegerToFloat_y": [[None, "tp"]]}),
     "scaled rows": (SCALED, "data-parallel 3", {}),
     "bits": (BITS, "tp=2", {"MatMulNBits_h": [[None, "tp"]]}),
@@ -131,6 +142,7 @@ FUSED = {
     "dynamic": 0,
     "dynamic rows": 0,  # the range of all rows decides
     "dynamic columns": 2,
+    "dynamic columns before a loop": 1,
     "scaled": 0,
     "scaled rows": 1,
 }
