@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import nnls
 
-from onnxpar.calibration.measure import CHANNELS, LARGE, MEASURED, CollectiveTime, Measurements
-from onnxpar.calibration.models import NARROW, PICKED, PIXELS, ROWS, WIDE, WIDTH
+from onnxpar.calibration.measure import (
+    CHANNELS,
+    COPIED,
+    LARGE,
+    MEASURED,
+    MIDDLE,
+    NEAR,
+    CollectiveTime,
+    Measurements,
+)
+from onnxpar.calibration.models import NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
+from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import Device, Level, Link, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
@@ -32,11 +43,14 @@ def fit(found: Measurements) -> Topology:
     device = Device(
         flops=_digits(2 * ROWS * WIDTH**2 / max(found.work.product - launch, 1e-9)),
         convolution=_digits(BOTTLENECK / max(found.work.bottleneck - 3 * launch, 1e-9)),
-        memory_bandwidth=_digits(2 * LARGE / max(found.work.copy - launch, 1e-9)),
+        memory_bandwidth=_digits(2 * LARGE / max(found.work.copies[-1] - launch, 1e-9)),
         launch=launch,
         row=_digits(max(found.work.picks - launch, 1e-9) / PICKED),
         channels=channels_at_once(found.work.narrow),
     )
+    device = with_cache(device, found.work.copies)
+    rates = {kind: fit_rate(kind, times, device) for kind, times in found.work.rated.items()}
+    device = replace(device, ops=rates)
     return Topology((Level("host", None, other.latency, other.bandwidth, links),), device)
 
 
@@ -49,6 +63,49 @@ def channels_at_once(seconds: Sequence[float]) -> float | None:
         if took < SAME * fewer_took
     ]
     return float(max(blocks)) if blocks else None
+
+
+def with_cache(device: Device, copies: Sequence[float]) -> Device:
+    """Returns the device with the bytes that move at the speed of a small copy, as many as explain
+    the time of a middle one; without, if a small copy is no faster than a large one."""
+    near, middle, _ = copies
+    fast = 2 * NEAR / max(near - device.launch, 1e-9)
+    if fast <= device.memory_bandwidth:
+        return device
+    slower = 1 / device.memory_bandwidth - 1 / fast
+    saved = 2 * MIDDLE / device.memory_bandwidth - (middle - device.launch)
+    cache = min(max(saved / slower, 2 * NEAR), 2 * LARGE)
+    return replace(device, cache=_digits(cache), cache_bandwidth=_digits(fast))
+
+
+def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
+    """Returns the seconds for each row and element, both at least 0, that ops of a kind take beyond
+    what else the device's quantities account for, in the shapes of RATED."""
+    took = np.array(seconds)
+    known = np.array([accounted(kind, *shape, device) for shape in RATED[kind]])
+    work = np.array([worked(kind, *shape) for shape in RATED[kind]])
+    (row, element), _ = nnls(work / took[:, None], np.maximum(1 - known / took, 0))
+    return Rate(_digits(row), _digits(element))
+
+
+def worked(kind: str, rows: int, length: int) -> tuple[int, int]:
+    """Returns the rows and elements of an op of `models.rated`, as its kind has them."""
+    if kind == "Erf":
+        return 0, rows * length
+    return rows, rows * length * (length if kind == "MatMul" else 1)
+
+
+def accounted(kind: str, rows: int, length: int, device: Device) -> float:
+    """Returns the seconds of an op of `models.rated` by the quantities of a device other than
+    rates."""
+    row = device.row or 0.0
+    size = 4 * worked(kind, rows, length)[1]
+    if kind == "MatMul":
+        flops = 2 * rows * length**3
+        return (
+            device.launch + max(flops / device.flops, device.move(3 * size)) + rows * length * row
+        )
+    return device.launch + device.move(2 * size) + (0.0 if kind == "Erf" else rows * row)
 
 
 def fit_link(times: Sequence[CollectiveTime]) -> Link:
@@ -74,10 +131,15 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
     for what, seconds in (
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
         (f"3 Conv of {WIDE} channels", work.bottleneck),
-        (f"Neg of {LARGE >> 20} MiB", work.copy),
+        *((f"Neg of {n >> 10} KiB", t) for n, t in zip(COPIED, work.copies, strict=True)),
         (f"Gather of {PICKED} elements", work.picks),
-        ("Neg of one element", work.tiny),
+        ("an op on one element", work.tiny),
         *((f"Conv to {n} channels", t) for n, t in zip(CHANNELS, work.narrow, strict=True)),
+        *(
+            (f"{kind} of {rows}x{length}", t)
+            for kind, shapes in RATED.items()
+            for (rows, length), t in zip(shapes, work.rated[kind], strict=True)
+        ),
     ):
         yield f"{what:<30}{seconds * 1e6:>9.1f} us"
     yield ""

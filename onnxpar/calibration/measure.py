@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 
@@ -25,8 +25,9 @@ from onnxpar.runtime.timing import WARM_UP
 MEASURED = tuple(kind.name for kind in KINDS.values() if kind.is_measured)
 SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
 """Bytes of the tensors of collectives: 4 KiB to 4 MiB."""
-LARGE = 32 << 20
-"""Bytes of a tensor that is larger than any cache."""
+COPIED = NEAR, MIDDLE, LARGE = 128 << 10, 1 << 20, 32 << 20
+"""Bytes of tensors: one that the cache of a core holds, one that it may hold in part, and a larger
+one."""
 
 MOST_RANKS = 8
 """The largest default number of ranks; more would take long and change the result little."""
@@ -61,16 +62,19 @@ at least this fraction of the time with the work: the difference may be below 0.
 _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
     (models.products, 4, {}),
     (models.convolutions, 4, {"optimized": True}),
-    (partial(models.copies, LARGE), 4, {}),
+    *((partial(models.copies, size), max(4, (4 << 20) // size), {}) for size in COPIED),
     (models.rows, 4, {}),
-    (models.tiny_ops, 500, {"cold": True}),
+    (models.tiny_ops, 100, {"cold": True}),
     (models.work_between, 20, {}),
 )
 """Functions that make models, the number of times that the model repeats its op, and options of the
 runs. Convolutions are optimized, because only then does onnxruntime use its blocked memory format.
-Caches are cold for tiny ops, because in real models large ops run between them."""
+Caches are cold for tiny ops, and few ops run in them, because in real models other ops run between
+those of a kind."""
 CHANNELS = (4, 8, 16, 32, 64)
 """Output channels of convolutions: of those that kernels compute at once, fewer take as long."""
+IN_RATED = 4
+"""The number of ops in models of rated ops."""
 _numbers = count()
 
 
@@ -89,14 +93,16 @@ class CollectiveTime:
 class Work:
     """The time of each op on the slowest rank, in seconds, while all ranks compute the same;
     `bottleneck` is the time of three convolutions, `narrow` that of one to each number of CHANNELS.
-    """
+    `copies` are those of elementwise ops on tensors of COPIED bytes, `rated` those of the kinds of
+    ops in `models.RATED`, in each of the shapes there."""
 
     product: float
     bottleneck: float
-    copy: float
+    copies: tuple[float, ...]
     picks: float
     tiny: float
     narrow: tuple[float, ...]
+    rated: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,10 @@ def measure(
         for channels in CHANNELS:
             model = models.narrow_convolutions(channels, 4)
             each.append(_Case(folder, [model] * ranks, 4, optimized=True))
+        for kind, shapes in models.RATED.items():
+            for shape in shapes:
+                model = models.rated(kind, *shape, IN_RATED)
+                each.append(_Case(folder, [model] * ranks, IN_RATED))
         for kind, members, size in of_collectives:
             repeats = max(2, min(20, (4 << 20) // size))
             of_groups = _of_groups(kind, size, members, ranks, repeats)
@@ -155,14 +165,15 @@ def measure(
             for case in each:
                 case.run(processes, seconds * share)
                 note(share)
-    taken = [case.seconds for case in each]
-    product, bottleneck, copy, picks, tiny, between = taken[: len(_WORK)]
-    talk = len(_WORK) + len(CHANNELS)
+    taken = iter([case.seconds for case in each])
+    product, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
+    narrow = tuple(islice(taken, len(CHANNELS)))
+    rated = {kind: tuple(islice(taken, len(shapes))) for kind, shapes in models.RATED.items()}
     found = tuple(
         CollectiveTime(*case, max(seconds - between, seconds * LEAST))
-        for case, seconds in zip(of_collectives, taken[talk:], strict=True)
+        for case, seconds in zip(of_collectives, taken, strict=True)
     )
-    work = Work(product, bottleneck, copy, picks, tiny, tuple(taken[len(_WORK) : talk]))
+    work = Work(product, bottleneck, tuple(copies), picks, tiny, narrow, rated)
     return Measurements(ranks, shares(ranks)[-1].threads, work, found)
 
 

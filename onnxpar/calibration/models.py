@@ -19,6 +19,22 @@ PICKED, LENGTH = 1 << 16, 64
 """The number of elements that a Gather reads, and of the elements in a row."""
 BETWEEN = (64, 256)
 """The shape of the operand of the matrix product before each collective."""
+RATED: dict[str, tuple[tuple[int, int], ...]] = {
+    "Softmax": ((4096, 16), (512, 128)),
+    "LayerNormalization": ((1024, 32), (64, 512)),
+    "Erf": ((512, 128),),
+    "Transpose": ((8192, 4), (8192, 32)),
+    "MatMul": ((512, 8), (128, 32)),
+}
+"""The rows and their lengths in the models of `rated`: short and long rows, which tells what a row
+costs and what an element."""
+_OF_TWO = ("Mul", "Add", "Sub", "Div", "Max")
+_OF_ONE = ("Neg", "Sqrt", "Relu", "Identity", "Exp", "Transpose")
+"""Small ops of two operands and of one."""
+PLANE = 128
+"""The number of rows in each of the planes that a Transpose exchanges."""
+MASKED = -1e4
+"""What a mask adds to the scores that a softmax must leave out."""
 COLUMNS = 64
 """The number of columns in the tensors of collectives."""
 _TOKEN = helper.make_tensor_value_info("token0", TensorProto.BOOL, [0])
@@ -125,9 +141,47 @@ def rows(repeats: int) -> onnx.ModelProto:
     return _chain([("Gather", ["I"], {"axis": 1})] * repeats, [PICKED // LENGTH, LENGTH], [each])
 
 
+def rated(kind: str, rows: int, length: int, repeats: int) -> onnx.ModelProto:
+    """Returns a model of ops of a kind of RATED on `rows` rows of `length` elements: softmaxes of
+    which half of each row is masked, norms, exchanges of the dimensions before the rows, or
+    products of `rows` square matrices of `length` rows."""
+    if kind == "Softmax":
+        return _softmaxes(rows, length, repeats)
+    if kind == "LayerNormalization":
+        scale = numpy_helper.from_array(np.ones(length, np.float32), "W")
+        return _chain([(kind, ["W", "W"], {})] * repeats, [rows, length], [scale])
+    if kind == "Transpose":
+        shape = [rows // PLANE, PLANE // 8, 8, length]
+        return _chain([(kind, [], {"perm": [0, 2, 1, 3]})] * repeats, shape)
+    if kind == "MatMul":
+        return _chain([(kind, ["X0"], {})] * repeats, [rows, length, length])
+    return _chain([(kind, [], {})] * repeats, [rows, length])
+
+
+def _softmaxes(rows: int, length: int, repeats: int) -> onnx.ModelProto:
+    """A model of softmaxes of one masked operand. No node reads the results of all but the last,
+    but onnxruntime runs them all."""
+    mask = np.zeros(length, np.float32)
+    mask[length // 2 :] = MASKED
+    nodes = [helper.make_node("Add", ["X", "mask"], ["M"])]
+    nodes += [helper.make_node("Softmax", ["M"], [f"S{i}"]) for i in range(repeats)]
+    nodes.append(helper.make_node("ReduceMax", [f"S{repeats - 1}"], ["Y"], keepdims=0))
+    x = helper.make_tensor_value_info("X", TensorProto.FLOAT, [rows, length])
+    y = helper.make_tensor_value_info("Y", TensorProto.FLOAT, [])
+    return _model(nodes, [x], [y], [numpy_helper.from_array(mask, "mask")])
+
+
 def tiny_ops(repeats: int) -> onnx.ModelProto:
-    """Returns a chain of ops on a single element."""
-    return _chain([("Neg", [], {})] * repeats, [1])
+    """Returns a chain of ops of several kinds on a single element, every other one with an operand
+    of its own, as in the updates of parameters."""
+    weights = [
+        numpy_helper.from_array(np.ones(1, np.float32), f"W{i}") for i in range(0, repeats, 2)
+    ]
+    links: list[tuple[str, list[str], dict[str, Any]]] = []
+    for i in range(repeats):
+        kinds = _OF_ONE if i % 2 else _OF_TWO
+        links.append((kinds[i // 2 % len(kinds)], [] if i % 2 else [f"W{i}"], {}))
+    return _chain(links, [1], weights)
 
 
 def _chain(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.cost.device import ROW_BYTES, Device
+from onnxpar.cost.device import NO_RATE, ROW_BYTES, Device
 from onnxpar.cost.topology import HOST, Level, Link, Topology
 from onnxpar.ir.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
@@ -204,7 +204,16 @@ class Costs:
     def local(self, kind: str, size: float) -> float:
         """Seconds of a step of a reshard that copies `size` bytes without communication, such as a
         slice, on the slowest device; the same for every `kind`."""
-        return max(device.launch + size / device.memory_bandwidth for device in self.devices)
+        return max(device.launch + device.move(size) for device in self.devices)
+
+    def beyond(
+        self, kind: str, rows: float, elements: float, device: Device | None = None
+    ) -> float:
+        """Additional seconds of an op of a kind of RATED with so many rows and elements, on a
+        device or, without one, on the slowest; 0 where the kind was not measured."""
+        each = self.devices if device is None else (device,)
+        rates = [d.ops.get(kind, NO_RATE) for d in each]
+        return max(rows * rate.row + elements * rate.element for rate in rates)
 
     def rows(self, count: float, device: Device | None = None) -> float:
         """Additional seconds for `count` rows that are copied or processed one by one, on a device
@@ -214,19 +223,30 @@ class Costs:
             d.row if d.row is not None else ROW_BYTES / d.memory_bandwidth for d in each
         )
 
-    def memory(self, size: float, device: Device | None = None) -> float:
-        """Seconds to read or write `size` bytes, on a device or, without one, on the slowest."""
+    def memory(self, size: float, device: Device | None = None, far: float = 0.0) -> float:
+        """Seconds to read or write `size` bytes, `far` of which no cache holds, on a device or,
+        without one, on the slowest."""
         each = self.devices if device is None else (device,)
-        return max(size / d.memory_bandwidth for d in each)
+        return max(d.move(size - far) + far / d.memory_bandwidth for d in each)
+
+    @cached_property
+    def cache(self) -> float:
+        """The bytes that the smallest cache of a rank holds; 0 if a device has none."""
+        return min(device.cache or 0.0 for device in self.devices)
 
     def compute(
-        self, flops: float, size: float, convolves: bool = False, device: Device | None = None
+        self,
+        flops: float,
+        size: float,
+        convolves: bool = False,
+        device: Device | None = None,
+        far: float = 0.0,
     ) -> float:
         """Seconds of an op with `flops` multiplications and additions that reads and writes `size`
-        bytes: the launch, plus the slower of the two (the roofline model). On a device or, without
-        one, on the slowest."""
+        bytes, `far` of which no cache holds: the launch, plus the slower of the two (the roofline
+        model). On a device or, without one, on the slowest."""
         each = self.devices if device is None else (device,)
-        return max(_roofline(d, flops, size, convolves) for d in each)
+        return max(_roofline(d, flops, size, far, convolves) for d in each)
 
 
 def _transfer(kind: str, ranks: int, link: Link, size: float) -> float:
@@ -238,6 +258,8 @@ def _transfer(kind: str, ranks: int, link: Link, size: float) -> float:
     return seconds
 
 
-def _roofline(device: Device, flops: float, size: float, convolves: bool) -> float:
+def _roofline(device: Device, flops: float, size: float, far: float, convolves: bool) -> float:
     rate = device.convolution if convolves and device.convolution else device.flops
-    return device.launch + max(flops / rate, size / device.memory_bandwidth)
+    return device.launch + max(
+        flops / rate, device.move(size - far) + far / device.memory_bandwidth
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onnxpar.cost.entries import mapping, number
@@ -15,6 +15,18 @@ from onnxpar.layout.mesh import MOST_RANKS
 ROW_BYTES = 100
 """Bytes of contiguous memory that can be copied in the time that one more row costs
 (`Device.row`)."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Seconds that an op of a kind takes for each row and each element, beyond what its operations,
+    its bytes and `Device.row` account for."""
+
+    row: float = 0.0
+    element: float = 0.0
+
+
+NO_RATE = Rate()
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,9 @@ class Device:
                       part of them; None: exactly those that there are
     row               additional seconds for each row, a stretch of contiguous elements that is
                       copied, multiplied or normalized on its own; None: the time to copy ROW_BYTES
+    cache             bytes that an op reads and writes at `cache_bandwidth`; the rest moves at
+                      `memory_bandwidth`; None: all of it
+    ops               the rates of kinds of ops that were measured by themselves, of RATED
     """
 
     flops: float = 2e10
@@ -39,18 +54,32 @@ class Device:
     convolution: float | None = None
     row: float | None = None
     channels: float | None = None
+    cache: float | None = None
+    cache_bandwidth: float | None = None
+    ops: Mapping[str, Rate] = field(default_factory=dict, hash=False)
+
+    def move(self, size: float) -> float:
+        """Seconds to read or write `size` bytes."""
+        if self.cache is None or self.cache_bandwidth is None:
+            return size / self.memory_bandwidth
+        near = min(size, self.cache)
+        return near / self.cache_bandwidth + (size - near) / self.memory_bandwidth
 
 
+RATED = ("Softmax", "LayerNormalization", "Erf", "Transpose", "MatMul")
+"""Kinds of ops that may have a rate. What their rows and elements are: `search/rated_ops.py`."""
 DEVICE_UNITS = {
     "flops": "FLOP/s",
     "convolution": "FLOP/s",
     "channels": "",
     "memory_bandwidth": "B/s",
+    "cache": "B",
+    "cache_bandwidth": "B/s",
     "row": "s",
     "launch": "s",
     "memory": "B",
 }
-Settings = Mapping[str, float]
+Settings = Mapping[str, Any]
 """The quantities of a device that a file gives."""
 
 
@@ -71,7 +100,7 @@ class Listed:
             return Listed(_settings(data or {}, where), (), where)
         each: list[Settings] = []
         for i, item in enumerate(data):
-            entries = mapping(item, (*DEVICE_UNITS, "count"), f"{where}[{i}]")
+            entries = mapping(item, (*DEVICE_UNITS, "ops", "count"), f"{where}[{i}]")
             count = entries.get("count", 1)
             if type(count) is not int or not 1 <= count <= MOST_RANKS:
                 raise StrategyError(
@@ -115,7 +144,7 @@ def devices_of(
 
 
 def _device_of(rank: int, top: Listed, levels: Sequence[tuple[Listed, int | None]]) -> Device:
-    settings: dict[str, float] = dict(top.same)
+    settings: dict[str, Any] = dict(top.same)
     units = [math.prod(size or 1 for _, size in levels[:i]) for i in range(len(levels))]
     for (listed, size), unit in reversed(list(zip(levels, units, strict=True))):
         settings |= listed.same
@@ -124,9 +153,18 @@ def _device_of(rank: int, top: Listed, levels: Sequence[tuple[Listed, int | None
 
 
 def _settings(data: Any, where: str) -> Settings:
-    entries = mapping(data, tuple(DEVICE_UNITS), where)
-    return {
+    entries = mapping(data, (*DEVICE_UNITS, "ops"), where)
+    settings: dict[str, Any] = {
         key: number(entries, key, unit, where)
         for key, unit in DEVICE_UNITS.items()
         if entries.get(key) is not None
     }
+    if entries.get("ops"):
+        ops = mapping(entries["ops"], RATED, f"{where}: ops")
+        settings["ops"] = {kind: _rate(rate, f"{where}: {kind}") for kind, rate in ops.items()}
+    return settings
+
+
+def _rate(data: Any, where: str) -> Rate:
+    entries = mapping(data, ("row", "element"), where)
+    return Rate(**{key: number(entries, key, "s", where) for key in entries})

@@ -200,6 +200,10 @@ class Topology:
             for name, unit in DEVICE_UNITS.items():
                 value = getattr(device, name)
                 marks += [f"{name}: {text_of(value, unit)}"] if value is not None else []
+            marks += ["ops:"] if device.ops else []
+            for kind, rate in device.ops.items():
+                row, element = text_of(rate.row, "s"), text_of(rate.element, "s")
+                marks.append(f"  {kind}: {{row: {row}, element: {element}}}")
             first = "  - " if self.devices else "  "
             lines += [f"{first if not i else ' ' * len(first)}{m}" for i, m in enumerate(marks)]
         return "\n".join(lines) + "\n"

@@ -17,14 +17,12 @@ from onnxpar.layout.mesh import parts_over
 from onnxpar.presets.contraction import convolves, is_contraction
 from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.op_strategies import OpStrategy
+from onnxpar.search.rated_ops import copied_rows, rated_as, work_of
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.flops import flops_over, without_rings
+from onnxpar.sharding.lifetimes import VIEWS
 from onnxpar.sharding.state import FactorSharding, ShardingState
 
-_VIEWS = frozenset(
-    ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant")
-)
-"""Ops that move no data."""
 _LOOK_UP = frozenset(("Gather", "GatherND", "GatherElements"))
 """Ops that read only as many bytes of their first operand as they return."""
 _ROW_AXIS = {
@@ -43,10 +41,11 @@ _NODE = 64
 """Bytes of a node of a tree in the attributes of a forest."""
 _VISIT = 40
 """Operations that take as long as a visit to a node of a tree, which is a jump in memory."""
-_EDGE_COPIES = 2
-"""Times that the edge of a shard is copied row by row: to be sent, and to be joined to a shard."""
 _CACHE = 8.0
 """How many times as fast the first-level cache is as memory."""
+_EDGE_COPIES = 3
+"""Times that rows are copied for the edge of a shard: those of the edge to be sent, and those of
+the edge and of the shard to be joined."""
 _ROUNDS = 2
 """Number of small all-reduces among the ops that replace such an op."""
 
@@ -132,7 +131,7 @@ def _op_cost(
     if share < 1:
         held, produced = _of_chosen(op, share, held, produced, sharding)
     read, written = sum(part.bytes for part in held), sum(part.bytes for part in produced)
-    if node.op in _VIEWS:
+    if node.op in VIEWS:
         read = written = 0.0
     elif node.op == "ScatterND" and node.outputs[0].name in sharding.factors.on_host:
         read = written = sum(part.bytes for part in held[1:])  # the session writes these rows alone
@@ -143,10 +142,13 @@ def _op_cost(
         return costs.memory(max(others, 0.0), device), 0.0
     in_loop = sharding.factors.in_loops.get(node.name)
     if in_loop is not None:
-        outside = sum(held[i].bytes for i in in_loop.operands)
-        outside += sum(produced[i].bytes for i in in_loop.results)
+        held = [part if i in in_loop.operands else _Part() for i, part in enumerate(held)]
+        produced = [part if i in in_loop.results else _Part() for i, part in enumerate(produced)]
+        outside = sum(part.bytes for part in (*held, *produced))
+        inside = (read + written) / _CACHE
         launch = costs.compute(0, 0.0, device=device) if in_loop.is_first else 0.0
-        return launch + costs.memory(max(outside, (read + written) / _CACHE), device), 0.0
+        moving = costs.memory(outside, device, _far(op, held, produced, sharding))
+        return launch + max(moving, costs.memory(inside, device, inside)), 0.0
     count = 0
     if is_recurrence(node):
         weights = sum(math.prod(held[i].shape) for i in WEIGHTS)
@@ -157,9 +159,14 @@ def _op_cost(
         count = flops_over(op, strategy.axes, sharding, rank)
         if node.op == "Conv":
             count = round(count * _in_blocks(node, produced[0], device or costs.devices[0]))
-    seconds = costs.compute(count, read + written, convolves(op), device) + costs.rows(
+    far = min(_far(op, held, produced, sharding), read + written)
+    seconds = costs.compute(count, read + written, convolves(op), device, far) + costs.rows(
         round(_rows(op, held, produced) * share), device
     )
+    kind = rated_as(node)
+    if kind is not None and produced and produced[0].shape:
+        work = work_of(kind, node, [part.shape for part in held], produced[0].shape)
+        seconds += share * costs.beyond(kind, *work, device)
     if node.op == "Conv" and strategy.own_partial(op)[0]:  # no fused activation, other format
         seconds += 2 * costs.compute(0, 2 * written, device=device)
     split = [i for i, over in enumerate(strategy.axes) if over]
@@ -179,6 +186,17 @@ def _op_cost(
     between = _communication(op, strategy, sharding, largest)
     of_rings = (_ring(op, i, j, strategy, sharding, held, produced) for i, j in op.rings)
     return seconds, between + sum(of_rings)
+
+
+def _far(
+    op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part], sharding: ShardingState
+) -> float:
+    """The bytes of operands and results that the cache does not hold: of inputs, of weights, and of
+    tensors in whose life the ranks write more than the cache holds."""
+    cache = sharding.costs.cache * sharding.mesh.size
+    lives = sharding.factors.lifetimes
+    each = zip((*op.node.inputs, *op.node.outputs), (*held, *produced), strict=True)
+    return sum(part.bytes for tensor, part in each if lives.get(tensor.name, math.inf) > cache)
 
 
 def _ring(
@@ -278,9 +296,7 @@ def _rows(op: OpFactors, held: Sequence[_Part], produced: Sequence[_Part]) -> in
     if is_contraction(op):
         return 0 if convolves(op) else math.prod(shape[:-1])
     if node.op == "Transpose":
-        perm = node.attrs.get("perm", range(len(shape))[::-1])
-        last = max((i for i, source in enumerate(perm) if i != source), default=-1)
-        return math.prod(shape[: last + 1]) if last < len(shape) - 1 else 0
+        return copied_rows(node, shape)
     if node.op not in _ROW_AXIS or not held[0].shape:
         return 0
     axis = node.attrs.get("axis", _ROW_AXIS[node.op]) % len(held[0].shape)

@@ -22,6 +22,7 @@ from onnxpar.rules.rule import Rule
 from onnxpar.sharding.bonds import edges_of, groups
 from onnxpar.sharding.in_convolutions import in_convolutions
 from onnxpar.sharding.in_loops import InLoop, in_loops
+from onnxpar.sharding.lifetimes import lifetimes
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ class GraphFactors:
                 never resharded
     on_host     tables that stay in files, and the results that replace them
 
-    `in_convolutions` has the names of nodes that onnxruntime runs inside convolutions.
+    `in_convolutions` has the names of nodes that onnxruntime runs inside convolutions, `lifetimes`
+    the bytes written while a tensor lives, by its name.
     """
 
     tensors: dict[str, TensorFactors]
@@ -196,6 +198,7 @@ class GraphFactors:
     def __post_init__(self) -> None:
         self._by_name = {op.node.name: op for op in self.ops}
         self.in_convolutions = in_convolutions(op.node for op in self.ops)
+        self.lifetimes = lifetimes((op.node for op in self.ops), self.tensors)
         self._shares = {
             tensor.name: op.chosen.share
             for op in self.ops

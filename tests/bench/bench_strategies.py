@@ -1,32 +1,38 @@
-"""Predicted beside measured times of strategies of BERT, ResNet and a training step of BERT, over
-2 ranks of this machine.
+"""Predicted beside measured times of strategies of BERT, ResNet, and training steps of BERT, GPT-2
+and ResNet, over 2 ranks of this machine.
 
-    python tests/bench/bench_strategies.py [--topology cluster.yaml] [--rounds 40]
-        [--bert models/bert.legacy.dynamic.onnx batch=64,seq=16]
-        [--resnet models/resnet.legacy.dynamic.onnx batch=8] [--step MODEL SIZES]
+    python tests/bench/bench_strategies.py [CASE ...] [--topology cluster.yaml] [--rounds 40]
+        [--write times.json | --read times.json]
 
 Each strategy is sharded and started once. Then all of a model run in turns, a few runs each, when
 the machine does little else, and after some runs that do not count, as cores that have slept are
 slow at first. Of all runs of a strategy, the time that a tenth are below is what counts: other work
-only adds. Without --topology, `onnxpar calibrate` measures the machine first.
+only adds. Without --topology, `onnxpar calibrate` measures the machine first. `--write` adds the
+measured times to a file, by the programs of the ranks; `--read` predicts again, and takes the times
+of the same programs from it.
 
 For each model: the strategies, the fastest first; Spearman's correlation of predicted and measured
 times; the median error of predicted times; and how far what the search has chosen is behind the
-fastest. Fails where a correlation is below 0.8, or what was chosen takes more than 1.1 of the
-fastest.
+fastest. A second correlation counts no order among strategies whose measured times are within 3 %
+of the fastest of them, which is noise: it places them as predicted. Fails where the latter is below
+0.95, the median error above 25 %, or what was chosen takes more than 1.03 of the fastest.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import math
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +51,16 @@ from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.strategy_cases import CASES, CHOSEN, Case
+
 MODELS = Path(__file__).parents[2] / "models"
 RANKS = 2
-LEAST_CORRELATION = 0.8
-MOST_BEHIND = 1.1
+LEAST_CORRELATION = 0.95
+MOST_ERROR = 0.25
+MOST_BEHIND = 1.03
+SAME = 1.03
+"""Measured times that differ by less than this ratio differ by noise."""
 WARM_UP = 5
 RUNS = 5
 """In a turn."""
@@ -58,120 +70,69 @@ QUANTILE = 0.1
 MOMENT = 0.05
 QUIET = 0.25
 """Cores at work in a quiet moment."""
-PRESETS = ("data-parallel", "tensor-parallel", "sequence-parallel")
-STEP_PRESETS = ("data-parallel", "zero1", "zero3", "tensor-parallel")
-CHOSEN = "auto"
 
-Entries = Mapping[str, Mapping[str, Any]]
-COLUMNS, SUMS = {"n": "tp"}, {"k": "tp"}
-BATCH = [["tp", 1, 1], [1, 1]]
-WHOLE = [[1, 1, 1], [1, 1]]
-HEADS = {f"*/attention/self/{name}/MatMul": COLUMNS for name in ("query", "key", "value")}
-MLP = {"*/intermediate/dense/MatMul": COLUMNS}
-BERT: dict[str, Entries] = {
-    "whole": {},
-    "heads": {"shard": HEADS},
-    "MLPs": {"shard": MLP},
-    "heads and MLPs": {"shard": HEADS | MLP},
-    "heads and MLP of layer 1": {
-        "shard": {f"*layer.1{name[1:]}": split for name, split in (HEADS | MLP).items()}
-    },
-    "MLP of layer 0": {"shard": {"*layer.0/intermediate/dense/MatMul": COLUMNS}},
-    "columns of all products": {"shard": {"*layer.*/MatMul": COLUMNS}},
-    "columns of heads, sums of the rest": {"shard": {"*layer.*/dense/MatMul": SUMS} | HEADS},
-    "rows of the table of words": {"shard": {"*word_embeddings/Gather": {"v": "tp"}}},
-    "width of the table of words": {"shard": {"*word_embeddings/Gather": {"d1": "tp"}}},
-    "sequence": {"tensors": {"input_ids": [1, "tp"]}},
-    "batch, MLPs whole": {
-        "shard": {
-            "*/attention/self/query/MatMul": BATCH,
-            "*/intermediate/dense/MatMul": WHOLE,
-            "*layer.*/output/dense/MatMul": WHOLE,
-        }
-    },
-    "batch, columns of MLPs": {"shard": {"*/attention/self/query/MatMul": BATCH} | MLP},
-}
-
-IMAGES, HEIGHT, ALL = [["tp", 1, 1, 1]], [[1, 1, "tp", 1]], [[1, 1, 1, 1]]
-OUT, INTO = {"o": "tp"}, {"c": "tp"}
-RESNET: dict[str, Entries] = {
-    "whole": {},
-    "height": {"tensors": {"pixel_values": HEIGHT[0]}},
-    "width": {"tensors": {"pixel_values": [1, 1, 1, "tp"]}},
-    "output channels": {"shard": {"*stages.*Conv": OUT}},
-    "input channels": {"shard": {"*stages.*Conv": INTO}},
-    "channels within blocks": {
-        "shard": {"*/layer/layer.0/*Conv": OUT, "*/layer/layer.1/*Conv": INTO}
-    },
-    "channels of stage 3": {"shard": {"*stages.3/*layer.0/*Conv": OUT}},
-    "3x3 channels of stages 2, 3": {"shard": {"*stages.[23]/*/layer/layer.1/*Conv": OUT}},
-    "batch of stage 0": {"shard": {"*stages.0/*Conv": IMAGES, "*stages.1/*Conv": ALL}},
-    "batch, from stage 2 on channels": {
-        "shard": {"*stages.[01]/*Conv": IMAGES, "*stages.[23]/*Conv": OUT}
-    },
-    "height, from stage 2 on batch": {
-        "shard": {"*stages.[01]/*Conv": HEIGHT, "*stages.[23]/*Conv": IMAGES}
-    },
-    "batch, from stage 2 on whole": {
-        "shard": {"*stages.[01]/*Conv": IMAGES, "*stages.[23]/*Conv": ALL}
-    },
-}
+Times = dict[str, float]
+"""Measured seconds of a run, by the digest of the ranks' programs."""
 
 
 @dataclass
 class Entry:
-    """A strategy of a model, under all names that lead to the same ranks' programs, and the seconds
-    of its runs."""
+    """A strategy of a model, under all names that lead to the same ranks' programs, whose digest
+    `programs` is; and the seconds of a run, once they are measured."""
 
     names: list[str]
     candidate: Candidate
-    run: Callable[[], object]
-    runs: list[float] = field(default_factory=list)
+    programs: str
+    par: Path
+    measured: float = math.nan
 
     @property
     def predicted(self) -> float:
         """Seconds of a run by the cost model."""
         return self.candidate.predicted.total
 
-    @property
-    def measured(self) -> float:
-        """Seconds of a run that little else disturbed."""
-        return float(np.quantile(self.runs, QUANTILE))
 
-
-def options_of(
-    strategies: Mapping[str, Entries], common: Options, presets: Sequence[str] = PRESETS
-) -> Iterator[tuple[str, Options]]:
+def options_of(case: Case, topology: Topology) -> Iterator[tuple[str, Options]]:
     """Each strategy, the presets, and what the search chooses, over 2 ranks."""
+    common = Options(topology=topology, dims={} if case.loss else case.dims)
     mesh = Mesh((("tp", RANKS),))
-    for name, entries in strategies.items():
+    for name, entries in case.strategies.items():
         strategy = Strategy.given(entries)
         yield name, replace(common, strategy=strategy, search="propagation", mesh=mesh)
-    for preset in presets:
+    for preset in case.presets:
         yield preset, replace(common, preset=preset, devices=RANKS)
     yield CHOSEN, replace(common, search="auto", devices=RANKS)
 
 
-def start(
-    model: Path, options: Mapping[str, Options], folder: Path, stack: ExitStack, is_step: bool
-) -> Iterator[Entry]:
-    """Shards the model by each strategy, and starts its ranks, of one thread each, until the end of
-    the stack."""
-    known: dict[bytes, Entry] = {}
-    for number, (name, of) in enumerate(options.items()):
-        candidate = try_candidate(model, of)
+def entries_of(case: Case, topology: Topology, folder: Path) -> list[Entry]:
+    """Shards the model by each strategy that applies."""
+    model = MODELS / f"{case.model}.onnx"
+    if case.loss:
+        step = folder / "step.onnx"
+        grad(model, step, loss=case.loss, optimizer="adamw", dims=case.dims)
+        model = step
+    known: dict[str, Entry] = {}
+    for number, (name, options) in enumerate(options_of(case, topology)):
+        candidate = try_candidate(model, options)
         if isinstance(candidate, Refused):
             print(f"{name} does not apply: {candidate.reason}")
             continue
         par = folder / f"{number}.par"
-        pipeline.shard(model, par, of)
-        programs = b"".join(path.read_bytes() for path in sorted(par.glob("rank_*.onnx")))
+        pipeline.shard(model, par, options)
+        programs = digest(par)
         if programs in known:
             known[programs].names.append(name)
-            continue
-        run = start_step(par, stack) if is_step else start_session(par, stack)
-        known[programs] = Entry([name], candidate, run)
-        yield known[programs]
+        else:
+            known[programs] = Entry([name], candidate, programs, par)
+    return list(known.values())
+
+
+def digest(par: Path) -> str:
+    """A digest of the programs of all ranks."""
+    found = hashlib.sha256()
+    for path in sorted(par.glob("rank_*.onnx")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def start_session(par: Path, stack: ExitStack) -> Callable[[], object]:
@@ -209,21 +170,44 @@ def feeds_of(session: InferenceSession) -> dict[str, Any]:
     return found
 
 
-def measure(entries: list[Entry], rounds: int) -> None:
-    """Lets all run in turns, in another order each round."""
+def measure(entries: Sequence[Entry], is_step: bool, rounds: int) -> None:
+    """Starts the ranks of all strategies, of one thread each, and lets them run in turns, in
+    another order each round."""
     draw = random.Random(0)
-    for entry in entries * WARM_UP:
-        entry.run()
-    for _ in range(rounds):
-        for entry in draw.sample(entries, len(entries)):
-            wait_for_quiet()
-            awake = time.perf_counter() + AWAKE
-            while time.perf_counter() < awake:
-                entry.run()
-            for _ in range(RUNS):
-                start = time.perf_counter()
-                entry.run()
-                entry.runs.append(time.perf_counter() - start)
+    start = start_step if is_step else start_session
+    with ExitStack() as stack:
+        runs = [start(entry.par, stack) for entry in entries]
+        for run in runs * WARM_UP:
+            run()
+        seconds: list[list[float]] = [[] for _ in runs]
+        for _ in range(rounds):
+            for i in draw.sample(range(len(runs)), len(runs)):
+                seconds[i] += turn(runs[i])
+    for entry, found in zip(entries, seconds, strict=True):
+        entry.measured = float(np.quantile(found, QUANTILE))
+
+
+def recall(entries: Sequence[Entry], known: Times) -> None:
+    """Takes the times of strategies whose programs were measured before; names the others."""
+    for entry in entries:
+        entry.measured = known.get(entry.programs, math.nan)
+        if math.isnan(entry.measured):
+            print(f"{' = '.join(entry.names)}: {entry.predicted * 1e3:.2f} ms, never measured")
+
+
+def turn(run: Callable[[], object]) -> list[float]:
+    """The seconds of RUNS runs on a quiet machine, after some that do not count."""
+    wait_for_quiet()
+    awake = time.perf_counter() + AWAKE
+    for _ in range(WARM_UP):
+        run()
+    while time.perf_counter() < awake:
+        run()
+    moments = [time.perf_counter()]
+    for _ in range(RUNS):
+        run()
+        moments.append(time.perf_counter())
+    return [end - start for start, end in pairwise(moments)]
 
 
 def wait_for_quiet(moments: int = 6) -> None:
@@ -258,72 +242,73 @@ def table(entries: Sequence[Entry]) -> Iterator[str]:
         )
 
 
-def bench(
-    model: Path, dims: str, strategies: Mapping[str, Entries], topology: Topology, rounds: int
-) -> bool:
-    """Prints the table of a model; whether both limits are kept."""
-    common = Options(topology=topology, dims=sizes_of(dims))
-    return compare(model, f"{model.name}, {dims}", dict(options_of(strategies, common)), rounds)
+def places(entries: Sequence[Entry]) -> list[float]:
+    """The places by measured time, in which those that noise may have put in this order stand as
+    predicted: times that are less than SAME of the fastest among them."""
+    order = sorted(range(len(entries)), key=lambda i: entries[i].measured)
+    group, first = [0] * len(entries), order[0]
+    for i in order:
+        first = i if entries[i].measured > SAME * entries[first].measured else first
+        group[i] = first
+    keys = [(entries[group[i]].measured, entries[i].predicted) for i in range(len(entries))]
+    return [float(sorted(keys).index(key)) for key in keys]
 
 
-def bench_step(model: Path, dims: str, topology: Topology, rounds: int) -> bool:
-    """Prints the table of a training step of a model; whether both limits are kept."""
-    with tempfile.TemporaryDirectory() as folder:
-        step = Path(folder) / "step.onnx"
-        grad(model, step, loss="softmax-cross-entropy", optimizer="adamw", dims=sizes_of(dims))
-        options = dict(options_of({}, Options(topology=topology), STEP_PRESETS))
-        return compare(step, f"training step of {model.name}, {dims}", options, rounds, True)
-
-
-def sizes_of(dims: str) -> dict[str, int]:
-    """The sizes in a text such as batch=8,seq=16."""
-    return {name: int(size) for name, size in (part.split("=") for part in dims.split(","))}
-
-
-def compare(
-    model: Path, what: str, options: Mapping[str, Options], rounds: int, is_step: bool = False
-) -> bool:
-    """Prints the table of these strategies; whether both limits are kept."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        entries = list(start(model, options, Path(folder), stack, is_step))
-        measure(entries, rounds)
+def verdict(entries: Sequence[Entry]) -> tuple[str, bool]:
+    """The last line of a table, and whether all limits are kept."""
     predicted, measured = np.array([(entry.predicted, entry.measured) for entry in entries]).T
-    correlation = float(spearmanr(predicted, measured).statistic)
+    plain = float(spearmanr(predicted, measured).statistic)
+    correlation = float(spearmanr(predicted, places(entries)).statistic)
     error = float(np.median(np.abs(predicted / measured - 1)))
-    chosen = next(entry for entry in entries if CHOSEN in entry.names)
-    behind = chosen.measured / min(measured)
-    print(f"{what}: milliseconds of a run over {RANKS} ranks")
-    print("\n".join(table(entries)))
-    print(
-        f"Spearman's correlation {correlation:.3f}; median error {error:.0%}; {CHOSEN}: "
-        f"{behind:.3f} of the fastest\n"
+    chosen = [entry.measured for entry in entries if CHOSEN in entry.names]
+    behind = min(chosen, default=math.nan) / min(measured)
+    text = (
+        f"Spearman's correlation {plain:.3f}, within noise {correlation:.3f}; median error "
+        f"{error:.0%}; {CHOSEN}: {behind:.3f} of the fastest"
     )
-    sys.stdout.flush()
-    return correlation >= LEAST_CORRELATION and behind <= MOST_BEHIND
+    is_kept = correlation >= LEAST_CORRELATION and error <= MOST_ERROR and behind <= MOST_BEHIND
+    return text, is_kept
+
+
+def compare(case: Case, topology: Topology, rounds: int, known: Times | None) -> tuple[bool, Times]:
+    """Prints the table of a model, with times that are known, or else measured; returns whether
+    all limits are kept, and the times."""
+    with tempfile.TemporaryDirectory() as folder:
+        entries = entries_of(case, topology, Path(folder))
+        if known is None:
+            measure(entries, case.loss is not None, rounds)
+        else:
+            recall(entries, known)
+    entries = [entry for entry in entries if not math.isnan(entry.measured)]
+    text, is_kept = verdict(entries)
+    print(f"{case}: milliseconds of a run over {RANKS} ranks")
+    print("\n".join(table(entries)))
+    print(f"{text}\n", flush=True)
+    return is_kept, {entry.programs: entry.measured for entry in entries}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--topology", help="as onnxpar calibrate writes it, on this machine")
     parser.add_argument("--rounds", type=int, default=40)
-    bert, resnet = MODELS / "bert.legacy.dynamic.onnx", MODELS / "resnet.legacy.dynamic.onnx"
-    given = ("MODEL", "SIZES")
-    parser.add_argument("--bert", nargs=2, metavar=given, default=(bert, "batch=64,seq=16"))
-    parser.add_argument("--resnet", nargs=2, metavar=given, default=(resnet, "batch=8"))
-    parser.add_argument("--step", nargs=2, metavar=given, default=(bert, "batch=64,seq=16"))
+    parser.add_argument("--write", type=Path, help="file to which measured times are added")
+    parser.add_argument("--read", type=Path, help="file with times; nothing is measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = options.topology or f"{folder}/cluster.yaml"
         if options.topology is None and command(["calibrate", "-o", path]) != 0:
             return 1
         topology = Topology.read(path)
-    cases = [(options.bert, BERT), (options.resnet, RESNET)]
-    kept = [
-        bench(Path(model), dims, strategies, topology, options.rounds)
-        for (model, dims), strategies in cases
-    ]
-    kept.append(bench_step(Path(options.step[0]), options.step[1], topology, options.rounds))
-    return 0 if all(kept) else 1
+    known = json.loads(options.read.read_text()) if options.read else None
+    all_kept = True
+    for name in options.cases or CASES:
+        is_kept, times = compare(CASES[name], topology, options.rounds, known)
+        all_kept = all_kept and is_kept
+        if options.write:
+            before = json.loads(options.write.read_text()) if options.write.exists() else {}
+            options.write.write_text(json.dumps(before | times, indent=1))
+    return 0 if all_kept else 1
 
 
 if __name__ == "__main__":

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
 from native.ranks import on_ranks, session
+from onnx import shape_inference
 
 from onnxpar.calibration import models
-from onnxpar.calibration.fit import FASTEST, channels_at_once, fit, fit_link, lines, predicted
+from onnxpar.calibration.fit import (
+    FASTEST,
+    accounted,
+    channels_at_once,
+    fit,
+    fit_link,
+    lines,
+    predicted,
+    with_cache,
+    worked,
+)
 from onnxpar.calibration.measure import (
+    COPIED,
     LARGE,
     MEASURED,
+    MIDDLE,
+    NEAR,
     SIZES,
     CollectiveTime,
     Effort,
@@ -29,6 +45,7 @@ from onnxpar.cost.cost import messages
 from onnxpar.cost.topology import Device, Topology
 from onnxpar.errors import RankError
 from onnxpar.runtime.groups import World, thread_worlds
+from onnxpar.search.rated_ops import rated_as, work_of
 
 
 def took(kind: str, ranks: int, size: int, latency: float, bandwidth: float) -> CollectiveTime:
@@ -36,6 +53,7 @@ def took(kind: str, ranks: int, size: int, latency: float, bandwidth: float) -> 
     return CollectiveTime(kind, ranks, size, rounds * latency + sent / bandwidth)
 
 
+MILLISECONDS = {kind: (1e-3,) * len(shapes) for kind, shapes in models.RATED.items()}
 NARROW = (1e-4, 1.1e-4, 1e-4, 2e-4, 4e-4)
 """Seconds of convolutions that compute 16 channels at once."""
 
@@ -55,19 +73,53 @@ def test_how_many_channels_are_computed_at_once(
     assert channels_at_once(seconds) == channels
 
 
+RATES = {
+    "Softmax": (6e-8, 2e-9),
+    "LayerNormalization": (2e-8, 5e-10),
+    "Erf": (0.0, 5e-10),
+    "Transpose": (5e-9, 2e-10),
+    "MatMul": (1e-7, 5e-11),
+}
+"""Seconds of a row and of an element, by kind of op."""
+
+
+def test_a_machine_without_a_fast_cache_has_none() -> None:
+    device = Device(memory_bandwidth=1e10, launch=1e-6)
+    copies = tuple(2 * size / 1e10 + 1e-6 for size in COPIED)
+    assert with_cache(device, copies) == device
+
+
 def test_what_follows_the_formula_is_found_again() -> None:
     links = {kind: (1e-5 * (i + 1), 1e9 * (i + 1)) for i, kind in enumerate(MEASURED)}
     talk = tuple(took(*case[:3], *links[case[0]]) for case in cases(4))
     product = 2 * 256 * 768**2 / 5e10 + 2e-6
     bottleneck = 2 * 28**2 * (256 * 64 + 9 * 64 * 64 + 64 * 256) / 3e10 + 3 * 2e-6
-    copy, picks = 2 * LARGE / 8e9 + 2e-6, 65536 * 5e-9 + 2e-6
-    found = fit(Measurements(4, 1, Work(product, bottleneck, copy, picks, 2e-6, NARROW), talk))
+    cache = 1.5e6 / 4e10
+    near, middle = 2 * NEAR / 4e10, cache + (2 * MIDDLE - 1.5e6) / 8e9
+    copies = near + 2e-6, middle + 2e-6, cache + (2 * LARGE - 1.5e6) / 8e9 + 2e-6
+    picks = 65536 * 5e-9 + 2e-6
+    device = Device(5e10, 8e9, 2e-6, row=5e-9, cache=1.5e6, cache_bandwidth=4e10)
+    rated = {
+        kind: tuple(
+            accounted(kind, *shape, device)
+            + sum(n * each for n, each in zip(worked(kind, *shape), RATES[kind], strict=True))
+            for shape in shapes
+        )
+        for kind, shapes in models.RATED.items()
+    }
+    work = Work(product, bottleneck, copies, picks, 2e-6, NARROW, rated)
+    found = fit(Measurements(4, 1, work, talk))
     (level,) = found.levels
     for kind, (latency, bandwidth) in links.items():
         assert level.link(kind).latency == pytest.approx(latency, rel=1e-3)
         assert level.link(kind).bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert 1e-5 < level.latency < 5e-5 and 1e9 < level.bandwidth < 5e9
-    assert found.device == Device(5e10, 8e9, 2e-6, convolution=3e10, row=5e-9, channels=16)
+    plain = replace(found.device, ops={}, memory_bandwidth=0, cache=0)
+    assert plain == Device(5e10, 0, 2e-6, None, 3e10, 5e-9, 16, 0, 4e10)
+    assert found.device.memory_bandwidth == pytest.approx(8e9, rel=0.05)  # small copies count, too
+    assert found.device.cache == pytest.approx(1.5e6, rel=0.05)
+    for kind, rate in found.device.ops.items():
+        assert (rate.row, rate.element) == pytest.approx(RATES[kind], rel=0.05), kind
     for one in talk:
         assert predicted(one, found) == pytest.approx(one.seconds, rel=1e-3)
 
@@ -213,6 +265,34 @@ def test_ranks_that_are_left_over_wait() -> None:
 
 def test_the_table_has_every_case() -> None:
     talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
-    found = Measurements(2, 1, Work(1e-3, 1e-3, 1e-3, 1e-3, 1e-6, NARROW), talk)
+    found = Measurements(
+        2, 1, Work(1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS), talk
+    )
     table = list(lines(found, fit(found)))
     assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))
+
+
+@pytest.mark.parametrize(
+    "kind,shape", [(kind, shape) for kind, shapes in models.RATED.items() for shape in shapes]
+)
+def test_models_of_rated_ops_have_the_work_that_is_counted(
+    kind: str, shape: tuple[int, int]
+) -> None:
+    made = shape_inference.infer_shapes(models.rated(kind, *shape, 3))
+    graph = gs.import_onnx(made)
+    each = [node for node in graph.nodes if node.op == kind]
+    for node in each:
+        shapes = [tuple(t.shape) for t in node.inputs]
+        assert rated_as(node) == kind
+        assert work_of(kind, node, shapes, tuple(node.outputs[0].shape)) == worked(kind, *shape)
+    (x,) = made.graph.input
+    feeds = {x.name: np.ones([d.dim_value for d in x.type.tensor_type.shape.dim], np.float32)}
+    (found,) = ort.InferenceSession(made.SerializeToString()).run(None, feeds)
+    assert len(each) == 3 and np.isfinite(found)
+
+
+def test_tiny_ops_are_of_several_kinds() -> None:
+    made = models.tiny_ops(100)
+    assert len(made.graph.node) == 101 and len({node.op_type for node in made.graph.node}) > 10
+    (found,) = ort.InferenceSession(made.SerializeToString()).run(None, {"X0": np.ones(1, "f")})
+    assert found.shape == ()

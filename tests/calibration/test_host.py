@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 import onnxpar
-from onnxpar.calibration import host
+from onnxpar.calibration import host, models
 from onnxpar.calibration.measure import (
     LARGE,
     QUICK,
@@ -30,7 +30,10 @@ from onnxpar.runtime.cores import Core
 MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
 PLAN = ["plan", str(MODEL), "--devices", "2"]
 TALK = tuple(CollectiveTime(*case, 1e-5) for case in cases(2, QUICK))
-FOUND = Measurements(2, 1, Work(1e-3, 1e-3, LARGE / 1e10, 1e-3, 1e-6, (1e-4,) * 5), TALK)
+RATED = {kind: (1e-3,) * len(shapes) for kind, shapes in models.RATED.items()}
+COPIES = (1e-5, 1e-4, LARGE / 1e10)
+WORK = Work(1e-3, 1e-3, COPIES, 1e-3, 1e-6, (1e-4,) * 5, RATED)
+FOUND = Measurements(2, 1, WORK, TALK)
 
 
 class Fake:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -11,6 +12,7 @@ import onnx.parser
 import pytest
 
 from onnxpar.cost.cost import DIRECT_BYTES, SCATTERED_BYTES, Costs, messages
+from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import Device, Level, Link, Topology
 from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Concat, Dim, Factor, Product
@@ -232,3 +234,22 @@ def test_a_window_across_parts_fetches_an_edge(tmp_path: Path) -> None:
     part = 2 * 4 * 8 * 4
     assert talk == pytest.approx(1.0 + part / 4 / 1e3)
     assert compute == pytest.approx(2 * (1e-3 + 2 * part / 1e6))  # and a copy
+
+
+def test_what_a_cache_holds_moves_faster() -> None:
+    device = Device(memory_bandwidth=1e9, cache=1e6, cache_bandwidth=1e10, launch=0.0)
+    costs = Costs(replace(FLAT, device=device), Mesh.parse("tp=2"))
+    assert costs.compute(0, 5e5) == pytest.approx(5e-5)
+    assert costs.compute(0, 3e6) == pytest.approx(1e-4 + 2e-3)
+    assert costs.compute(0, 5e5, far=2e5) == pytest.approx(3e-5 + 2e-4)
+    assert costs.memory(5e5) == costs.local("Slice", 5e5) == pytest.approx(5e-5)
+    without = Costs(replace(FLAT, device=replace(device, cache=None)), Mesh.parse("tp=2"))
+    assert without.compute(0, 5e5, far=2e5) == without.compute(0, 5e5) == pytest.approx(5e-4)
+
+
+def test_kinds_of_ops_take_longer_than_their_bytes() -> None:
+    costs = Costs(
+        replace(FLAT, device=Device(ops={"Softmax": Rate(1e-3, 1e-6)})), Mesh.parse("tp=2")
+    )
+    assert costs.beyond("Softmax", 3, 50) == pytest.approx(3e-3 + 5e-5)
+    assert costs.beyond("Erf", 3, 50) == 0.0

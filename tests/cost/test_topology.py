@@ -15,6 +15,7 @@ import yaml
 from onnxpar.api import make_plan
 from onnxpar.base.units import quantity, text_of
 from onnxpar.cli.command_line import main
+from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import HOST, NETWORK, Device, Level, Link, Topology
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
@@ -32,13 +33,24 @@ levels:  # from the inside out
 device:
   flops: 40 GFLOP/s
   memory: 16 GiB
+  cache: 2 MB
+  cache_bandwidth: 60 GB/s
+  ops:
+    Softmax: {row: 60 ns, element: 2 ns}
+    Erf: {element: 0.5 ns}
 """
 READ = Topology(
     (
         Level("host", 4, 52.5e-6, 1.75e9, {"AllReduce": Link(60e-6, 9e8)}),
         Level("rack", None, 1e-4, 1e9),
     ),
-    Device(flops=4e10, memory=2.0**34),
+    Device(
+        flops=4e10,
+        memory=2.0**34,
+        cache=2e6,
+        cache_bandwidth=6e10,
+        ops={"Softmax": Rate(6e-8, 2e-9), "Erf": Rate(0.0, 5e-10)},
+    ),
 )
 
 
@@ -100,6 +112,9 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
         ),
         ({"levels": [LEVEL], "device": {"cores": 4}}, "device: unknown key 'cores'; use flops"),
         ({"levels": [LEVEL], "device": {"flops": "9 GB"}}, "write 20GFLOP/s"),
+        ({"device": {"ops": {"Relu": {}}}}, "ops: unknown key 'Relu'; use Softmax, Layer"),
+        ({"device": {"ops": {"Erf": {"time": 1}}}}, "Erf: unknown key 'time'; use row, element"),
+        ({"device": {"ops": {"Erf": {"row": -1}}}}, "Erf: row is -1; it must be at least 0"),
         ({"levels": [LEVEL], "device": {"memory": True}}, "True is not a size; write 16GB"),
         ({"device": []}, "levels must be a list"),
         ({"levels": [LEVEL], "device": []}, "device: the list is empty"),

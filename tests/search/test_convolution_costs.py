@@ -102,5 +102,5 @@ def test_edges_of_columns_are_copied_row_by_row() -> None:
     op = sharding.factors.op("conv")
     tall = op_cost(op, split(op, "h0", "y0"), sharding)[0]
     wide = op_cost(op, split(op, "h1", "y1"), sharding)[0]
-    assert tall == pytest.approx(2 * 2 * 16)
-    assert wide == pytest.approx(2 * 2 * 16 * 6)
+    assert tall == pytest.approx(3 * 2 * 16)
+    assert wide == pytest.approx(3 * 2 * 16 * 6)
