@@ -191,7 +191,7 @@ def test_collectives_run_one_after_the_other(kind: str, three: list[World]) -> N
 
 
 @pytest.mark.parametrize(
-    "make,kind", [(models.products, "MatMul"), (models.tiny_ops, "Neg"), (models.rows, "Gather"),
+    "make,kind", [(models.products, "MatMul"), (models.rows, "Gather"),
                   (models.work_between, "MatMul"),
                   (lambda turns: models.convolutions(turns // 3), "Conv"),
                   (lambda turns: models.copies(4096, turns), "Neg")],
