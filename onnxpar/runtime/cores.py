@@ -53,7 +53,6 @@ def shares(
     for. A rank with one core is bound to the cores of its node, or not at all if there is only one
     node, so that Linux can move it away from other processes.
     """
-
     cores = sorted(own_cores() if cores is None else cores)
     nodes = [list(of_node) for _, of_node in groupby(cores, lambda core: core.node)]
     return [
