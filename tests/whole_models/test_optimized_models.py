@@ -29,6 +29,7 @@ from optimized_models import (
 )
 
 from onnxpar.pipeline import pipeline
+from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.threads import ThreadSession
 
 LAYOUTS = [f"{preset} {n}" for preset in ("tensor-parallel", "data-parallel") for n in (2, 3, 4)]
@@ -72,8 +73,8 @@ def test_optimized(source: str, variant: str, folder: Path, tmp_path: Path) -> N
     for layout in LAYOUTS:
         got = run_split(path, tmp_path, layout, Level.ORT_ENABLE_ALL)
         check_outputs(got, wanted, [o.name for o in model.graph.output])
-        for file in (tmp_path / "model.par").glob("rank_????.onnx"):
-            check_fused(onnx.load(file, load_external_data=False).graph, model.graph)
+        rank = Bundle.load(sharded(path, tmp_path, layout)).rank_file(0)
+        check_fused(onnx.load(rank, load_external_data=False).graph, model.graph)
 
 
 def check_fused(rank: onnx.GraphProto, whole: onnx.GraphProto) -> None:
