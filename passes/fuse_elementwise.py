@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,8 +14,6 @@ from onnxpar.ir.collectives import DOMAIN, FUSED_ELEMENTWISE
 from onnxpar.ir.elementwise_groups import FEWEST, ONE, elementwise_units
 from onnxpar.ir.origin import note_origins
 from onnxpar.ir.subgraphs import cut_off, read_by, scopes
-
-Kind = Callable[[gs.Tensor], Hashable | None]
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,10 @@ def _kind(tensor: gs.Tensor, ctx: PassContext) -> Hashable | None:
 
 def _fuse(graph: gs.Graph, units: Sequence[Sequence[str]], ctx: PassContext) -> bool:
     """Replaces the units of a graph that are groups; the nodes are then in the order of units."""
-    groups = [unit for unit in units if len(unit) >= FEWEST]
-    if not groups:
-        return False
     by_name = {node.name: node for node in graph.nodes}
+    is_named = len(by_name) == len(graph.nodes)  # else it is not known which nodes are meant
+    if not is_named or all(len(unit) < FEWEST for unit in units):
+        return False
     readers: dict[str, set[str]] = {t.name: {""} for t in graph.outputs}
     for node in graph.nodes:
         for tensor in read_by(node):
