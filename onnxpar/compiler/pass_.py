@@ -18,6 +18,7 @@ from onnxpar.manual.manual import Manual
 from onnxpar.model.annotations import Configuration
 from onnxpar.reshard.steps import ReshardStep
 from onnxpar.search.objective import Objective
+from onnxpar.search.proof import Proof
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
 from onnxpar.strategy.strategy import Annotation, Strategy
@@ -74,6 +75,7 @@ class Request:
     manual     the layouts of the model's ports, if it is a program per rank
     objective  what a search minimizes
     found      the annotations that a search has found; None if there was no search
+    proof      what the search has proved about other strategies; None if there was no search
     """
 
     strategy: Strategy | None = None
@@ -82,6 +84,7 @@ class Request:
     manual: Manual | None = None
     objective: Objective = field(default_factory=Objective)
     found: list[Annotation] | None = None
+    proof: Proof | None = None
 
 
 @dataclass

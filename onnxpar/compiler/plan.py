@@ -19,6 +19,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.cache_sizes import CacheSizes
 from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.bundle import FORMAT
+from onnxpar.search.proof import Proof
 from onnxpar.sharding.planned_collectives import Collective
 
 _OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)")
@@ -189,6 +190,7 @@ class Plan(Shown):
     is_told       true if the user gave the typical sizes
     caches        as in OpenSizes
     predicted     None for a manual program
+    proof         how far the plan may be from the best; None if there was no search
     loads         what each rank holds and computes, if the devices of ranks differ
     initial       the first value of each state, by input name: STORED with the model, or ZERO
     on_host       the weights and states that stay in files; None if there are none
@@ -229,6 +231,7 @@ class Plan(Shown):
     mixtures: Sequence[Mixture] = ()
     notes: list[str] = field(default_factory=list)
     predicted: Predicted | None = None
+    proof: Proof | None = None
     loads: Sequence[RankLoad] = ()
     typical: Sequence[tuple[Mapping[str, int], float]] = ()
     is_told: bool = False
@@ -272,6 +275,7 @@ class Plan(Shown):
             "flops": dict(self.flops),
             "metadata": dict(self.metadata),
             "predicted": None if self.predicted is None else self.predicted.to_json(),
+            "proof": None if self.proof is None else self.proof.to_json(),
             "costs": self.costs,
             "loads": list(_grouped(self.loads)),
             "typical": [{"sizes": dict(s), "weight": weight} for s, weight in self.typical],

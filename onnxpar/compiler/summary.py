@@ -57,6 +57,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         loads=loads,
         notes=list(_assumptions(ctx)),
         costs=ctx.sharding.costs.topology.origin,
+        proof=ctx.request.proof,
     )
 
 

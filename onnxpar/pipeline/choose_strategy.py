@@ -19,6 +19,7 @@ from onnxpar.search.dealt_tables import fastest_with_tables
 from onnxpar.search.given_mesh import best_on_mesh
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.op_strategies import Kept
+from onnxpar.search.proof import Proof
 from onnxpar.search.search import AUTO, EXHAUSTIVE, Solution, solve
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
@@ -35,12 +36,14 @@ class Chosen:
     preset     the preset or the kind of search, if any
     annotated  the model's own annotations, if they are followed
     found      the annotations that a search found; None if there was no search
+    proof      what the search has proved; None if there was no search
     """
 
     mesh: Mesh
     preset: str | None
     annotated: Configuration | None = None
     found: list[Annotation] | None = None
+    proof: Proof | None = None
 
 
 def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Chosen:
@@ -63,10 +66,10 @@ def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Ch
             mesh = preset_mesh(how, devices)
         return Chosen(mesh, how, annotated)
     if mesh is not None and options.found is not None:
-        return Chosen(mesh, how, annotated, options.found)
+        return Chosen(mesh, how, annotated, options.found, options.proof)
     with options.times.of(SEARCH):
         best = _search(model, options, factors, annotated, mesh, how)
-    return Chosen(best.mesh, how, annotated, best.annotations)
+    return Chosen(best.mesh, how, annotated, best.annotations, best.proof(options.objective))
 
 
 def _search(

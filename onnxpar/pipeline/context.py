@@ -136,6 +136,7 @@ def make_context(model: Model, options: Options) -> PassContext:
             annotated=chosen.annotated,
             objective=options.objective,
             found=chosen.found,
+            proof=chosen.proof,
         ),
         variants=others,
     )

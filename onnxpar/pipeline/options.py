@@ -17,6 +17,7 @@ from onnxpar.open_sizes.typical import Profile, Typical
 from onnxpar.pipeline.placed_passes import Placed
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.search.objective import Objective
+from onnxpar.search.proof import Proof
 from onnxpar.search.search import PROPAGATION, SEARCHES
 from onnxpar.strategy.strategy import Annotation, Strategy
 
@@ -37,7 +38,8 @@ class Options:
     dataset    the layout of the data inputs, which `with_dataset` adds to the strategy
     balance    True: ranks share the work in proportion to the speed of their devices
     shares     the shares to take with `balance`; if empty, they follow from the speeds
-    found      annotations that a search has found for this mesh, so that it is not repeated
+    found      annotations that a search has found for this mesh, so that it is not repeated; and
+               what it has proved (`proof`)
     reckon_at  sizes at which costs are computed; if empty, the `typical` ones
     place      where tables are, by glob: HOST
     compared   true if the plan is one of several that are compared by the objective
@@ -73,6 +75,7 @@ class Options:
     shares: tuple[float, ...] = ()
     dataset: Dataset = None
     found: list[Annotation] | None = None
+    proof: Proof | None = None
     typical: Typical = field(default_factory=Typical)
     reckon_at: Sequence[Profile] = ()
     host: Host = unknown_host

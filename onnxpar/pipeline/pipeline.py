@@ -129,7 +129,8 @@ def _again(
 ) -> tuple[Options, tuple[Plan, PassContext]]:
     """Returns options that give the same plan again without a search, and the plan."""
     plan, ctx = made
-    return replace(options, objective=objective, mesh=plan.mesh, found=ctx.request.found), made
+    found, proof = ctx.request.found, ctx.request.proof
+    return replace(options, objective=objective, mesh=plan.mesh, found=found, proof=proof), made
 
 
 def _plan(

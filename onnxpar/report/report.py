@@ -14,6 +14,7 @@ from onnxpar.errors import ModelError
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.open_sizes.typical import sizes_text
 from onnxpar.report.held_lines import held_lines
+from onnxpar.report.proof_text import proof_text
 from onnxpar.report.text_table import FEW as FEW
 from onnxpar.report.text_table import MANY as MANY
 from onnxpar.report.text_table import WIDTH as WIDTH
@@ -73,6 +74,8 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         yield f"on the host: {tensors} in files, at most {size} per rank"
     yield from _load_lines(plan.get("loads", ()))
     yield from _predicted_lines(plan.get("predicted"), plan["ranks"], bool(plan.get("loads")))
+    if proof := plan.get("proof"):
+        yield from wrap(f"search: {proof_text(proof)}", WIDTH, subsequent_indent="  ")
     if plan.get("predicted") and plan.get("costs"):
         yield f"costs: {plan['costs']}"
     yield from _note_lines(plan.get("notes", ()))

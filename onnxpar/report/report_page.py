@@ -18,6 +18,7 @@ from onnxpar.report.charts import memory_curve, timeline
 from onnxpar.report.explain import Explained
 from onnxpar.report.layout_key import layout_key
 from onnxpar.report.page_tables import collectives, ms_text, nodes, number, row, table, tensors
+from onnxpar.report.proof_text import proof_text
 from onnxpar.report.report import load_rows, size_text
 
 _SEARCH = (
@@ -137,6 +138,8 @@ def _header(explained: Explained) -> Iterator[str]:
         body = (row("", [number(f"{c:,}" if isinstance(c, int) else c) for c in r]) for r in rows)
         yield from table("loads", cells, body)
     yield "<p>Times are predictions of the cost model.</p>"
+    if plan.proof is not None:
+        yield f"<p>The search: {escape(proof_text(plan.proof.to_json()))}.</p>"
     if plan.typical:
         sizes = escape(sizes_text(plan.typical))
         yield f"<p>The model leaves sizes open. Shapes, times and bytes are for {sizes}.</p>"

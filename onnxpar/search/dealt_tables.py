@@ -22,7 +22,7 @@ from onnxpar.model.interchange import is_weight
 from onnxpar.presets.presets import batch_atoms
 from onnxpar.presets.table_parallel import HoldTable, table_annotations, tables
 from onnxpar.search.ports import Ports
-from onnxpar.search.search import Solution
+from onnxpar.search.search import NotBelow, Solution
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.strategy import Annotation
 
@@ -48,10 +48,11 @@ def fastest_with_tables(
             other = _joined(found, dealt, sharding)
     try:
         best = solve([], 0.0)
-    except StrategyError:
+    except StrategyError as error:
         if other is None:
             raise
-        return other
+        least = error.bound if isinstance(error, NotBelow) else other.bound
+        return replace(other, bound=min(other.bound, least))
     if other is None:
         return best
     bound = min(best.bound, other.bound)

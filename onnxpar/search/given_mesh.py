@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import permutations
 
 from onnxpar.cost.topology import Topology
@@ -41,7 +40,7 @@ def best_on_mesh(
     if not found:
         raise search.why()
     best = min(found, key=lambda solution: solution.seconds)
-    return replace(best, bound=min(search.bound, best.seconds))
+    return search.proved(best)
 
 
 class _GivenMesh:

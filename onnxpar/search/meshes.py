@@ -105,8 +105,10 @@ class Meshes:
         # matter, because each leaf has its own order of axes
         self.is_even = not any(unit < devices for unit in topology.units())
         self.refused: list[tuple[Mesh, StrategyError]] = []
-        # a lower bound on the seconds of every strategy on the meshes tried, without divided axes
+        # a lower bound on the seconds of every strategy on the meshes tried, without divided axes;
+        # `is_complete` as in Proof
         self.bound = math.inf
+        self.is_complete = True
 
     def best(self) -> Solution:
         """The fastest solution on a mesh of up to TOGETHER axes, or on one that splits its axes
@@ -124,10 +126,13 @@ class Meshes:
         best = next(s for s in found if s.seconds <= least * (1 + SAME))
         most = max(len(solution.mesh.shape) for solution in found)
         start = min((s for s in found if len(s.mesh.shape) == most), key=_seconds)
-        bound = min(self.bound, best.seconds)
         refined = self._refined(start, best.seconds)
         chosen = refined if refined.seconds < best.seconds * (1 - WORTH) else best
-        return replace(chosen, bound=min(bound, chosen.seconds))
+        return replace(self.proved(chosen), axes=max(TOGETHER, len(self.requested)))
+
+    def proved(self, solution: Solution) -> Solution:
+        """The solution with the bound for all meshes on which everything was decided at once."""
+        return replace(solution, bound=self.bound, is_complete=self.is_complete)
 
     def _below(self, found: Sequence[Solution], axes: int) -> float:
         """The seconds that a mesh of so many axes must be below to be of use: less than others of
@@ -202,19 +207,20 @@ class Meshes:
             given = [] if self.strategy is None else annotations_of(self.strategy, sharding)
             found = self.solve(sharding, [with_derived(given, sharding)], kept, below)
         except NotBelow as error:
-            self._note(error.bound, kept)
+            self._note(error.bound, error.is_complete, kept)
             return None
         except StrategyError as error:
             if isinstance(error, OverLimit) and not error.is_proved:
-                self._note(0.0, kept)
+                self._note(0.0, True, kept)
             self.refused.append((mesh, error))
             return None
-        self._note(found.bound, kept)
+        self._note(found.bound, found.is_complete, kept)
         return found
 
-    def _note(self, bound: float, kept: Kept | None) -> None:
+    def _note(self, bound: float, is_complete: bool, kept: Kept | None) -> None:
         if kept is None:
             self.bound = min(self.bound, bound)
+            self.is_complete &= is_complete
 
     def why(self) -> StrategyError:
         """The error for the user if no mesh has a solution. If the limit on memory excludes

@@ -150,10 +150,12 @@ def strategies_of(
     return list(found)
 
 
-def combinations_of(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> int:
+def combinations_of(
+    op: OpFactors, sharding: ShardingState, kinds: Kinds, kept: Kept | None = None
+) -> int:
     """The number of combinations of options for the axes; the strategies of a node are the possible
     ones among these."""
-    return prod(map(len, _per_axis(op, sharding, kinds, None)))
+    return prod(map(len, _per_axis(op, sharding, kinds, kept)))
 
 
 def _split_axes(sharding: ShardingState) -> list[Axis]:

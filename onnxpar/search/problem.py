@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 
 import numpy as np
@@ -25,7 +26,13 @@ from onnxpar.search.gradient_sums import GradientSums
 from onnxpar.search.memory_timeline import LiveRange, MemoryTimeline
 from onnxpar.search.objective import THROUGHPUT, Objective
 from onnxpar.search.op_cost import op_cost
-from onnxpar.search.op_strategies import Kept, OpStrategy, partial_kinds, strategies_of
+from onnxpar.search.op_strategies import (
+    Kept,
+    OpStrategy,
+    combinations_of,
+    partial_kinds,
+    strategies_of,
+)
 from onnxpar.search.repeats import numbered, signs
 from onnxpar.search.reshard_costs import Holders, ReshardCosts, ShardingDomain
 from onnxpar.search.reshard_tables import ReshardTables
@@ -107,6 +114,14 @@ class Problem:
             self.variable,
         )
         self._build_small_enough(graph)
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """False if some node has more combinations of splits than are compared."""
+        return all(
+            combinations_of(alike[0], self.sharding, self.kinds, self.kept) <= self.most
+            for alike in self.classes
+        )
 
     @property
     def sizes(self) -> list[int]:
@@ -207,6 +222,7 @@ class Problem:
                 MOST_ENTRIES / self.tables.entries
             )  # most tables are over pairs
             most = max(int(min(share, LESS) * largest), FEWEST_STRATEGIES)
+        self.most = most
         self.tables.make()
 
     def _holders(self) -> tuple[tuple[int | None, float], ...]:

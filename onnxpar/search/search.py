@@ -15,6 +15,7 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.op_strategies import Kept, OpStrategy
 from onnxpar.search.problem import Problem
+from onnxpar.search.proof import Proof
 from onnxpar.search.solver.elimination import TooLarge
 from onnxpar.search.solver.limits import TooMuch, Undecided
 from onnxpar.sharding.state import ShardingState
@@ -27,25 +28,33 @@ annotations."""
 
 
 class NotBelow(StrategyError):
-    """No strategy on a mesh takes less than the seconds that were asked for: all take at least
-    `bound`."""
+    """No strategy on a mesh takes less than the seconds that were asked for: all that were compared
+    take at least `bound`; `is_complete` as in Proof."""
 
-    def __init__(self, mesh: Mesh, bound: float) -> None:
+    def __init__(self, mesh: Mesh, bound: float, is_complete: bool = True) -> None:
         super().__init__(f"every strategy over {mesh} takes at least {bound * 1e3:.3f} ms")
-        self.bound = bound
+        self.bound, self.is_complete = bound, is_complete
 
 
 @dataclass(frozen=True)
 class Solution:
     """A strategy for one mesh: the seconds of a run by the cost model, a lower bound on those of
     every strategy that was searched, and its decisions, both as annotations and as the strategy of
-    each node by name."""
+    each node by name. `axes` and `is_complete` say what the bound holds for, as in Proof."""
 
     mesh: Mesh
     seconds: float
     bound: float
     annotations: list[Annotation]
     chosen: dict[str, OpStrategy]
+    axes: int | None = None
+    is_complete: bool = True
+
+    def proof(self, objective: Objective) -> Proof:
+        """What the search has proved, for an objective."""
+        memory = objective.memory
+        seconds, bound = float(self.seconds), max(float(self.bound), 0.0)
+        return Proof(seconds, bound, self.axes, memory, self.is_complete)
 
 
 def solve(
@@ -80,7 +89,7 @@ def solve(
         raise OverLimit(text, error.least, error.found, is_proved) from None
     if math.isinf(found.seconds):
         if math.isfinite(found.bound):
-            raise NotBelow(sharding.mesh, found.bound)
+            raise NotBelow(sharding.mesh, found.bound, problem.is_complete)
         raise StrategyError("no strategy satisfies all requested layouts; request fewer")
     annotations: list[Annotation] = [
         TensorAnnotation(name, factor_sharding.leaves)
@@ -90,4 +99,11 @@ def solve(
         NodeAnnotation(op, dict(enumerate(found.chosen[op.node.name].axes)), {})
         for op in sharding.factors.ops
     ]
-    return Solution(sharding.mesh, found.seconds, found.bound, annotations, found.chosen)
+    return Solution(
+        sharding.mesh,
+        found.seconds,
+        found.bound,
+        annotations,
+        found.chosen,
+        is_complete=problem.is_complete,
+    )

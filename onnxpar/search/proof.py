@@ -1,0 +1,32 @@
+"""What the search has proved about strategies that it did not choose."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far the strategy that the search found may be from the best.
+
+    seconds      of a run with this strategy, as the search counts them
+    bound        every strategy that was compared takes at least so many of these seconds; 0 if
+                 nothing is proved
+    axes         the bound holds for all meshes of up to so many axes; None: for the plan's mesh
+    memory       the bound holds for strategies that need at most so many bytes of a rank, as the
+                 search counts them; None: for all
+    is_complete  false if nodes had too many strategies to compare all
+    """
+
+    seconds: float
+    bound: float
+    axes: int | None = None
+    memory: float | None = None
+    is_complete: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the proof in the form that plan.json has."""
+        found = asdict(self)
+        is_complete = found.pop("is_complete")
+        return {**found, "complete": is_complete}
