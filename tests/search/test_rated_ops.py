@@ -73,7 +73,7 @@ def test_a_rate_adds_to_the_cost_of_a_node() -> None:
     assert seconds(ATTENTION, rated, "Softmax_4") == pytest.approx(1.0)
 
 
-CHAIN = """m (float[100] x) => (float[100] z) {
+CHAIN = """m (int32[100] x) => (int32[100] z) {
     a = Neg(x)
     b = Neg(a)
     c = Neg(b)
