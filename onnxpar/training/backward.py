@@ -29,6 +29,7 @@ from onnxpar.training.losses import LossSettings, Targets, add_loss, check_loss
 from onnxpar.training.margins import DEFAULT_MARGIN, Margin
 from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
+from onnxpar.training.read_rows import drop_unread_rows
 from onnxpar.training.recompute import Block, find_blocks, named_blocks, recompute
 from onnxpar.training.rewrite import as_constant
 from onnxpar.training.sampling import ALL_CLASSES, Sample, Sampling, sample_loss
@@ -162,6 +163,8 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
         used = {renamed.get(name, name): t for name, t in used.items()}
         metrics = add_loss(Builder(graph, "evaluation"), used, *which, targets)
     evaluated = {} if has_messages else {"loss": metrics.loss, **metrics.others}
+    results = [loss.tensor, *(v.tensor for v in evaluated.values()), *(t for _, t in running)]
+    drop_unread_rows(graph, results, {t.name for t in weights.trained})
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in weights.trained]
     share = loss.builder.constant(np.full((), 1 / program.count, loss.dtype))
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
