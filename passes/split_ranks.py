@@ -17,6 +17,7 @@ from onnxpar.ir.lazy_values import stacked_parts, stored_proto
 from onnxpar.ir.stored import nodes_of, subgraphs_of
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.load.load import Model
+from onnxpar.lowering.flat_scatters import flatten_scatters
 from onnxpar.lowering.fuse_again import fuse_again
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.open_shapes import OpenShapes
@@ -105,6 +106,7 @@ class SplitRanks(Pass):
                     _open(model.graph, ctx, opened, rank)
                     shapes.declare(model.graph, rank)
                 unroll_experts(model.graph)
+                flatten_scatters(model.graph)
                 (self.output / f"rank_{rank:04d}.{suffix}").write_bytes(model.SerializeToString())
             if first:
                 values = onnx.GraphProto(initializer=[parts[rank] for parts in first])

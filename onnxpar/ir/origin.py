@@ -49,3 +49,10 @@ def origins_of(node: NodeProto) -> list[str]:
 
 def _noted(node: NodeProto) -> list[str]:
     return next((str(p.value).split(_END) for p in node.metadata_props if p.key == _KEY), [])
+
+
+def copy_origin(nodes: Iterable[NodeProto], source: NodeProto) -> None:
+    """Records that nodes of a rank's graph come from the global node from which `source` comes."""
+    for node in nodes:
+        if node.name != origin_of(source):
+            node.metadata_props.add(key=_KEY, value=origin_of(source))
