@@ -89,6 +89,12 @@ ONNXPAR_FOR_EACH_CPU void RunSqrt(const Source* x, float* y, size_t n) { Unary<S
 ONNXPAR_FOR_EACH_CPU void RunNeg(const Source* x, float* y, size_t n) { Unary<Neg>(x, y, n); }
 ONNXPAR_FOR_EACH_CPU void RunAbs(const Source* x, float* y, size_t n) { Unary<Abs>(x, y, n); }
 
+/// Calls a function that is compiled for each CPU, for a table.
+template <Loop loop>
+void Call(const Source* operands, float* out, size_t count) {
+  loop(operands, out, count);
+}
+
 void RunIdentity(const Source* operands, float* out, size_t count) {
   if (operands[0].elements != out) std::memcpy(out, operands[0].elements, count * sizeof(float));
 }
@@ -102,8 +108,9 @@ struct ElementwiseProgram::Operation {
 };
 
 const ElementwiseProgram::Operation ElementwiseProgram::kOperations[] = {
-    {"Add", 2, RunAdd},   {"Sub", 2, RunSub}, {"Mul", 2, RunMul}, {"Div", 2, RunDiv},
-    {"Sqrt", 1, RunSqrt}, {"Neg", 1, RunNeg}, {"Abs", 1, RunAbs}, {"Identity", 1, RunIdentity},
+    {"Add", 2, Call<RunAdd>}, {"Sub", 2, Call<RunSub>},     {"Mul", 2, Call<RunMul>},
+    {"Div", 2, Call<RunDiv>}, {"Sqrt", 1, Call<RunSqrt>},   {"Neg", 1, Call<RunNeg>},
+    {"Abs", 1, Call<RunAbs>}, {"Identity", 1, RunIdentity},
 };
 
 ElementwiseProgram::ElementwiseProgram(const std::string& text, const std::vector<int64_t>& results)

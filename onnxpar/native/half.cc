@@ -100,6 +100,14 @@ ONNXPAR_FOR_EACH_CPU void RoundPlain(const float* in, Float16* out, size_t count
   for (size_t i = 0; i < count; ++i) out[i] = ToFloat16(in[i]);
 }
 
+ONNXPAR_FOR_EACH_CPU void WidenPlain(const Bfloat16* in, float* out, size_t count) {
+  for (size_t i = 0; i < count; ++i) out[i] = FromBits(uint32_t{in[i].bits} << 16);
+}
+
+ONNXPAR_FOR_EACH_CPU void RoundPlain(const float* in, Bfloat16* out, size_t count) {
+  for (size_t i = 0; i < count; ++i) out[i] = ToBfloat16(in[i]);
+}
+
 }  // namespace
 
 void Widen(const Float16* in, float* out, size_t count) {
@@ -112,12 +120,8 @@ void Round(const float* in, Float16* out, size_t count) {
   RoundPlain(in + done, out + done, count - done);
 }
 
-ONNXPAR_FOR_EACH_CPU void Widen(const Bfloat16* in, float* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = FromBits(uint32_t{in[i].bits} << 16);
-}
+void Widen(const Bfloat16* in, float* out, size_t count) { WidenPlain(in, out, count); }
 
-ONNXPAR_FOR_EACH_CPU void Round(const float* in, Bfloat16* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = ToBfloat16(in[i]);
-}
+void Round(const float* in, Bfloat16* out, size_t count) { RoundPlain(in, out, count); }
 
 }  // namespace onnxpar
