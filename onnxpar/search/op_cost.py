@@ -113,7 +113,9 @@ def _mean_cost(
     ranks compute as much of other nodes. Each rank launches the node."""
     undealt = tuple(tuple(a for a in over if a.at is None) for over in strategy.axes)
     seconds, communication = op_cost_on(rank, op, replace(strategy, axes=undealt), sharding)
-    launch = sharding.costs.topology.device.launch
+    in_loop = sharding.factors.in_loops.get(op.node.name)
+    launches = in_loop is None or in_loop.is_first
+    launch = sharding.costs.topology.device.launch if launches else 0.0
     return launch + (seconds - launch) / ranks, communication / ranks
 
 

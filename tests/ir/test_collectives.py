@@ -14,6 +14,7 @@ from onnxpar.ir.collectives import (
     AFTER,
     COMPLETE,
     DOMAIN,
+    FUSED_ELEMENTWISE,
     KINDS,
     LOCAL_STEPS,
     RANK_CONSTANTS,
@@ -32,7 +33,7 @@ def test_the_plugin_has_these_ops_and_a_few_that_order_nodes() -> None:
     (table,) = re.findall(r"kSchemas\[\] = \{(.*?)\n\};", source, re.DOTALL)
     ops = re.findall(r'\{"(\w+)"', table)
     started = {START + kind.name for kind in KINDS.values() if kind.is_started}
-    others = {*RANK_CONSTANTS, COMPLETE, AFTER, "Gate"}
+    others = {*RANK_CONSTANTS, COMPLETE, AFTER, "Gate", FUSED_ELEMENTWISE}
     assert set(ops) == {*(kind.name for kind in COMMUNICATING), *started, *others}
 
 

@@ -148,7 +148,7 @@ def run(
 ) -> list[np.ndarray]:
     """The result of every rank."""
     OrderCollectives().run(graph, ctx)
-    template = _export(graph, onnx.ModelProto())
+    template = _export(graph, SimpleNamespace(header=onnx.ModelProto(), fused=()))
 
     def one(rank: int) -> np.ndarray:
         model = type(template).FromString(template.SerializeToString())
