@@ -294,7 +294,8 @@ def test_the_search_deals_tables(tmp_path: Path) -> None:
         p.layout.text(found.mesh) for p in found.inputs if p.name.startswith("wt") and p.layout
     ]
     assert {*layouts} == {f"[-, dp@{i}]" for i in range(4)}
-    assert found.predicted is not None
+    assert found.predicted is not None and found.proof is not None
+    gap = found.proof.seconds - found.proof.bound  # what the search says it may be from the best
     for preset in ("table-parallel", "data-parallel", "tensor-parallel"):
         other = plan_of(step, f"{preset} 4").predicted
-        assert other is not None and found.predicted.total <= other.total
+        assert other is not None and found.predicted.total <= other.total + gap
