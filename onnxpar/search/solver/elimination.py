@@ -45,9 +45,12 @@ def minimize(sizes: Sequence[int], tables: Iterable[Table]) -> tuple[float, list
     assignment is forbidden. Errors: TooLarge if an intermediate table would have more than ENTRIES
     entries.
     """
-    elimination = Elimination(sizes, tables)
-    if not elimination.run(ENTRIES):
-        raise TooLarge(f"{len(elimination.left)} variables need tables of over {ENTRIES} entries")
+    given = [diagonal(table) for table in tables]
+    found = order_within(ENTRIES, sizes, [table.scope for table in given])
+    if found.left:
+        raise TooLarge(f"{found.left} variables need tables of over {ENTRIES} entries")
+    elimination = Elimination(sizes, given)
+    elimination.follow(found)
     return elimination.constant, elimination.decide({})
 
 
@@ -62,6 +65,50 @@ def every_sum(sizes: Sequence[int], tables: Iterable[Table]) -> Array:
     for table in tables:
         total += _broadcast(diagonal(table), scope)
     return total
+
+
+@dataclass(frozen=True)
+class Order:
+    """The variables that can be eliminated, in this order, and the number of those `left` then."""
+
+    variables: list[int]
+    left: int
+
+
+def order_within(limit: int, sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> Order:
+    """Eliminates variables of tables with these scopes, always the one that needs the smallest
+    table, as long as that has at most `limit` entries. It takes numbers of entries only, not the
+    tables, so a search learns soon whether elimination can decide all variables."""
+    near: dict[int, set[int]] = {v: set() for v, size in enumerate(sizes) if size > 1}
+    for scope in scopes:
+        wide = near.keys() & set(scope)
+        for variable in wide:
+            near[variable] |= wide
+
+    def entries(variable: int) -> int:
+        return math.prod(sizes[v] for v in near[variable] | {variable})
+
+    queue = [(entries(v), v) for v in near]
+    heapq.heapify(queue)
+    order: list[int] = []
+    while queue:
+        known, variable = heapq.heappop(queue)
+        if variable not in near:
+            continue
+        needed = entries(variable)
+        if needed > known:
+            heapq.heappush(queue, (needed, variable))
+        elif needed > limit:
+            break
+        else:
+            order.append(variable)
+            around = near.pop(variable) - {variable}
+            for v in around:
+                near[v] |= around
+                near[v].discard(variable)
+            for v in around:
+                heapq.heappush(queue, (entries(v), v))
+    return Order(order, len(near))
 
 
 class Elimination:
@@ -82,11 +129,15 @@ class Elimination:
         for table in tables:
             self._add(_squeezed(diagonal(table)))
 
-    def run(self, limit: int, growth: float = math.inf) -> bool:
+    def follow(self, order: Order) -> None:
+        """Eliminates variables in this order."""
+        for variable in order.variables:
+            self._eliminate(variable)
+
+    def run(self, limit: int, growth: float) -> None:
         """Eliminates variables, always the one that needs the smallest table, as long as that has
-        at most `limit` entries; True if no variable is left. A variable stays if the table that
-        replaces its tables would have more than `growth` entries, and more than these tables
-        together."""
+        at most `limit` entries. A variable stays if the table that replaces its tables would have
+        more than `growth` entries, and more than these tables together."""
         queue = [(self._entries(v), v) for v in self.left]
         heapq.heapify(queue)
         while queue:
@@ -100,7 +151,6 @@ class Elimination:
                 around = self._eliminate(variable)
                 for v in around:
                     heapq.heappush(queue, (self._entries(v), v))
-        return not self.left
 
     def decide(self, values: Mapping[int, int]) -> list[int]:
         """The best value of each variable, given the values of those that are left."""

@@ -8,6 +8,7 @@ our search, the bound reaches the least sum.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,28 +25,26 @@ from onnxpar.search.solver.elimination import Table
 class _Share:
     """A table seen from one of its variables.
 
-    values       the values of the table, which change in place
-    axis         the axis of the variable
-    shape        the shape of a vector along this axis
+    values       the values of the table, which change in place, with four axes: the first variable
+                 and others before this one, this one, and those after it
     has_earlier  True if another variable of the table is earlier in the order of variables
     has_later    True if another variable of the table is later in that order
     """
 
     values: Array
-    axis: int
-    shape: tuple[int, ...]
     has_earlier: bool
     has_later: bool
 
     def least(self) -> Array:
         """The minimum of the table for each value of the variable."""
-        found: Array
-        if self.axis:  # the first axis first: contiguous memory is faster
-            values = self.values.min(axis=0)
-            found = values.min(axis=tuple(i for i in range(values.ndim) if i != self.axis - 1))
-        else:
-            found = self.values.reshape(len(self.values), -1).min(axis=1)
-        return found
+        first, before, _, after = self.values.shape
+        found: Array = np.minimum.reduce(self.values) if first > 1 else self.values[0]
+        found = np.minimum.reduce(found) if before > 1 else found[0]
+        return np.minimum.reduce(found, 1) if after > 1 else found[:, 0]
+
+    def add(self, costs: Array) -> None:
+        """Adds costs to the table, one for each value of the variable."""
+        self.values[...] += costs[:, None]
 
 
 class Messages:
@@ -61,9 +60,11 @@ class Messages:
         for table in self.tables:
             places = [at[v] for v in table.scope]
             for axis, (variable, place) in enumerate(zip(table.scope, places, strict=True)):
-                shape = tuple(-1 if i == axis else 1 for i in range(len(places)))
+                sizes = table.values.shape
+                ahead = sizes[0] if axis else 1, math.prod(sizes[1:axis])
+                values = table.values.reshape(*ahead, sizes[axis], -1)
                 ends = (min(places) < place, max(places) > place)
-                self._shares[variable].append(_Share(table.values, axis, shape, *ends))
+                self._shares[variable].append(_Share(values, *ends))
 
     @property
     def entries(self) -> int:
@@ -78,8 +79,7 @@ class Messages:
             for variable in order:
                 kept[variable] = self._pass_on(variable, kept[variable], ahead)
         for variable, costs in kept.items():
-            share = self._shares[variable][0]
-            share.values[...] += costs.reshape(share.shape)
+            self._shares[variable][0].add(costs)
         for table in self.tables:
             least = float(table.values.min())
             if np.isfinite(least):
@@ -101,17 +101,18 @@ class Messages:
         total = sum(found, start=kept)
         least = float(total.min())
         self.bound += least
-        if np.isinf(least):
+        if math.isinf(least):
             return np.zeros(1)
         total = total - least
         later = [s.has_later if ahead else s.has_earlier for s in shares]
         earlier = sum(s.has_earlier if ahead else s.has_later for s in shares)
         count = max(sum(later), earlier, 1)
+        each = total / count
+        has_forbidden = math.isinf(total.max())
         for share, is_later, had in zip(shares, later, found, strict=True):
-            change = np.where(np.isinf(had), 0.0, -had)
-            if is_later:
-                change += total / count
-            share.values[...] += change.reshape(share.shape)
+            if has_forbidden:
+                had = np.where(np.isinf(had), 0.0, had)
+            share.add(each - had if is_later else -had)
         if sum(later) == count:
             return np.zeros(1)
         rest: Array = total * (1 - sum(later) / count)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.search.solver.elimination import ENTRIES, Elimination, Table, diagonal
+from onnxpar.search.solver.elimination import ENTRIES, Elimination, Table, diagonal, order_within
 from onnxpar.search.solver.message_passing import Messages
 
 CLOSE = 1e-12
@@ -124,8 +124,8 @@ class _Search:
         tables that are too large."""
         sizes = [len(kept) for kept in self.levels[0].kept]
         kept = [np.array([values[v]]) if v in values else np.arange(s) for v, s in enumerate(sizes)]
-        elimination = Elimination([len(k) for k in kept], among(self.given, dict(enumerate(kept))))
-        if elimination.run(ENTRIES):
+        elimination = _eliminated(self.given, kept, ENTRIES)
+        if elimination is not None:
             self._take(_Level(elimination, kept).decide({}))
 
     def _gap(self) -> float:
@@ -175,8 +175,8 @@ class _Search:
             for v, s in slack.items()
         }
         allowed = [kept.get(v, np.zeros(1, int)) for v in range(len(self.values))]
-        elimination = Elimination([len(k) for k in allowed], among(self.messages.tables, kept))
-        if not elimination.run(limit):
+        elimination = _eliminated(self.messages.tables, allowed, limit)
+        if elimination is None:
             return False
         if math.isfinite(elimination.constant):
             self._take(_Level(elimination, allowed).decide({}))
@@ -204,6 +204,18 @@ class _Search:
             self.here = {v: int(np.searchsorted(every[v], at)) for v, at in self.here.items()}
             self._enter(among(self.messages.tables, kept), every, self.messages.bound)
         return True
+
+
+def _eliminated(tables: Sequence[Table], kept: Sequence[Array], limit: int) -> Elimination | None:
+    """The tables, among these values of each variable, after all variables were eliminated; None if
+    that needs a table of more than `limit` entries."""
+    sizes = [len(values) for values in kept]
+    order = order_within(limit, sizes, [table.scope for table in tables])
+    if order.left:
+        return None
+    elimination = Elimination(sizes, among(tables, dict(enumerate(kept))))
+    elimination.follow(order)
+    return elimination
 
 
 def among(tables: Iterable[Table], kept: Mapping[int, Array]) -> list[Table]:
