@@ -122,7 +122,7 @@ class OverlapCollectives(Pass):
         if self.when == "auto" and len(costs.topology.levels) == 1:
             return {}
         return {
-            node.name: costs.idle(entry.kind, set(groups(node)), entry.operand)
+            node.name: costs.idle(entry.kind, set(groups(node).by_rank), entry.operand)
             for node in graph.nodes
             if (entry := planned.get(node.name)) is not None
             and is_collective(node)

@@ -28,6 +28,18 @@ class PerRank:
     stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _GroupOf:
+    """The group of a rank: those that differ from it only along these axes. Equal ones give equal
+    groups, so those of thousands of ranks need not be computed for each collective."""
+
+    mesh: Mesh
+    axes: Axes
+
+    def __call__(self, rank: int) -> list[int]:
+        return list(self.mesh.group(self.axes, rank))
+
+
 def collective_node(
     kind: str,
     name: str,
@@ -40,7 +52,7 @@ def collective_node(
 ) -> gs.Node:
     """A collective over the ranks that differ only in these axes. An attribute can be a function of
     the rank."""
-    attrs["group"] = lambda rank: list(mesh.group(axes, rank))
+    attrs["group"] = _GroupOf(mesh, axes)
     for key, value in attrs.items():
         if callable(value):
             per_rank.attributes[name, key] = value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
@@ -14,22 +15,33 @@ MOST = 4
 """The most streams of a rank: each has connections to all ranks, and a thread."""
 STREAM = "stream"
 """The attribute of a collective for the number of its stream; 0 unless given."""
-Groups = tuple[tuple[int, ...], ...]
-"""The group of each rank in a collective."""
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The group of each rank in a collective. Equal groups are one object, since comparing those of
+    thousands of ranks takes long."""
+
+    by_rank: tuple[tuple[int, ...], ...]
+
+
 GroupsOf = Callable[[gs.Node], Groups]
 
 
 def groups_of(per_rank: PerRank, ranks: int) -> GroupsOf:
     """Returns a function that gives the groups of a collective; none for a message between two
     ranks."""
-    known: dict[str, Groups] = {}
+    known: dict[Hashable, Groups] = {}
+    distinct: dict[tuple[tuple[int, ...], ...], Groups] = {}
 
     def find(node: gs.Node) -> Groups:
-        if node.name not in known:
-            own = tuple(node.attrs.get("group", ()))
-            by_rank = per_rank.attributes.get((node.name, "group"))
-            known[node.name] = tuple(tuple(by_rank(r)) if by_rank else own for r in range(ranks))
-        return known[node.name]
+        own = tuple(node.attrs.get("group", ()))
+        by_rank = per_rank.attributes.get((node.name, "group"))
+        key = by_rank or own
+        if key not in known:
+            each = tuple(tuple(by_rank(r)) if by_rank else own for r in range(ranks))
+            known[key] = distinct.setdefault(each, Groups(each))
+        return known[key]
 
     return find
 
