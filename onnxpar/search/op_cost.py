@@ -195,10 +195,15 @@ def _far(
 ) -> float:
     """The bytes of operands and results that the cache does not hold: of inputs, of weights, and of
     tensors in whose life the ranks write more than the cache holds."""
-    cache = sharding.costs.cache * sharding.mesh.size
-    lives = sharding.factors.lifetimes
     each = zip((*op.node.inputs, *op.node.outputs), (*held, *produced), strict=True)
-    return sum(part.bytes for tensor, part in each if lives.get(tensor.name, math.inf) > cache)
+    return sum(part.bytes for tensor, part in each if is_far(tensor, sharding))
+
+
+def is_far(tensor: gs.Tensor, sharding: ShardingState) -> bool:
+    """True if the caches of the ranks do not hold a tensor from when it is written until it is
+    read."""
+    cache = sharding.costs.cache * sharding.mesh.size
+    return sharding.factors.lifetimes.get(tensor.name, math.inf) > cache
 
 
 def _ring(

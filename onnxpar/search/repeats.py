@@ -8,6 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
+from onnxpar.search.op_cost import is_far
 from onnxpar.search.op_strategies import Kinds
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
@@ -60,6 +61,9 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
             tuple(sorted(op.rule.sizes.items())),
             None if op.chosen is None else (op.chosen.share, atoms.get(op.chosen.atom)),
             any(t.name in sharding.factors.on_host for t in op.node.outputs),
+            op.node.name in sharding.factors.in_convolutions,
+            sharding.factors.in_loops.get(op.node.name),
+            tuple(is_far(t, sharding) for t in (*op.node.inputs, *op.node.outputs)),
         ),
         tuple(map(str, sharding.ops[op.node.name])),
         tuple(_operand(t, op, sharding, kinds) for t in (*op.node.inputs, *op.node.outputs)),
