@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from onnxpar.cost.topology import Device, Level, Link, Topology
-from onnxpar.errors import ModelError
 from onnxpar.ir.reshards import Reshard
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
@@ -86,13 +85,13 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, factors: GraphFactors) -> Any:
-    """Decodes a value that `encode` made; nodes are looked up in `factors`. Errors: ModelError."""
+    """Decodes a value that `encode` made; nodes are looked up in `factors`. Errors: ValueError."""
     if isinstance(value, list):
         return [decode(item, factors) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
-        raise ModelError(f"not a value of a dump: {str(value)[:60]}")
+        raise ValueError(f"not a value of a dump: {str(value)[:60]}")
     ((kind, inner),) = value.items()
     try:
         if kind == "op":
@@ -104,4 +103,4 @@ def decode(value: Any, factors: GraphFactors) -> Any:
             return tuple(items) if kind == "tuple" else set(items)
         return TYPES[kind](**{name: decode(item, factors) for name, item in inner.items()})
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"not a valid {kind}: {error}") from None
+        raise ValueError(f"not a valid {kind}: {error}") from None

@@ -54,8 +54,8 @@ def saved(model: Path, how: Options, folder: Path) -> tuple[Plan, Path]:
 
 
 def plan_of(made: Plan) -> dict[str, Any]:
-    """All that a plan says, apart from what it was made by."""
-    return made.to_json() | {"preset": None}
+    """All that a plan says, apart from what it was made by, and what a search proved."""
+    return made.to_json() | {"preset": None, "proof": None}
 
 
 def check(model: Path, how: Options, folder: Path) -> int:
