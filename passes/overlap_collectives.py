@@ -12,6 +12,7 @@ from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import COMPLETE, KINDS
 from onnxpar.lowering.buckets import PART_BYTES
+from onnxpar.lowering.fill_windows import fill, find_fillings
 from onnxpar.lowering.hidden import hidden_seconds
 from onnxpar.lowering.hold_back import hold_back
 from onnxpar.lowering.overlap import Windows, is_collective, split
@@ -31,7 +32,9 @@ class OverlapCollectives(Pass):
     collectives of a group are a stream, and streams run at once. Reductions of gradients start
     where they are and complete at the update. Gathers of parameters start while nodes before their
     reader compute: for two nodes ahead, or up to 8 MiB. A Gate behind each start makes the next
-    node wait until the operand is there: onnxruntime might compute a gradient last.
+    node wait until the operand is there: onnxruntime might compute a gradient last. Where too
+    little runs between a collective and its first reader, between hosts, other nodes move there: a
+    shared expert computes while tokens travel to the experts.
 
     Requires rank-local nodes (localize-ops), and collectives that are not ordered yet. Ensures the
     same results, bit by bit.
@@ -83,16 +86,28 @@ class OverlapCollectives(Pass):
         if self.when == "off":
             return False
         groups = groups_of(ctx.lowered.per_rank, ctx.sharding.mesh.size)
-        windows = Windows(graph, {op.node.name for op in ctx.sharding.factors.ops}, groups)
+        heavy = {op.node.name for op in ctx.sharding.factors.ops}
         planned = {entry.name: entry for entry in ctx.lowered.collectives}
         idle = self._idle(graph, planned, ctx.sharding.costs, groups)
+        is_first = ctx.choices.started is None
+        if is_first:
+            ctx.choices.fillings = find_fillings(
+                graph, heavy, groups, ctx.lowered.seconds, idle,
+                lambda name: _own(planned[name], ctx.sharding.costs),
+            )  # fmt: skip
+        else:
+            fill(graph, heavy, groups, ctx.choices.fillings)
+        fillings = ctx.choices.fillings
+        awaited = {each.collective: each.awaited for each in fillings}
+        moved = {name: each.collective for each in fillings for name in each.nodes}
+        windows = Windows(graph, heavy, groups, awaited)
         if ctx.choices.started is None:
             ctx.choices.started = self._chosen(ctx, windows, planned, idle)
         chosen = windows.find(ctx.choices.started, PART_BYTES)
         split(graph, chosen)
         own = sum(_own(planned[w.collective.name], ctx.sharding.costs) for w in chosen)
         ctx.lowered.hidden = hidden_seconds(graph.nodes, ctx.lowered.seconds, idle, own)
-        hold_back(graph)
+        hold_back(graph, moved)
         ctx.lowered.streams = assign_streams(graph, groups)
         return bool(chosen)
 

@@ -25,6 +25,7 @@ from onnxpar.strategy.strategy import Annotation, Strategy
 from onnxpar.symbols.symbols import Binding
 
 if TYPE_CHECKING:
+    from onnxpar.lowering.fill_windows import Filling
     from onnxpar.sharding.planned_collectives import Collective
 
 
@@ -39,6 +40,7 @@ class Choices:
     bytes              bytes of all-reduces that may be fused, by node
     started            bytes of the collectives that overlap-collectives starts, by node; None until
                        it ran
+    fillings           the nodes that overlap-collectives moves to where a collective is under way
     units              the units of nodes that fuse-elementwise found, by name, for each scope; None
                        until it ran
     """
@@ -51,6 +53,7 @@ class Choices:
     fed: dict[str, FactorSharding] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     started: dict[str, int] | None = None
+    fillings: list[Filling] = field(default_factory=list)
     units: list[list[list[str]]] | None = None
 
 

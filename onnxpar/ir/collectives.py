@@ -136,7 +136,13 @@ _ROWS = (
         is_started=True,
         is_measured=True,
     ),
-    Kind("AllToAllV", traffic=1.0, by_data=True, by_hand=False),  # nodes compute its sizes
+    Kind(
+        "AllToAllV",
+        traffic=1.0,
+        by_data=True,
+        is_started=True,
+        by_hand=False,  # nodes compute its sizes
+    ),
     Kind(
         "CollectivePermute",
         (SPLIT, SPLIT),

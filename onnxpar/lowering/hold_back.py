@@ -6,6 +6,8 @@ computed long after the next layer's, and its collective starts late.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
@@ -13,15 +15,16 @@ from onnxpar.ir.subgraphs import bodies
 from onnxpar.ir.tensors import tensor_shape
 from onnxpar.lowering.overlap import VIEWS
 
-_PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))
+PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))
 _INTO_PRODUCTS = frozenset(("Transpose", "Mul", "Div", "Cast"))
 """Ops that onnxruntime fuses with a product behind them."""
-_AFTER_PRODUCTS = frozenset(("Add", "Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid"))
+AFTER_PRODUCTS = frozenset(("Add", "Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid"))
 """Ops that onnxruntime fuses with a product before them."""
 
 
-def hold_back(graph: gs.Graph) -> None:
-    """Puts a Gate behind each start of a collective, on an operand of the next node that computes.
+def hold_back(graph: gs.Graph, moved: Mapping[str, str]) -> None:
+    """Puts a Gate behind each start of a collective, on an operand of the next node that computes,
+    or of each of those that were `moved` there: by name, with the name of the collective.
 
     The graph must be sorted topologically, and stays so. A Gate is never between nodes that
     onnxruntime fuses: a fused node may compute other bits.
@@ -29,10 +32,13 @@ def hold_back(graph: gs.Graph) -> None:
     makers = {id(t): node for node in graph.nodes for t in node.outputs}
     nodes: list[gs.Node] = []
     is_due = False
+    waiting: dict[str, set[int]] = {}  # by collective, what waits for its start
     held: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
         node.inputs = [held.get(id(t), t) for t in node.inputs]
-        found = _operand(node, makers) if is_due and _computes(node) else None
+        waits = waiting.get(moved.get(node.name, ""))
+        is_free = is_due if waits is None else not waits & {id(t) for t in node.inputs}
+        found = _operand(node, makers) if is_free and _computes(node) else None
         if found is not None:
             passed = gs.Variable(f"{found.name}::held", found.dtype, found.shape)
             gate = gs.Node("Gate", passed.name, {}, [found], [passed], domain=DOMAIN)
@@ -41,10 +47,18 @@ def hold_back(graph: gs.Graph) -> None:
             held = {key: passed if t is found else t for key, t in held.items()}
             held[id(found)] = passed
             nodes.append(gate)
-            is_due = False
+            if waits is None:
+                is_due = False
+            else:
+                waits.add(id(passed))
+        if waits is not None and waits & {id(t) for t in node.inputs}:
+            waits.update(id(t) for t in node.outputs)
         nodes.append(node)
-        is_start = node.domain == DOMAIN and node.op.startswith(START)
-        is_due |= is_start and not KINDS[kind_of(node.op)].is_late
+        if node.domain == DOMAIN and node.op.startswith(START):
+            if node.name in moved.values():
+                waiting[node.name] = set()
+            else:
+                is_due |= not KINDS[kind_of(node.op)].is_late
     graph.nodes = nodes
 
 
@@ -63,13 +77,13 @@ def _operand(node: gs.Node, makers: dict[int, gs.Node]) -> gs.Tensor | None:
 
 def _are_fused(maker: gs.Node, reader: gs.Node, tensor: gs.Tensor) -> bool:
     """True if onnxruntime may fuse two nodes with this tensor between them."""
-    if reader.op in _PRODUCTS:
+    if reader.op in PRODUCTS:
         return maker.op in _INTO_PRODUCTS or maker.op in VIEWS
-    if maker.op not in _PRODUCTS:
+    if maker.op not in PRODUCTS:
         return bool(maker.op == reader.op == "Transpose")
     others = [t for t in reader.inputs if t is not tensor]
     scales = reader.op in ("Mul", "Div") and any(_is_scalar(t) for t in others)
-    return reader.op in _AFTER_PRODUCTS or scales
+    return reader.op in AFTER_PRODUCTS or scales
 
 
 def _is_scalar(tensor: gs.Tensor) -> bool:

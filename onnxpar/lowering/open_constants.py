@@ -19,7 +19,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import OpenSizesError
-from onnxpar.ir.collectives import DOMAIN, KINDS, kind_of
+from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import captured
 from onnxpar.layout.layout import Factor, Layout, leaves, nested_parts
@@ -305,8 +305,14 @@ class OpenConstants:
             axis is None or vars(node).get("onnx_source") is None
         ):  # hand-written: sizes are the author's
             return False
-        results = [each.nodes[node.name].outputs[0] for each in self.all]
+        results = [_result(each.nodes[node.name]) for each in self.all]
         return len({tuple(y.shape)[axis] for y in results}) > 1
+
+
+def _result(node: gs.Node) -> gs.Tensor:
+    """The result of a collective, also if another node completes it."""
+    (y, *_) = node.outputs
+    return y.outputs[0].outputs[0] if node.op.startswith(START) else y
 
 
 def _moved_axis(node: gs.Node) -> int | None:

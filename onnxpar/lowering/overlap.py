@@ -50,11 +50,19 @@ def is_collective(node: gs.Node) -> bool:
 class Windows:
     """Finds the windows of the collectives of a graph in topological order. Nodes in `heavy`
     compute; the others may be moved together with a collective. A collective in one op waits for
-    those that were started in the same `groups`, and for no others."""
+    those that were started in the same `groups`, and for no others. The first reader of a
+    collective's result also waits for the tensor `awaited` of that collective, if it has one."""
 
-    def __init__(self, graph: gs.Graph, heavy: Collection[str], groups: GroupsOf) -> None:
+    def __init__(
+        self,
+        graph: gs.Graph,
+        heavy: Collection[str],
+        groups: GroupsOf,
+        awaited: Mapping[str, str] | None = None,
+    ) -> None:
         self.nodes = list(graph.nodes)
         self.groups = groups
+        self.awaited = awaited or {}
         self.within = [{groups(each) for each in collectives_in(node)} for node in self.nodes]
         self.index = {id(node): i for i, node in enumerate(self.nodes)}
         self.reads = [read_by(node) for node in self.nodes]
@@ -126,7 +134,18 @@ class Windows:
         nodes = [self.nodes[i] for i in between]
         computed = {id(n) for n in nodes if not is_collective(n)}  # tokens order the others
         after = self._after(at, [*behind], computed)
+        name = self.awaited.get(self.nodes[at].name)
+        after = next((t for n in nodes for t in n.outputs if t.name == name), after)
         return Window(self.nodes[at], start, end, before, behind, nodes, after)
+
+    def reader(self, node: gs.Node) -> int:
+        """The index of the first node that computes with the result of a collective; the number of
+        nodes if there is none."""
+        return self._behind(self.index[id(node)])[1]
+
+    def shaped(self, node: gs.Node) -> list[gs.Node]:
+        """The nodes that only shape the result of a collective."""
+        return self._behind(self.index[id(node)])[0]
 
     def _behind(self, at: int) -> tuple[list[gs.Node], int]:
         """The nodes that only shape the result of a collective, and the index of the first other

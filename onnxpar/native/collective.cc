@@ -40,7 +40,7 @@ void Collective::NoteStream() {
 void Collective::Compute(KernelContext& context) {
   try {
     Execute(context);
-    context.Output(context.OutputCount() - 1, TokenShape());
+    context.Output(context.OutputCount() - 1, TokenShape(context));
   } catch (const WorldFailure&) {
     throw;
   } catch (const std::exception& error) {

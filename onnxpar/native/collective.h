@@ -50,7 +50,7 @@ class Collective : public Kernel {
 
   /// The shape of the token, which has no elements. Profiles of onnxruntime contain shapes, but no
   /// values, so a kernel can tell there what data decided.
-  virtual Shape TokenShape() const { return {0}; }
+  virtual Shape TokenShape(const KernelContext&) const { return {0}; }
 
   /// Calls body(transport, call). Messages are exchanged only between members that agree on the
   /// attributes, on the type of `x`, and on `common`, the part of its shape that must be the same.

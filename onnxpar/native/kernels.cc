@@ -267,18 +267,16 @@ class AllToAllV : public Collective {
   void Execute(KernelContext& context) override {
     const Tensor x = context.Input(0);
     const size_t axis = NormalizeAxis(axis_, x.shape);
-    const Sizes sends = MemberSizes("sends", context.Input(1), group_);
-    const Sizes receives = MemberSizes("receives", context.Input(2), group_);
+    const Sizes sends = Sends(context);
+    const Sizes receives = Receives(context);
     CheckExtent("the sum of sends=" + ToText(sends), SumOf(sends), x.shape, axis);
     if (sends[group_.me] != receives[group_.me]) {
       throw std::runtime_error("sends=" + ToText(sends) + " and receives=" + ToText(receives) +
                                " give different sizes for the elements that this rank keeps");
     }
-    const size_t element = ElementSize(x.type);
-    const Shape sent = WithExtent(x.shape, axis, x.shape[axis] - sends[group_.me]);
-    sent_bytes_ = static_cast<int64_t>(Tensor{x.type, sent, nullptr}.Bytes());
     if (Alone(context, x)) return;
-    const Shape y_shape = WithExtent(x.shape, axis, SumOf(receives));
+    const size_t element = ElementSize(x.type);
+    const Shape y_shape = ResultShape(context);
     void* const y = context.Output(0, y_shape);
     Run(
         x, WithoutAxis(x.shape, axis),
@@ -289,10 +287,27 @@ class AllToAllV : public Collective {
         &sends, &receives);
   }
 
-  Shape TokenShape() const override { return {0, sent_bytes_}; }
+  Shape ResultShape(const KernelContext& context) const override {
+    const Shape x = context.Input(0).shape;
+    return WithExtent(x, NormalizeAxis(axis_, x), SumOf(Receives(context)));
+  }
+
+  Shape TokenShape(const KernelContext& context) const override {
+    const Tensor x = context.Input(0);
+    const size_t axis = NormalizeAxis(axis_, x.shape);
+    const int64_t others = x.shape[axis] - Sends(context)[group_.me];
+    const Tensor sent{x.type, WithExtent(x.shape, axis, others), nullptr};
+    return {0, static_cast<int64_t>(sent.Bytes())};
+  }
+
+  Sizes Sends(const KernelContext& context) const {
+    return MemberSizes("sends", context.Input(1), group_);
+  }
+  Sizes Receives(const KernelContext& context) const {
+    return MemberSizes("receives", context.Input(2), group_);
+  }
 
   const int64_t axis_;
-  int64_t sent_bytes_ = 0;
 };
 
 class Broadcast : public Collective {
@@ -353,6 +368,7 @@ std::unique_ptr<Collective> MakeCollective(const std::string& kind, const Kernel
     return std::make_unique<Redistribute>(info, world);
   }
   if (kind == "AllToAll") return std::make_unique<AllToAll>(info, world);
+  if (kind == "AllToAllV") return std::make_unique<AllToAllV>(info, world);
   return nullptr;
 }
 
@@ -369,7 +385,6 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
   if (auto kernel = MakeCollective(kind, info, world)) return kernel;
   if (kind == "Complete") return MakeComplete();
   if (kind == "After") return MakeAfter();
-  if (kind == "AllToAllV") return std::make_unique<AllToAllV>(info, world);
   if (kind == "Broadcast") return std::make_unique<Broadcast>(info, world);
   if (auto kernel = MakeMessageKernel(kind, info, world)) return kernel;
   if (kind == "Gate") return std::make_unique<Gate>();

@@ -45,6 +45,7 @@ const Schema kSchemas[] = {
     {"StartAllGather", 2, 2, DataType::kAny, InferStart<InferAllGather>, false},
     {"StartReduceScatter", 2, 2, DataType::kAny, InferStart<InferReduceScatter>, false, true},
     {"StartAllToAll", 2, 2, DataType::kAny, InferStart<InferAllToAll>, false, true},
+    {"StartAllToAllV", 4, 2, DataType::kAny, InferStart<InferOpenAxis>, false},
     {"Complete", 2, 2, DataType::kAny, InferComplete, false},
     {"After", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},

@@ -231,8 +231,21 @@ std::vector<int64_t> KernelInfo::IntsOrNone(const char* name) const {
 }
 
 size_t Tensor::Elements() const {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
+  int64_t bytes = static_cast<int64_t>(ElementSize(type));
   size_t count = 1;
-  for (int64_t extent : shape) count *= static_cast<size_t>(extent);
+  for (int64_t extent : shape) {
+    if (extent < 0 || __builtin_mul_overflow(bytes, extent, &bytes)) {
+      throw std::runtime_error("a tensor of shape " + ToText(shape) + " is too large");
+    }
+    count *= static_cast<size_t>(extent);
+  }
+  return count;
+}
+
+size_t NodeContext::InputCount() const {
+  size_t count = 0;
+  Call(kKernelContextGetInputCount, static_cast<const OrtKernelContext*>(context_), &count);
   return count;
 }
 
@@ -247,9 +260,7 @@ Tensor NodeContext::Input(size_t index) const {
 }
 
 bool NodeContext::Has(size_t index) const {
-  size_t count = 0;
-  Call(kKernelContextGetInputCount, static_cast<const OrtKernelContext*>(context_), &count);
-  if (index >= count) return false;
+  if (index >= InputCount()) return false;
   const OrtValue* value = nullptr;
   Call(kKernelContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value);
   return value != nullptr;

@@ -59,6 +59,7 @@ struct Tensor {
   Shape shape;
   void* data;
 
+  /// Throws if there are more than memory can have, as with sizes that data decide.
   size_t Elements() const;
   size_t Bytes() const { return Elements() * ElementSize(type); }
 };
@@ -67,6 +68,7 @@ struct Tensor {
 class KernelContext {
  public:
   virtual ~KernelContext() = default;
+  virtual size_t InputCount() const = 0;
   virtual Tensor Input(size_t index) const = 0;
   /// Returns true if the node has this input, which is optional.
   virtual bool Has(size_t index) const = 0;
@@ -83,6 +85,7 @@ class KernelContext {
 class NodeContext : public KernelContext {
  public:
   explicit NodeContext(OrtKernelContext* context) : context_(context) {}
+  size_t InputCount() const override;
   Tensor Input(size_t index) const override;
   bool Has(size_t index) const override;
   size_t OutputCount() const override;

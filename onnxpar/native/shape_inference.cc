@@ -135,7 +135,6 @@ void InferComplete(ShapeContext& node, const World*) {
   if (pending.size() >= 2) {
     node.SetOutput(0, node.InputType(0), {pending.begin() + 2, pending.end()});
   }
-  node.SetOutput(1, DataType::kBool, {{0, ""}, {}, {}});
 }
 
 void InferTokenOnly(ShapeContext& node, const World*) { SetToken(node, 0); }

@@ -6,7 +6,10 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <new>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,8 +26,11 @@ class Pool {
     size_t size = 0;
   };
 
-  /// Returns memory of at least `size` bytes, and of less than twice as many if it was kept.
+  /// Returns memory of at least `size` bytes, and of less than twice as many if it was kept. There
+  /// are few sizes of it, so that not every size that data decide leaves memory of its own.
   Memory Take(size_t size) {
+    const size_t step = StepOf(size);
+    size = (size + step - 1) / step * step;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       const auto found = kept_.lower_bound(size);
@@ -34,7 +40,12 @@ class Pool {
         return memory;
       }
     }
-    return {std::unique_ptr<char[]>(new char[size]), size};
+    try {
+      return {std::unique_ptr<char[]>(new char[size]), size};
+    } catch (const std::bad_alloc&) {
+      throw std::runtime_error("there is no memory for a copy of " + std::to_string(size) +
+                               " bytes");
+    }
   }
 
   void GiveBack(Memory memory) {
@@ -44,6 +55,15 @@ class Pool {
   }
 
  private:
+  /// A quarter of the largest power of two up to `size`.
+  static size_t StepOf(size_t size) {
+    size_t step = kLeast;
+    while (step < size / 8 + 1) step *= 2;
+    return step;
+  }
+
+  static constexpr size_t kLeast = 64;
+
   std::mutex mutex_;
   std::multimap<size_t, std::unique_ptr<char[]>> kept_;
 };
@@ -57,25 +77,46 @@ int64_t MicrosecondsSince(Clock::time_point then, Clock::time_point now) {
   return std::chrono::duration_cast<std::chrono::microseconds>(now - then).count();
 }
 
-/// A collective that was started: what its kernel sees of a node, with an operand and a result in
+/// Copies of all operands of a node, in one piece of memory.
+class Operands {
+ public:
+  explicit Operands(const KernelContext& node) {
+    size_t size = 0;
+    for (size_t i = 0; i < node.InputCount(); ++i) {
+      tensors_.emplace_back();
+      if (!node.Has(i)) continue;
+      tensors_[i] = node.Input(i);
+      size += Aligned(tensors_[i]->Bytes());
+    }
+    memory_ = Buffers().Take(size);
+    char* next = memory_.bytes.get();
+    for (auto& tensor : tensors_) {
+      if (!tensor) continue;
+      if (tensor->Bytes() > 0) std::memcpy(next, tensor->data, tensor->Bytes());
+      tensor->data = next;
+      next += Aligned(tensor->Bytes());
+    }
+  }
+  ~Operands() { Buffers().GiveBack(std::move(memory_)); }
+
+  bool Has(size_t index) const { return index < Count() && tensors_[index].has_value(); }
+  const Tensor& operator[](size_t index) const { return tensors_.at(index).value(); }
+  size_t Count() const { return tensors_.size(); }
+
+ private:
+  static size_t Aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+  Pool::Memory memory_;
+  std::vector<std::optional<Tensor>> tensors_;
+};
+
+/// A collective that was started: what its kernel sees of a node, with operands and a result in
 /// memory of the plugin.
 class Started : public KernelContext {
  public:
   Started(std::shared_ptr<Collective> collective, const KernelContext& node, bool in_place)
-      : collective_(std::move(collective)),
-        operand_(Buffers().Take(node.Input(0).Bytes())),
-        x_(Copied(node.Input(0), operand_.bytes.get())),
-        in_place_(in_place),
-        has_sizes_(node.Has(Collective::kSizes)) {
-    if (!has_sizes_) return;
-    sizes_shape_ = node.Input(Collective::kSizes).shape;
-    sizes_.resize(node.Input(Collective::kSizes).Elements());
-    Copied(node.Input(Collective::kSizes), sizes_.data());
-  }
-  ~Started() override {
-    Buffers().GiveBack(std::move(operand_));
-    Buffers().GiveBack(std::move(result_));
-  }
+      : collective_(std::move(collective)), operands_(node), in_place_(in_place) {}
+  ~Started() override { Buffers().GiveBack(std::move(result_)); }
 
   /// Runs the collective; keeps what it throws for Await.
   void Run() {
@@ -101,21 +142,25 @@ class Started : public KernelContext {
     return y_;
   }
 
-  /// The shape of a token that tells when the collective began and ended.
-  Shape Times() const {
+  /// The shape of a token that tells when the collective began and ended, and then what its own
+  /// token tells.
+  Shape Token() const {
     const Clock::time_point now = Clock::now();
-    return {0, MicrosecondsSince(began_, now), MicrosecondsSince(ended_, now)};
+    Shape token{0, MicrosecondsSince(began_, now), MicrosecondsSince(ended_, now)};
+    token.insert(token.end(), own_token_.begin() + 1, own_token_.end());
+    return token;
   }
 
-  Tensor Input(size_t index) const override {
-    if (index != Collective::kSizes) return x_;
-    return {DataType::kInt64, sizes_shape_, const_cast<int64_t*>(sizes_.data())};
-  }
-  bool Has(size_t index) const override { return index != Collective::kSizes || has_sizes_; }
+  size_t InputCount() const override { return operands_.Count(); }
+  Tensor Input(size_t index) const override { return operands_[index]; }
+  bool Has(size_t index) const override { return operands_.Has(index); }
   size_t OutputCount() const override { return 2; }
   void* Output(size_t index, const Shape& shape) override {
-    if (index > 0) return nullptr;  // the token, which is empty
-    y_ = {x_.type, shape, x_.data};
+    if (index > 0) {
+      own_token_ = shape;
+      return nullptr;  // it is empty
+    }
+    y_ = {operands_[0].type, shape, operands_[0].data};
     if (in_place_) return y_.data;
     result_ = Buffers().Take(y_.Bytes());
     y_.data = result_.bytes.get();
@@ -123,20 +168,12 @@ class Started : public KernelContext {
   }
 
  private:
-  /// Copies a tensor to `memory`; returns it there.
-  static Tensor Copied(const Tensor& x, void* memory) {
-    if (x.Bytes() > 0) std::memcpy(memory, x.data, x.Bytes());
-    return {x.type, x.shape, memory};
-  }
-
   const std::shared_ptr<Collective> collective_;
-  Pool::Memory operand_, result_;
-  const Tensor x_;
+  const Operands operands_;
   const bool in_place_;
-  const bool has_sizes_;
-  Shape sizes_shape_;
-  std::vector<int64_t> sizes_;
+  Pool::Memory result_;
   Tensor y_{};
+  Shape own_token_;
   Clock::time_point began_, ended_;
 
   std::mutex mutex_;
@@ -217,7 +254,7 @@ class Complete : public Kernel {
     const Tensor result = started->Await();
     void* const y = context.Output(0, result.shape);
     if (result.Bytes() > 0) std::memcpy(y, result.data, result.Bytes());
-    context.Output(1, started->Times());
+    context.Output(1, started->Token());
   }
 };
 

@@ -13,14 +13,15 @@ namespace onnxpar {
 /// Returns the kernel that starts a collective. Its outputs are an empty tensor of shape
 /// [0, number, shape of the result], which names the started collective, and the token.
 ///
-/// The thread works on copies of the operand and the result. So a session may end, or a run may
+/// The thread works on copies of all operands and the result. So a session may end, or a run may
 /// fail, before the collective has ended: onnxruntime then frees memory that nobody uses any more.
 std::unique_ptr<Kernel> MakeStart(std::unique_ptr<Collective> collective, bool in_place,
                                   std::shared_ptr<World> world);
 
 /// Returns the kernel that waits for a started collective, and returns its result. Its token has
-/// the shape [0, A, B]: the thread began the collective A microseconds before, and ended it B
-/// microseconds before this kernel ended.
+/// the shape [0, A, B, ...]: the thread began the collective A microseconds before, and ended it B
+/// microseconds before this kernel ended; behind is what the token of the collective tells behind
+/// its 0.
 std::unique_ptr<Kernel> MakeComplete();
 
 /// Returns the kernel that passes a token on once its operand has been computed.

@@ -150,16 +150,17 @@ def _rank(
 
 def _collective(node: Mapping[str, Any], end: int, told: Any) -> tuple[str, Collective | None]:
     """Returns the name of a recorded node, and what it communicates. The completion of a collective
-    has the name of the collective; it told when a thread ran that, in microseconds before `end`."""
+    has the name of the collective; it told when a thread ran that, in microseconds before `end`,
+    and the bytes that were sent if data decide these."""
     if "group" not in node:
         return node["name"], None
     name, kind = node.get("started", (node["name"], node["op"]))
     group = tuple(node["group"])
     if "started" not in node:
         return name, Collective(kind, group, told)
-    began, ended = told
+    began, ended, *sent = told
     transfer = (end - began) / 1e6, (began - ended) / 1e6
-    return name, Collective(kind, group, transfer=transfer)
+    return name, Collective(kind, group, sent[0] if sent else None, transfer=transfer)
 
 
 def _with_own(events: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:

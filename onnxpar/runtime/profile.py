@@ -119,8 +119,8 @@ def _program(
 
 def _told(args: dict[str, Any]) -> int | list[int] | None:
     """Returns how many elements a NonZero found, or how many bytes an AllToAllV sent to others; for
-    a Complete, how many microseconds before its end the collective began and ended; None for any
-    other node. Profiles have no values, but shapes."""
+    a Complete, how many microseconds before its end the collective began and ended, and then what
+    the collective tells; None for any other node. Profiles have no values, but shapes."""
     if args["op_name"] not in _TELL or not args.get("output_type_shape"):
         return None
     (shape,) = args["output_type_shape"][-1].values()

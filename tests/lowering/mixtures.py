@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx.parser
 from agreement import options
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.cost.topology import Topology
 from onnxpar.pipeline.options import Options
@@ -80,3 +80,28 @@ def feeds_of(ids: Any, dtype: str = "float") -> dict[str, np.ndarray]:
 def exchanging(layout: str) -> Options:
     """Options for a layout, on slow links."""
     return replace(options(layout), topology=SLOW)
+
+
+def beside_shared_expert(model: onnx.ModelProto, first: bool) -> onnx.ModelProto:
+    """The mixture with a shared expert, which the export computes `first`, or last; its output is
+    the sum z [rows, 3] of both."""
+    graph = model.graph
+    kind, width = graph.input[0].type.tensor_type.elem_type, 4
+    random = np.random.default_rng(7)
+    for name, shape in (("v1", (width, 6)), ("v2", (6, 3))):
+        value = random.standard_normal(shape).astype(helper.tensor_dtype_to_np_dtype(kind))
+        graph.initializer.append(numpy_helper.from_array(value, name))
+    shared = [
+        helper.make_node("MatMul", ["normal", "v1"], ["p"], "shared.up"),
+        helper.make_node("Tanh", ["p"], ["q"], "shared.act"),
+        helper.make_node("MatMul", ["q", "v2"], ["r"], "shared.down"),
+    ]
+    normed = helper.make_node("Sigmoid", ["x"], ["normal"], "norm")
+    nodes = list(graph.node)
+    for node in graph.node:
+        node.input[:] = ["normal" if name == "x" else name for name in node.input]
+    nodes = [normed, *shared, *nodes] if first else [normed, *nodes, *shared]
+    del graph.node[:]
+    graph.node.extend([*nodes, helper.make_node("Add", ["y", "r"], ["z"], "both")])
+    graph.output[0].name = "z"
+    return model
