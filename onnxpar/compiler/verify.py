@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.collectives import DOMAIN, FUSED_ELEMENTWISE
 from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
 from onnxpar.ir.subgraphs import all_nodes, bodies
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, leaves
@@ -270,7 +270,7 @@ def _verify_order(graph: gs.Graph, token: gs.Tensor | None) -> gs.Tensor | None:
 
 def _has_token(node: gs.Node) -> bool:
     """True for the plugin's ops except the loop over elements, which communicates with nobody."""
-    return bool(node.domain == DOMAIN and node.op != "FusedElementwise")
+    return bool(node.domain == DOMAIN and node.op != FUSED_ELEMENTWISE)
 
 
 def _verify_bodies(node: gs.Node, token: gs.Tensor | None) -> gs.Tensor:

@@ -78,6 +78,19 @@ def test_sizes_that_data_decides(tmp_path: Path, messages: list[str]) -> None:
     assert messages == ["the start", "run 1"]
 
 
+def test_another_dtype_between(par: Path, x: np.ndarray) -> None:
+    """Arrays of the same shape, and even of the same bytes, are refused between equal runs."""
+    with InferenceSession(par) as session:
+        for _ in range(2):
+            session.run(None, {"x": x})
+        for other in (x.astype(np.float64), x.view(np.int32)):
+            with pytest.raises(InputError, match="x"):
+                session.run(None, {"x": other})
+        y, d = session.run(None, {"x": x})
+        np.testing.assert_allclose(y, x @ weight_of_k_split(), rtol=1e-5, atol=1e-4)
+        np.testing.assert_array_equal(d, 2 * x)
+
+
 def test_states_between(tmp_path: Path, messages: list[str]) -> None:
     """s' = s + x: written and read between runs that keep it."""
     split = Tensor("s", (3, 5), (None, "tp"))
