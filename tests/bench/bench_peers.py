@@ -8,7 +8,8 @@
 Each system runs in a process of its own and takes its turns in random order. Before a turn the
 machine has been quiet for a moment; a turn counts if others used less than a tenth of a core during
 it, and where few did, the quietest quarter of all turns counts. Before anything is timed, all
-systems of a table must agree. A run goes from arrays to arrays. --read shows the figures of
+systems of a table must agree. A run goes from arrays to arrays. Without --topology, `onnxpar
+calibrate` measures the machine first, for the search. --read shows the figures of
 earlier --json files; --write puts the tables into a page, between its marks.
 """
 
@@ -33,6 +34,8 @@ from bench.peer_mpi import all_reduces, missing
 from bench.peer_report import machine, show, write_page, write_plot
 from bench.peers import Figure, Peer, Turn, measure, watched
 
+from onnxpar.cli.command_line import main as command
+
 INFERENCE_TOLERANCE = 1e-4
 TRAINING_TOLERANCE = 1e-3
 STEPS = 3
@@ -43,7 +46,7 @@ ALL_REDUCE = "all-reduce"
 Table = Mapping[str, Figure]
 
 
-def inference(case: Case, model: Path, folder: Path, topology: str | None) -> Iterator[Peer]:
+def inference(case: Case, model: Path, folder: Path, topology: str) -> Iterator[Peer]:
     """The systems that run a model; the first is the base."""
     case.write(model)
     feeds = case.feeds
@@ -56,7 +59,7 @@ def inference(case: Case, model: Path, folder: Path, topology: str | None) -> It
         yield Peer(f"onnxpar, {how}", peer_models.sharded, (par, feeds))
 
 
-def training(case: Case, model: Path, folder: Path, topology: str | None) -> Iterator[Peer]:
+def training(case: Case, model: Path, folder: Path, topology: str) -> Iterator[Peer]:
     """The systems that train a model; the first is the base."""
     case.write(model)
     for threads in (1, RANKS):
@@ -143,10 +146,13 @@ def tables(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Tab
     cases = {name: (case, inference) for name, case in CASES.items()}
     trained = {f"train {name}": (case, training) for name, case in TRAINED.items()}
     asked = {name: work for name, work in {**cases, **trained}.items() if is_asked(name)}
+    topology = options.topology or str(folder / "cluster.yaml")
+    if asked and options.topology is None and command(["calibrate", "-o", topology]) != 0:
+        raise SystemExit(1)
     for number, (name, (case, systems)) in enumerate(asked.items()):
         place = folder / str(number)
         place.mkdir()
-        peers = installed(systems(case, place / "model.onnx", place, options.topology))
+        peers = installed(systems(case, place / "model.onnx", place, topology))
         trains = systems is training
         steps, tolerance = (STEPS, TRAINING_TOLERANCE) if trains else (1, INFERENCE_TOLERANCE)
         yield name, measure(peers, rounds, seconds, steps, tolerance)
@@ -166,6 +172,12 @@ def read_figures(files: Sequence[Path]) -> tuple[dict[str, str], dict[str, Table
     return about, found
 
 
+def write_figures(file: Path, about: Mapping[str, str], tables: Mapping[str, Table]) -> None:
+    """Writes all figures so far."""
+    plain = {name: {p: asdict(f) for p, f in table.items()} for name, table in tables.items()}
+    file.write_text(json.dumps({"machine": about, "tables": plain}, indent=1) + "\n")
+
+
 def main() -> None:
     """Prints a table for each model, training step and all-reduce."""
     options = arguments()
@@ -179,9 +191,10 @@ def main() -> None:
             for name, table in tables(options, Path(folder)):
                 found[name] = table
                 print(show({}, {name: table}), flush=True)
+                if options.json:
+                    write_figures(options.json, about, found)
     if options.json:
-        plain = {name: {p: asdict(f) for p, f in table.items()} for name, table in found.items()}
-        options.json.write_text(json.dumps({"machine": about, "tables": plain}, indent=1) + "\n")
+        write_figures(options.json, about, found)
     if options.plot:
         write_plot(options.plot, about, found)
     if options.write:

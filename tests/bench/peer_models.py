@@ -110,7 +110,7 @@ def trained(stack: ExitStack, par: Path, batch: Feeds) -> Run:
     return lambda: trainer.step(batch, RATE)["loss"]
 
 
-def shard(model: Path, folder: Path, how: str, topology: str | None) -> Path:
+def shard(model: Path, folder: Path, how: str, topology: str) -> Path:
     """The folder of a sharded model: by a preset, or by the search ("auto")."""
     given: dict[str, Any] = {"search": "auto"} if how == "auto" else {"preset": how}
     par = folder / f"{model.stem}.{how}.par"
