@@ -19,7 +19,7 @@ from onnxpar.calibration.measure import (
     CollectiveTime,
     Measurements,
 )
-from onnxpar.calibration.models import NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
+from onnxpar.calibration.models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
 from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import Device, Level, Link, Topology
@@ -48,7 +48,7 @@ def fit(found: Measurements) -> Topology:
         row=_digits(max(found.work.picks - launch, 1e-9) / PICKED),
         channels=channels_at_once(found.work.narrow),
     )
-    device = with_cache(device, found.work.copies)
+    device = with_exposed(with_cache(device, found.work.copies), found.work.apart)
     rates = {kind: fit_rate(kind, times, device) for kind, times in found.work.rated.items()}
     device = replace(device, ops=rates)
     return Topology((Level("host", None, other.latency, other.bandwidth, links),), device)
@@ -76,6 +76,16 @@ def with_cache(device: Device, copies: Sequence[float]) -> Device:
     saved = 2 * MIDDLE / device.memory_bandwidth - (middle - device.launch)
     cache = min(max(saved / slower, 2 * NEAR), 2 * LARGE)
     return replace(device, cache=_digits(cache), cache_bandwidth=_digits(fast))
+
+
+def with_exposed(device: Device, apart: float) -> Device:
+    """Returns the device with the share of reading in which a product cannot compute, given the
+    seconds of one whose weight comes from memory; without, if it always can."""
+    compute = 2 * FEW * WIDTH**2 / device.flops
+    memory = 4 * WIDTH**2 / device.memory_bandwidth
+    beyond = apart - device.launch - max(compute, memory)
+    exposed = min(beyond / min(compute, memory), 1.0)
+    return replace(device, exposed=_digits(exposed) if exposed > 0 else None)
 
 
 def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
@@ -130,6 +140,7 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
     work = found.work
     for what, seconds in (
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
+        (f"MatMul of {FEW}x{WIDTH}, of memory", work.apart),
         (f"3 Conv of {WIDE} channels", work.bottleneck),
         *((f"Neg of {n >> 10} KiB", t) for n, t in zip(COPIED, work.copies, strict=True)),
         (f"Gather of {PICKED} elements", work.picks),

@@ -61,6 +61,7 @@ LEAST = 0.1
 at least this fraction of the time with the work: the difference may be below 0."""
 _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
     (models.products, 4, {}),
+    (models.products_apart, models.APART, {}),
     (models.convolutions, 4, {"optimized": True}),
     *((partial(models.copies, size), max(4, (4 << 20) // size), {}) for size in COPIED),
     (models.rows, 4, {}),
@@ -92,11 +93,13 @@ class CollectiveTime:
 @dataclass(frozen=True)
 class Work:
     """The time of each op on the slowest rank, in seconds, while all ranks compute the same;
-    `bottleneck` is the time of three convolutions, `narrow` that of one to each number of CHANNELS.
-    `copies` are those of elementwise ops on tensors of COPIED bytes, `rated` those of the kinds of
-    ops in `models.RATED`, in each of the shapes there."""
+    `apart` is that of a product whose weight comes from memory, `bottleneck` that of three
+    convolutions, `narrow` that of one to each number of CHANNELS. `copies` are those of elementwise
+    ops on tensors of COPIED bytes, `rated` those of the kinds of ops in `models.RATED`, in each of
+    the shapes there."""
 
     product: float
+    apart: float
     bottleneck: float
     copies: tuple[float, ...]
     picks: float
@@ -166,14 +169,14 @@ def measure(
                 case.run(processes, seconds * share)
                 note(share)
     taken = iter([case.seconds for case in each])
-    product, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
+    product, apart, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
     narrow = tuple(islice(taken, len(CHANNELS)))
     rated = {kind: tuple(islice(taken, len(shapes))) for kind, shapes in models.RATED.items()}
     found = tuple(
         CollectiveTime(*case, max(seconds - between, seconds * LEAST))
         for case, seconds in zip(of_collectives, taken, strict=True)
     )
-    work = Work(product, bottleneck, tuple(copies), picks, tiny, narrow, rated)
+    work = Work(product, apart, bottleneck, tuple(copies), picks, tiny, narrow, rated)
     return Measurements(ranks, shares(ranks)[-1].threads, work, found)
 
 

@@ -15,6 +15,9 @@ ROWS, WIDTH = 256, 768
 """The shape of the operand of matrix products: tokens, and BERT's width."""
 WIDE, NARROW, PIXELS = 256, 64, 28
 """Outer and inner channels of a ResNet bottleneck, and the height and width of its images."""
+FEW, APART = 64, 16
+"""The rows of products whose weights come from memory, and the number of these weights of WIDTH x
+WIDTH, which no cache holds together."""
 PICKED, LENGTH = 1 << 16, 64
 """The number of elements that a Gather reads, and of the elements in a row."""
 BETWEEN = (64, 256)
@@ -95,6 +98,16 @@ def _square(width: int) -> onnx.TensorProto:
 def products(repeats: int) -> onnx.ModelProto:
     """Returns a chain of products of a [ROWS, WIDTH] matrix with a square weight."""
     return _chain([("MatMul", ["W"], {})] * repeats, [ROWS, WIDTH], [_square(WIDTH)])
+
+
+def products_apart(repeats: int) -> onnx.ModelProto:
+    """Returns a chain of products of a [FEW, WIDTH] matrix, each with a square weight of its
+    own."""
+    weights = [
+        numpy_helper.from_array(np.full((WIDTH, WIDTH), 1 / WIDTH, np.float32), f"W{i}")
+        for i in range(repeats)
+    ]
+    return _chain([("MatMul", [w.name], {}) for w in weights], [FEW, WIDTH], weights)
 
 
 def convolutions(repeats: int) -> onnx.ModelProto:

@@ -244,7 +244,7 @@ class Costs:
     ) -> float:
         """Seconds of an op with `flops` multiplications and additions that reads and writes `size`
         bytes, `far` of which no cache holds: the launch, plus the slower of the two (the roofline
-        model). On a device or, without one, on the slowest."""
+        model), plus what `Device.exposed` adds. On a device or, without one, on the slowest."""
         each = self.devices if device is None else (device,)
         return max(_roofline(d, flops, size, far, convolves) for d in each)
 
@@ -260,6 +260,4 @@ def _transfer(kind: str, ranks: int, link: Link, size: float) -> float:
 
 def _roofline(device: Device, flops: float, size: float, far: float, convolves: bool) -> float:
     rate = device.convolution if convolves and device.convolution else device.flops
-    return device.launch + max(
-        flops / rate, device.move(size - far) + far / device.memory_bandwidth
-    )
+    return device.launch + device.roofline(flops / rate, size, far)

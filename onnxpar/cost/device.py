@@ -44,6 +44,8 @@ class Device:
                       copied, multiplied or normalized on its own; None: the time to copy ROW_BYTES
     cache             bytes that an op reads and writes at `cache_bandwidth`; the rest moves at
                       `memory_bandwidth`; None: all of it
+    exposed           share of the time to move bytes that no cache holds in which an op cannot
+                      compute, up to 1; None: it always can (the roofline model)
     ops               the rates of kinds of ops that were measured by themselves, of RATED
     """
 
@@ -56,6 +58,7 @@ class Device:
     channels: float | None = None
     cache: float | None = None
     cache_bandwidth: float | None = None
+    exposed: float | None = None
     ops: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
     def move(self, size: float) -> float:
@@ -64,6 +67,13 @@ class Device:
             return size / self.memory_bandwidth
         near = min(size, self.cache)
         return near / self.cache_bandwidth + (size - near) / self.memory_bandwidth
+
+    def roofline(self, compute: float, size: float, far: float) -> float:
+        """Seconds of an op that computes for `compute` seconds, and reads and writes `size` bytes,
+        `far` of which no cache holds."""
+        near, rest = self.move(size - far), far / self.memory_bandwidth
+        hidden, exposed = max(compute, near + rest), max(compute, near) + rest
+        return hidden + (self.exposed or 0.0) * (exposed - hidden)
 
 
 RATED = ("Softmax", "LayerNormalization", "Erf", "Transpose", "MatMul")
@@ -75,6 +85,7 @@ DEVICE_UNITS = {
     "memory_bandwidth": "B/s",
     "cache": "B",
     "cache_bandwidth": "B/s",
+    "exposed": "",
     "row": "s",
     "launch": "s",
     "memory": "B",
@@ -159,6 +170,8 @@ def _settings(data: Any, where: str) -> Settings:
         for key, unit in DEVICE_UNITS.items()
         if entries.get(key) is not None
     }
+    if settings.get("exposed", 0.0) > 1:
+        raise StrategyError(f"{where}: exposed is {entries['exposed']!r}; it must be at most 1")
     if entries.get("ops"):
         ops = mapping(entries["ops"], RATED, f"{where}: ops")
         settings["ops"] = {kind: _rate(rate, f"{where}: {kind}") for kind, rate in ops.items()}

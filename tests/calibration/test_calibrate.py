@@ -23,6 +23,7 @@ from onnxpar.calibration.fit import (
     lines,
     predicted,
     with_cache,
+    with_exposed,
     worked,
 )
 from onnxpar.calibration.measure import (
@@ -107,21 +108,32 @@ def test_what_follows_the_formula_is_found_again() -> None:
         )
         for kind, shapes in models.RATED.items()
     }
-    work = Work(product, bottleneck, copies, picks, 2e-6, NARROW, rated)
+    apart = 2 * 64 * 768**2 / 5e10 + 0.4 * 4 * 768**2 / 8e9 + 2e-6
+    work = Work(product, apart, bottleneck, copies, picks, 2e-6, NARROW, rated)
     found = fit(Measurements(4, 1, work, talk))
     (level,) = found.levels
     for kind, (latency, bandwidth) in links.items():
         assert level.link(kind).latency == pytest.approx(latency, rel=1e-3)
         assert level.link(kind).bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert 1e-5 < level.latency < 5e-5 and 1e9 < level.bandwidth < 5e9
-    plain = replace(found.device, ops={}, memory_bandwidth=0, cache=0)
+    plain = replace(found.device, ops={}, memory_bandwidth=0, cache=0, exposed=None)
     assert plain == Device(5e10, 0, 2e-6, None, 3e10, 5e-9, 16, 0, 4e10)
     assert found.device.memory_bandwidth == pytest.approx(8e9, rel=0.05)  # small copies count, too
     assert found.device.cache == pytest.approx(1.5e6, rel=0.05)
+    assert found.device.exposed == pytest.approx(0.4, rel=0.05)
     for kind, rate in found.device.ops.items():
         assert (rate.row, rate.element) == pytest.approx(RATES[kind], rel=0.05), kind
     for one in talk:
         assert predicted(one, found) == pytest.approx(one.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "seconds,exposed", [(1.5e-4, 0.0), (1.9e-3, 0.5), (1.98e-3, 0.6), (9e-3, 1.0)]
+)
+def test_what_a_product_waits_for(seconds: float, exposed: float) -> None:
+    """A product computes for 1.5 ms, and its weight takes 0.8 ms."""
+    device = Device(flops=2 * 64 * 768**2 / 1.5e-3, memory_bandwidth=4 * 768**2 / 8e-4, launch=0.0)
+    assert (with_exposed(device, seconds).exposed or 0.0) == pytest.approx(exposed)
 
 
 def test_small_and_large_count_alike() -> None:
@@ -266,7 +278,7 @@ def test_ranks_that_are_left_over_wait() -> None:
 def test_the_table_has_every_case() -> None:
     talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
     found = Measurements(
-        2, 1, Work(1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS), talk
+        2, 1, Work(1e-3, 1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS), talk
     )
     table = list(lines(found, fit(found)))
     assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))

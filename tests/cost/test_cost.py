@@ -247,6 +247,17 @@ def test_what_a_cache_holds_moves_faster() -> None:
     assert without.compute(0, 5e5, far=2e5) == without.compute(0, 5e5) == pytest.approx(5e-4)
 
 
+def test_a_product_waits_for_its_operands() -> None:
+    """It computes for 3 ms, and reads for 2 ms, or computes for 3 and reads for 5."""
+    device = Device(1e9, 1e9, launch=0.0, cache=1.0, cache_bandwidth=1e12)
+    for exposed, less, more in ((None, 3e-3, 5e-3), (0.25, 3.5e-3, 5.75e-3), (1.0, 5e-3, 8e-3)):
+        given = replace(device, exposed=exposed)
+        costs = Costs(replace(FLAT, device=given), Mesh.parse("tp=2"))
+        assert costs.compute(3e6, 2e6, far=2e6) == pytest.approx(less)
+        assert costs.compute(3e6, 5e6, far=5e6) == pytest.approx(more)
+        assert costs.compute(0, 5e6, far=5e6) == pytest.approx(5e-3)
+
+
 def test_kinds_of_ops_take_longer_than_their_bytes() -> None:
     costs = Costs(
         replace(FLAT, device=Device(ops={"Softmax": Rate(1e-3, 1e-6)})), Mesh.parse("tp=2")

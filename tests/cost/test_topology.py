@@ -35,6 +35,7 @@ device:
   memory: 16 GiB
   cache: 2 MB
   cache_bandwidth: 60 GB/s
+  exposed: 0.5
   ops:
     Softmax: {row: 60 ns, element: 2 ns}
     Erf: {element: 0.5 ns}
@@ -49,6 +50,7 @@ READ = Topology(
         memory=2.0**34,
         cache=2e6,
         cache_bandwidth=6e10,
+        exposed=0.5,
         ops={"Softmax": Rate(6e-8, 2e-9), "Erf": Rate(0.0, 5e-10)},
     ),
 )
