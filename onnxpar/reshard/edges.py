@@ -115,7 +115,17 @@ class Moves:
         return [np.stack([self._bits_of(w) for w in places]) for places in self.locations]
 
     def _bits_of(self, location: Location) -> Array:
+        leaves = leaves_at(location)
+        if leaves not in self._known:
+            self._known[leaves] = self._words(leaves)
+        return self._known[leaves]
+
+    @cached_property
+    def _known(self) -> dict[frozenset[int], Array]:
+        return {}
+
+    def _words(self, leaves: frozenset[int]) -> Array:
         words = [0] * (len(self.factors.leaves) // _WORD + 1)
-        for leaf in leaves_at(location):
+        for leaf in leaves:
             words[leaf // _WORD] |= 1 << leaf % _WORD
         return np.array(words, np.int64)

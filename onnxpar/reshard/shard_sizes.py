@@ -100,12 +100,10 @@ class ShardSizes:
         """Elements of a dimension in the largest shard (NaN if a leaf has too few), and the
         contiguous runs within it; `at` has the index of each sub-axis's location."""
         given: list[tuple[Axes, Parts | None]] = []
+        each = zip(self.sub_axes, self.locations, at, strict=True)
+        here = [(sub_axis, locations[i]) for sub_axis, locations, i in each if i >= 0]
         for leaf in leaves:
-            held = [
-                located(sub_axis, locations[i])
-                for sub_axis, locations, i in zip(self.sub_axes, self.locations, at, strict=True)
-                if i >= 0 and leaf in leaves_at(locations[i])
-            ]
+            held = [located(*there) for there in here if leaf in leaves_at(there[1])]
             axes = merge_axes(tuple(held))
             given.append((axes, self.parts(leaf, axes) if self.parts and axes else None))
         return _extent_of(dim, tuple(given))

@@ -3,13 +3,13 @@ another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.layout.layout import Factor, Product
+from onnxpar.layout.layout import Concat, Dim, Factor, Product
 from onnxpar.layout.mesh import Axes
 from onnxpar.reshard.sub_axes import Location, Slot, leaves_at
 from onnxpar.sharding.factors import TensorFactors, with_axes
@@ -40,6 +40,7 @@ class StepKinds:
 
     def __init__(self, factors: TensorFactors) -> None:
         self.factors = factors
+        self._has_segments = [any(_segments(dim)) for dim in factors.dims]
         self._covered: dict[tuple[Slot, Axes], bool] = {}
 
     def table(self, axes: Axes, locations: Sequence[Location]) -> tuple[list[str], Array]:
@@ -57,7 +58,9 @@ class StepKinds:
         """The collective or local cut that moves axes from one location to another; None if no
         single step does."""
         factors = self.factors
-        if source == target or not (_is_known(source, factors) and _is_known(target, factors)):
+        if source == target:
+            return None
+        if factors.open and not (_is_known(source, factors) and _is_known(target, factors)):
             return None
         if source is None:
             return "Select" if isinstance(target, str) else "LocalSlice"
@@ -87,6 +90,8 @@ class StepKinds:
 
     def _covers(self, slot: Slot, axes: Axes) -> bool:
         """True if axes on a slot split every element of its dimension."""
+        if not self._has_segments[self.factors.dim_of_leaf[slot[0]]]:
+            return True
         key = (slot, axes)
         if key not in self._covered:
             number = self.factors.dim_of_leaf[slot[0]]
@@ -95,6 +100,14 @@ class StepKinds:
             found = with_axes(self.factors.dims[number], given)
             self._covered[key] = covered_axes(found) is not None
         return self._covered[key]
+
+
+def _segments(dim: Dim) -> Iterator[Concat]:
+    """The concatenations in a dimension."""
+    if isinstance(dim, Concat):
+        yield dim
+    for child in () if isinstance(dim, Factor) else dim.children:
+        yield from _segments(child)
 
 
 def _is_known(location: Location, factors: TensorFactors) -> bool:

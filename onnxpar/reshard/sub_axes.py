@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
@@ -53,7 +54,7 @@ class Unordered(Exception):
     no path leads from one factor sharding to another."""
 
 
-Cuts = dict[str, list[int]]
+Cuts = dict[str, tuple[int, ...]]
 """The sizes at which each mesh axis is cut, from the major end on."""
 
 
@@ -63,7 +64,7 @@ def cuts_of(axes: Iterable[Axes]) -> Cuts:
     cuts: dict[str, set[int]] = {}
     for axis in (a for group in axes for a in group):
         cuts.setdefault(axis.name, set()).update((axis.pre, axis.pre * axis.size))
-    ordered = {name: sorted(at) for name, at in cuts.items()}
+    ordered = {name: tuple(sorted(at)) for name, at in cuts.items()}
     if any(b % a for at in ordered.values() for a, b in pairwise(at)):
         raise Unordered
     return ordered
@@ -77,11 +78,18 @@ def cut(axes: Axes, cuts: Cuts) -> Axes:
 def _cut(axes: Axes, cuts: Cuts) -> Iterator[tuple[Axis, int | None]]:
     """Yields the sub-axes of axes, each with its coordinate in the `at` of its axis."""
     for axis in axes:
-        ends = [c for c in cuts[axis.name] if axis.pre <= c <= axis.pre * axis.size]
-        for a, b in pairwise(ends):
-            inner = axis.pre * axis.size // b
-            at = None if axis.at is None else axis.at // inner % (b // a)
-            yield Axis(axis.name, b // a, a), at
+        yield from _pieces(axis, cuts[axis.name])
+
+
+@lru_cache(maxsize=1 << 12)
+def _pieces(axis: Axis, cuts: Sequence[int]) -> Sequence[tuple[Axis, int | None]]:
+    """The sub-axes of an axis that is cut at these sizes, as `_cut` yields them."""
+    found = []
+    for a, b in pairwise(c for c in cuts if axis.pre <= c <= axis.pre * axis.size):
+        inner = axis.pre * axis.size // b
+        at = None if axis.at is None else axis.at // inner % (b // a)
+        found.append((Axis(axis.name, b // a, a), at))
+    return found
 
 
 def located(sub_axis: Axis, location: Location) -> Axis:
@@ -112,9 +120,11 @@ def locations_in(
 def ordered(chains: Iterable[Axes], found: Iterable[Mapping[Axis, Location]]) -> list[Axis]:
     """All sub-axes in an order that agrees with their order on every leaf. Errors: Unordered."""
     sorter: TopologicalSorter[Axis] = TopologicalSorter()
+    known: set[Axis] = set()
     for locations in found:
-        for sub_axis in sorted(locations, key=lambda a: (a.name, a.pre)):
+        for sub_axis in sorted(locations.keys() - known, key=lambda a: (a.name, a.pre)):
             sorter.add(sub_axis)
+        known.update(locations)
     for chain in chains:
         for before, after in pairwise(chain):
             sorter.add(after, before)
@@ -124,6 +134,9 @@ def ordered(chains: Iterable[Axes], found: Iterable[Mapping[Axis, Location]]) ->
         raise Unordered from None
 
 
-def leaves_at(location: Location) -> set[int]:
+def leaves_at(location: Location) -> frozenset[int]:
     """The leaves of a location; none if it is not on leaves."""
-    return set(location) if isinstance(location, tuple) else set()
+    return _leaves(tuple(location)) if isinstance(location, tuple) else frozenset()
+
+
+_leaves = lru_cache(maxsize=1 << 12)(frozenset[int])

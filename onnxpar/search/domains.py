@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from onnxpar.search.op_strategies import OpStrategy
-from onnxpar.search.ports import Port, Ports
+from onnxpar.search.ports import Port, Ports, PortShardings
 from onnxpar.search.reshard_costs import ShardingDomain
 from onnxpar.search.sums import Sums
 from onnxpar.sharding.state import FactorSharding, ShardingState
@@ -83,6 +83,7 @@ class Domains:
         self._at_ports: dict[Hashable, ShardingDomain] = {}
         self._inputs: dict[Hashable, ShardingDomain] = {}
         self._shardings: dict[Hashable, tuple[FactorSharding, ...]] = {}
+        self._of_ports: dict[int, PortShardings] = {}
 
     def produced(self, name: str) -> ShardingDomain:
         """The domain of the tensor as a node produces it, or as an input of the graph if no node
@@ -106,7 +107,7 @@ class Domains:
             return ShardingDomain(None, (self.sharding.tensor_sharding(name),))
         key = self.tensors.signature(name)
         if key not in self._inputs:
-            wanted = [p for d in self.required(name) for p in d.factor_shardings if not p.partial]
+            wanted = [p for d in self.required(name) for p in d.distinct if not p.partial]
             if name in self.states.results:
                 wanted = [self._as_state(p, name, name) for p in wanted]
             candidates = tuple(dict.fromkeys((self._whole(name), *wanted)))
@@ -123,8 +124,7 @@ class Domains:
         if name in self.states.inputs:
             source = self.states.inputs[name]
             state = self.input(source)
-            each = (self._as_state(p, source, name) for p in state.factor_shardings)
-            return ShardingDomain(state.variable, tuple(each))
+            return state.mapped([self._as_state(p, source, name) for p in state.distinct])
         if name in self.tensors.outputs:
             return produced.reduced()
         return produced
@@ -150,8 +150,9 @@ class Domains:
         strategies = self.strategies[port.op.node.name]
         key = id(strategies), port.index, port.links, reads
         if key not in self._shardings:
-            sharding_of = port.required if reads else port.produced
-            self._shardings[key] = tuple(map(sharding_of, strategies))
+            if id(strategies) not in self._of_ports:
+                self._of_ports[id(strategies)] = PortShardings(strategies, port.op)
+            self._shardings[key] = self._of_ports[id(strategies)].at(port, reads)
         return self._shardings[key]
 
     def _whole(self, name: str) -> FactorSharding:

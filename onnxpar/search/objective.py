@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from onnxpar.base.units import quantity
 from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
+from onnxpar.search.known import Known
 from onnxpar.search.patience import Patience
 
 LATENCY, THROUGHPUT = "latency", "throughput"
@@ -23,7 +24,7 @@ class Objective:
     hold at any time; if `memories` has the bytes of each rank, the other ranks may hold as much
     less as these say; weights and states `on_host` do not count. Repeated blocks get the same
     strategy unless `untied`. With `any_fit`, the search ends at the first strategy within the
-    limit."""
+    limit. Copies share what is `known` of the model."""
 
     goal: str = LATENCY
     memory: float | None = None
@@ -32,6 +33,7 @@ class Objective:
     memories: tuple[float, ...] = ()
     on_host: Sequence[str] = ()
     patience: Patience = field(default_factory=Patience, compare=False)
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @classmethod
     def given(

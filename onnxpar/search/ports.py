@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from onnxpar.ir.subgraphs import captured
@@ -23,6 +23,12 @@ class Port:
     links: Links = ()
     is_whole: bool = False
 
+    def leaves(self, reads: bool) -> Links:
+        """The links of the tensor's leaves, as the node reads or produces it."""
+        if self.index is None:
+            return self.links
+        return (self.op.inputs if reads else self.op.outputs)[self.index]
+
     def produced(self, strategy: OpStrategy) -> FactorSharding:
         """The sharding in which the node produces the tensor, under a strategy."""
         if self.index is None:
@@ -34,6 +40,36 @@ class Port:
         if self.index is None:
             return FactorSharding(strategy.leaves(self.links))
         return strategy.operand(self.op, self.index)
+
+
+class PortShardings:
+    """Finds the shardings at the ports of a node under all its strategies. Most strategies share
+    theirs with others: those that split the leaves of the tensor alike."""
+
+    def __init__(self, strategies: Sequence[OpStrategy], op: OpFactors) -> None:
+        numbers: dict[Hashable, int] = {}
+
+        def number(key: Hashable) -> int:
+            return numbers.setdefault(key, len(numbers))
+
+        self.strategies = strategies
+        self._axes = [[number(axes) for axes in s.axes] for s in strategies]
+        self._sums = [number((s.own_partial(op), s.passed, s.reduce, s.group)) for s in strategies]
+
+    def at(self, port: Port, reads: bool) -> tuple[FactorSharding, ...]:
+        """The sharding of the tensor at a port, for each strategy."""
+        sharding_of = port.required if reads else port.produced
+        links = [link for link in port.leaves(reads) if link is not None]
+        known: dict[tuple[int, ...], FactorSharding] = {}
+        same: dict[FactorSharding, FactorSharding] = {}
+        found = []
+        for strategy, axes, sums in zip(self.strategies, self._axes, self._sums, strict=True):
+            key = (sums, *(axes[link] for link in links))
+            if key not in known:
+                made = sharding_of(strategy)
+                known[key] = same.setdefault(made, made)
+            found.append(known[key])
+        return tuple(found)
 
 
 class Ports:

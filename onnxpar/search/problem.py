@@ -23,9 +23,10 @@ from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.training_spec import Step
 from onnxpar.search.domains import Domains, States, Tensors
 from onnxpar.search.gradient_sums import GradientSums
+from onnxpar.search.known import Known
+from onnxpar.search.known_compute import KnownCompute
 from onnxpar.search.memory_timeline import LiveRange, MemoryTimeline
 from onnxpar.search.objective import THROUGHPUT, Objective
-from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import (
     Kept,
     OpStrategy,
@@ -35,7 +36,6 @@ from onnxpar.search.op_strategies import (
 )
 from onnxpar.search.repeats import numbered, signs
 from onnxpar.search.reshard_costs import Holders, ReshardCosts, ShardingDomain
-from onnxpar.search.reshard_tables import ReshardTables
 from onnxpar.search.serving import Serving
 from onnxpar.search.solver.column_generation import minimize_within
 from onnxpar.search.solver.elimination import Table, TooLarge, diagonal, minimize
@@ -99,11 +99,14 @@ class Problem:
         self.kept = kept
         self.objective = objective or Objective()
         self.gradients = GradientSums.of(graph, step, sharding.costs)
-        self.known, self.known_gradients = ReshardTables(), ReshardTables()
+        shared = Known() if sharding.parts else self.objective.known
+        self.known = shared.on(sharding.costs)
+        self.reshards = self.known.tables(None, self._is_apart)
+        self.reshards_of_gradients = self.known.tables(self.gradients.costs, self._is_apart)
         self.times = repetitions(graph.nodes)
         self.weights = {t.name for t in constants(graph)} - sharding.pinned
         self.kinds = partial_kinds(sharding.factors.ops)
-        self.signs = signs(sharding, self.kinds)
+        self.signs = signs(sharding, self.kinds, shared.signs)
         self.classes = self._classes()
         self.variable = {op.node.name: v for v, alike in enumerate(self.classes) for op in alike}
         self.tensors = Tensors(
@@ -118,10 +121,18 @@ class Problem:
     @cached_property
     def is_complete(self) -> bool:
         """False if some node has more combinations of splits than are compared."""
-        return all(
-            combinations_of(alike[0], self.sharding, self.kinds, self.kept) <= self.most
-            for alike in self.classes
-        )
+        return all(self._combinations(alike[0]) <= self.most for alike in self.classes)
+
+    def _combinations(self, op: OpFactors) -> int:
+        """The number of combinations of splits of a node."""
+        key, known = self._key(op), self.known.combinations
+        if key not in known:
+            known[key] = combinations_of(op, self.sharding, self.kinds, self.kept)
+        return known[key]
+
+    def _key(self, op: OpFactors) -> Hashable:
+        """A key that is equal for nodes with the same strategies, which have the same costs."""
+        return self.sign[op.node.name], self.kept and self.kept.strategies[op.node.name]
 
     @property
     def sizes(self) -> list[int]:
@@ -205,10 +216,9 @@ class Problem:
         """Builds the tables, with fewer strategies per node if they would be too large."""
         profiles = max((len(t.costed) for t in self.sharding.factors.tensors.values()), default=1)
         self.holders = Holders(self._holders(), profiles)
-        self.known_op_costs: dict[Hashable, Array] = {}
         names = (op.node.name for op in self.sharding.factors.ops)
         self.sign = dict(zip(names, self.signs, strict=True))
-        self.known_strategies: dict[Hashable, list[OpStrategy]] = {
+        self.reduced: dict[Hashable, list[OpStrategy]] = {
             (self.sign[name], None): [strategy] for name, strategy in self.decided.items()
         }
         most = MOST_STRATEGIES
@@ -269,13 +279,7 @@ class Problem:
         """Adds the variable of nodes that share one, and the table of their cost. Errors:
         StrategyError if the nodes have no strategy."""
         op = alike[0]
-        key = self.sign[op.node.name], self.kept and self.kept.strategies[op.node.name]
-        strategies = self.known_strategies.get(key, [])
-        if not strategies or len(strategies) > most:
-            strategies = strategies_of(
-                op, self.sharding, self.kinds, self.kept, most, self._rank_bytes
-            )
-            self.known_strategies[key] = strategies
+        strategies = self._strategies(op, most)
         if not strategies:
             raise StrategyError(
                 f"{op.node.op} {op.node.name!r} cannot be split over {self.sharding.mesh} as "
@@ -286,8 +290,19 @@ class Problem:
         assert variable == self.variable[op.node.name]
         times = sum(self.times[one.node.name] for one in alike)
         own = [ShardingDomain(variable, ())]
-        self.tables.add(own, lambda: times * self._op_cost(op, strategies, key))
+        self.tables.add(own, lambda: times * self._op_cost(op, strategies))
         self.strategies.update((one.node.name, strategies) for one in alike)
+
+    def _strategies(self, op: OpFactors, most: int) -> list[OpStrategy]:
+        """The strategies of a node: all, or at most about `most`."""
+        key = self._key(op)
+        known = self.reduced if key in self.reduced else self.known.strategies
+        if key not in known or len(known[key]) > most:
+            known = self.known.strategies if most == MOST_STRATEGIES else self.reduced
+            known[key] = strategies_of(
+                op, self.sharding, self.kinds, self.kept, most, self._rank_bytes
+            )
+        return known[key]
 
     def _rank_bytes(self, op: OpFactors, strategy: OpStrategy) -> float:
         """Bytes of a rank's shards of all that a node reads and produces."""
@@ -296,18 +311,17 @@ class Problem:
         known = self.sharding.factors.tensors
         return sum(mean_bytes(t, p, self.sharding) for t, p in each if t.name in known)
 
-    def _op_cost(self, op: OpFactors, strategies: Sequence[OpStrategy], key: Hashable) -> Array:
-        """Seconds of a node under each strategy (columns), with a row for each sum; nodes with the
-        same key have the same."""
-        if key not in self.known_op_costs:
-            self.known_op_costs[key] = self._op_costs(op, strategies)
-        return self.known_op_costs[key]
-
-    def _op_costs(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
-        seconds = np.array([op_cost(op, strategy, self.sharding) for strategy in strategies]).T
-        seconds[0] += [PASSING * bool(strategy.passed) for strategy in strategies]
+    def _op_cost(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
+        """Seconds of a node under each strategy (columns), with a row for each sum."""
+        seconds = self.known.op_costs(strategies, lambda: self._op_costs(op, strategies))
         rows: Array = seconds if self._is_apart else seconds.sum(0, keepdims=True)
         return rows
+
+    def _op_costs(self, op: OpFactors, strategies: Sequence[OpStrategy]) -> Array:
+        known = KnownCompute(op, self.sharding, self.sign[op.node.name], self.known.compute)
+        seconds: Array = np.array([known.cost(strategy) for strategy in strategies]).T
+        seconds[0] += [PASSING * bool(strategy.passed) for strategy in strategies]
+        return seconds
 
     def _add_tensor(self, found: Sequence[gs.Tensor]) -> None:
         """Adds the tables for the reshards of tensors with one signature, over the variables of the
@@ -320,8 +334,11 @@ class Problem:
         costs = ReshardCosts(
             self.gradients.within(self.sharding, name),
             found[0],
-            [produced, requested, *required, requested.reduced()],
-            self.known_gradients if is_gradient else self.known,
+            [
+                *(p for domain in (produced, requested, *required) for p in domain.distinct),
+                *(p.reduced() for p in requested.distinct),
+            ],
+            self.reshards_of_gradients if is_gradient else self.reshards,
             self._is_apart,
             self.holders,
         )
@@ -355,9 +372,8 @@ class Problem:
     def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
         """Adds the memory of weights with one signature."""
         required = self.domains.required(found[0].name)
-        costs = ReshardCosts(
-            self.sharding, found[0], required, self.known, self._is_apart, self.holders
-        )
+        shardings = [p for domain in required for p in domain.distinct]
+        costs = ReshardCosts(self.sharding, found[0], shardings, None, self._is_apart, self.holders)
         add = self.timeline.add_weight
         self.tables.later(lambda: add(costs, required, len(found)))
 

@@ -25,9 +25,12 @@ def tied(sharding: ShardingState, kinds: Kinds) -> list[int]:
     return numbered(signs(sharding, kinds))
 
 
-def signs(sharding: ShardingState, kinds: Kinds) -> list[int]:
-    """A number for each node, in the order of the graph, that is equal for equal signatures."""
-    numbers: dict[Hashable, int] = {}
+def signs(
+    sharding: ShardingState, kinds: Kinds, known: dict[Hashable, int] | None = None
+) -> list[int]:
+    """A number for each node, in the order of the graph, that is equal for equal signatures;
+    `known` has the numbers of signatures in other searches."""
+    numbers = {} if known is None else known
     ops = sharding.factors.ops
     return [numbers.setdefault(signature(op, sharding, kinds), len(numbers)) for op in ops]
 
@@ -44,7 +47,7 @@ def numbered(signs: Sequence[int]) -> list[int]:
 def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
     """A key with all that determines the strategies of a node and their costs."""
     if op.bodies:
-        return (op.node.name,)
+        return (op.node.name, op)
     atoms: dict[int, int] = {}
     leaves = [
         (leaf.size, leaf.factor, atoms.setdefault(leaf.atom, len(atoms)), *_sizes(op, i, sharding))

@@ -3,7 +3,7 @@ readers together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import permutations
@@ -34,9 +34,31 @@ class ShardingDomain:
     factor_shardings: tuple[FactorSharding, ...]
     copied: tuple[bool, ...] | None = None
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.variable, self.factor_shardings, self.copied))
+
+    @cached_property
+    def distinct(self) -> tuple[FactorSharding, ...]:
+        """The shardings, each once, in the order of the first values that have them."""
+        return tuple(dict.fromkeys(self.factor_shardings))
+
+    @cached_property
+    def which(self) -> Array:
+        """For each value, the place of its sharding in `distinct`."""
+        at = {p: i for i, p in enumerate(self.distinct)}
+        return np.array([at[p] for p in self.factor_shardings], int)
+
+    def mapped(self, each: Sequence[FactorSharding]) -> ShardingDomain:
+        """The domain with the same variable and these shardings instead of the `distinct` ones."""
+        return ShardingDomain(self.variable, tuple(each[i] for i in self.which.tolist()))
+
     def reduced(self) -> ShardingDomain:
         """The domain with the same variable, after the reduction of partial shardings."""
-        return ShardingDomain(self.variable, tuple(p.reduced() for p in self.factor_shardings))
+        return self.mapped([p.reduced() for p in self.distinct])
 
 
 @dataclass(frozen=True)
@@ -57,30 +79,30 @@ def table_of(domains: Sequence[ShardingDomain], values: Array) -> Table:
 
 
 class ReshardCosts:
-    """Seconds of reshards of one tensor between all factor shardings in its domains, by the
-    cheapest path. The first axis of a result is the sum: one row with all seconds, or, if `apart`,
-    one with those of compute and one with those of communication."""
+    """Seconds of reshards of one tensor between all these factor shardings, by the cheapest path.
+    The first axis of a result is the sum: one row with all seconds, or, if `apart`, one with those
+    of compute and one with those of communication."""
 
     def __init__(
         self,
         sharding: ShardingState,
         tensor: gs.Tensor,
-        domains: Sequence[ShardingDomain],
-        known: ReshardTables,
+        shardings: Iterable[FactorSharding],
+        known: ReshardTables | None,
         apart: bool,
         holders: Holders,
     ) -> None:
         self.sharding, self.tensor, self.holders = sharding, tensor, holders
-        factor_shardings = list(dict.fromkeys(p for d in domains for p in d.factor_shardings))
-        self.index = {p: i for i, p in enumerate(factor_shardings)}
+        self.index = {p: i for i, p in enumerate(dict.fromkeys(shardings))}
         self.known, self.apart = known, apart
         factors = sharding.factors.tensors[tensor.name]
         is_uneven = bool(sharding.parts or sharding.costs.topology.shares)
         parts = partial(sharding.parts_of_leaf, tensor.name) if is_uneven else None
         self._about = ReshardedTensor(factors, sharding.costs, element_bytes(tensor), parts)
-        own = tensor.name if sharding.parts else None, factors.open if is_uneven else None
-        self.key = factors.dims, factors.priced, self._about.itemsize, own
-        known.add(self.key, self.index)
+        own = tensor.name if sharding.parts else None
+        self.key = factors.dims, factors.priced, factors.open, self._about.itemsize, own
+        if known is not None:
+            known.add(self.key, self.index)
 
     @cached_property
     def seconds(self) -> Array:
@@ -94,6 +116,7 @@ class ReshardCosts:
     @cached_property
     def _seconds(self) -> Array:
         about = self._about
+        assert self.known is not None, "made for sizes alone"
         return self.known.of(self.key, list(self.index), about, self._size, self.apart)
 
     @cached_property
@@ -135,17 +158,16 @@ class ReshardCosts:
         (rows), and by the shardings of a domain (columns); one row if all are alike."""
         held: list[Array] = []
         factors, name = self.sharding.factors, self.tensor.name
-        parts = [factors.share_over(name, at.leaves) for at in domain.factor_shardings]
+        parts = [factors.share_over(name, at.leaves) for at in domain.distinct]
         for rank, weight in self.holders.ranks:
             each = [
-                self.sharding.costed_shapes(self.tensor.name, at, rank)
-                for at in domain.factor_shardings
+                self.sharding.costed_shapes(self.tensor.name, at, rank) for at in domain.distinct
             ]
             sizes = [
                 [weight * part * shape_bytes(self.tensor, shape) for _, shape in some]
                 for part, some in zip(parts, each, strict=True)
             ]
-            held.append(np.array(sizes, float).T)
+            held.append(np.array(sizes, float).T[:, domain.which])
         if len(held) == 1:
             return held[0]
         by_profile = np.stack(held, 1)
@@ -168,7 +190,8 @@ class ReshardCosts:
 
     def _at(self, domain: ShardingDomain) -> Array:
         """The indices of a domain's shardings."""
-        return np.array([self.index[p] for p in domain.factor_shardings])
+        found: Array = np.array([self.index[p] for p in domain.distinct])[domain.which]
+        return found
 
 
 def faster(one: Array, other: Array) -> Array:

@@ -26,6 +26,12 @@ class ReshardTables:
         self._together: dict[Hashable, Array | None] = {}
         self._alone: dict[Hashable, Array] = {}
 
+    @property
+    def entries(self) -> int:
+        """The entries of the tables computed so far."""
+        tables = (*self._together.values(), *self._alone.values())
+        return sum(table.size for table in tables if table is not None)
+
     def add(self, key: Hashable, shardings: Iterable[FactorSharding]) -> None:
         """Notes that a tensor with this key may have these shardings."""
         wanted = self._wanted.setdefault(key, {})

@@ -44,7 +44,7 @@ class Serving:
         served by itself, from the tensor or from one common copy of it: exact for up to two
         readers, and nearly so for more."""
         domains = [produced, *required]
-        counts = [len(set(domain.factor_shardings)) for domain in domains]
+        counts = [len(domain.distinct) for domain in domains]
         if len(domains) <= 5 and math.prod(counts) <= MOST_TOGETHER:
             at = {domain: distinct(self.sums, domain) for domain in domains}
             together = [at[domain] for domain in domains]
@@ -52,8 +52,8 @@ class Serving:
             return at, None
         start = distinct(self.sums, produced)
         at = {produced: start}
-        factor_shardings = {p.reduced() for p in produced.factor_shardings}
-        factor_shardings |= {p for d in required for p in d.factor_shardings if not p.partial}
+        factor_shardings = {p.reduced() for p in produced.distinct}
+        factor_shardings |= {p for d in required for p in d.distinct if not p.partial}
         shared = tuple(sorted(factor_shardings, key=repr))
         common = ShardingDomain(self.sums.add_variable(len(shared)), shared)
         self.sums.add([start, common], partial(self._path, start, common))
@@ -91,7 +91,7 @@ class Serving:
         reader's own variable also decides which source it takes and, if memory is limited, whether
         it makes a copy or reads the source itself. With two sums, it takes the source that makes
         the larger sum smaller."""
-        factor_shardings = tuple(dict.fromkeys(reader.factor_shardings))
+        factor_shardings = reader.distinct
         copied = tuple(is_copy for _, is_copy in self._kinds for _ in factor_shardings)
         values = factor_shardings * len(self._kinds)
         own = replace(_restated(self.sums, reader, values), copied=copied)
@@ -131,7 +131,7 @@ class Serving:
 def distinct(sums: Sums, domain: ShardingDomain) -> ShardingDomain:
     """The domain with a new variable that has one value for each different sharding; the domain
     itself if its shardings all differ."""
-    factor_shardings = tuple(dict.fromkeys(domain.factor_shardings))
+    factor_shardings = domain.distinct
     if domain.variable is None or len(factor_shardings) == len(domain.factor_shardings):
         return domain
     return _restated(sums, domain, factor_shardings)

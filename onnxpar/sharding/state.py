@@ -45,10 +45,19 @@ class FactorSharding:
     reduce: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "leaves", tuple(merge_axes(a) for a in self.leaves))
-        object.__setattr__(self, "partial", merge_axes(in_mesh_order(plain(self.partial))))
+        object.__setattr__(self, "leaves", tuple(map(merge_axes, self.leaves)))
+        if self.partial:
+            object.__setattr__(self, "partial", merge_axes(in_mesh_order(plain(self.partial))))
         if not self.partial:
             object.__setattr__(self, "reduce", "sum")
+        # searches look the same shardings up again and again
+        object.__setattr__(self, "_hash", hash((self.leaves, self.partial, self.reduce)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return FactorSharding, (self.leaves, self.partial, self.reduce)  # hashes differ by process
 
     @property
     def is_whole(self) -> bool:
@@ -56,7 +65,7 @@ class FactorSharding:
 
     def reduced(self) -> FactorSharding:
         """The same axes, with nothing partial."""
-        return FactorSharding(self.leaves)
+        return FactorSharding(self.leaves) if self.partial else self
 
 
 @dataclass

@@ -1,0 +1,51 @@
+"""The costs of a node's strategies. Those that do not depend on the mesh are computed once for all
+strategies and meshes that split the node's leaves into as many shards."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from onnxpar.search.op_cost import op_cost
+from onnxpar.search.op_strategies import OpStrategy
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import ShardingState
+
+
+class KnownCompute:
+    """Computes the costs of nodes like `op`, whose signature has the number `sign`; `known` has
+    those of other meshes."""
+
+    def __init__(
+        self,
+        op: OpFactors,
+        sharding: ShardingState,
+        sign: int,
+        known: dict[Hashable, tuple[float, float]],
+    ) -> None:
+        self.op, self.sharding = op, sharding
+        self.sign, self.known = sign, known
+        topology = sharding.costs.topology
+        is_uneven = bool(topology.devices or topology.shares or sharding.parts)
+        self._depends = is_uneven or bool(op.rings or op.bodies)
+        between = {*op.rule.communicating, *op.rule.lowered}
+        self._between = [i for i, leaf in enumerate(op.leaves) if leaf.factor in between]
+
+    def cost(self, strategy: OpStrategy) -> tuple[float, float]:
+        """Seconds of compute, and of communication inside the node, as `op_cost` has them."""
+        sizes = self._sizes(strategy)
+        if sizes is None:
+            return op_cost(self.op, strategy, self.sharding)
+        key = self.sign, sizes
+        if key not in self.known:
+            self.known[key] = op_cost(self.op, strategy, self.sharding)
+        return self.known[key]
+
+    def _sizes(self, strategy: OpStrategy) -> Hashable | None:
+        """The sizes of the axes that split each leaf, if the cost depends on these alone: ranks are
+        alike, and do not communicate inside the node."""
+        axes = strategy.axes
+        if self._depends or any(axes[i] for i in self._between):
+            return None
+        if any(axis.at is not None for over in axes for axis in over):
+            return None
+        return tuple([tuple([axis.size for axis in over]) for over in axes])
