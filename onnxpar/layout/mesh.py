@@ -191,7 +191,7 @@ def merge_axes(axes: Axes) -> Axes:
     """Joins adjacent sub-axes of one axis: `tp:(1)2, tp:(2)2` becomes `tp` of size 4, and
     `tp:(1)2@1, tp:(2)2@0` becomes `tp@2`. Drops axes of size 1."""
     if not axes or (len(axes) == 1 and axes[0].size > 1):
-        return axes
+        return tuple(axes)
     out: list[Axis] = []
     for axis in axes:
         if axis.size == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -54,6 +54,8 @@ MOST_ENTRIES = 20 << 20
 as much memory."""
 LESS = 0.75
 """Largest share of the strategies that remains each time their number is reduced."""
+SURE = 1e-3
+"""The share by which a floor must exceed `below`."""
 PASSING = 1e-12
 """Seconds added to the cost of a node that passes a partial sum on, so that the search chooses this
 only if it gains time."""
@@ -75,13 +77,15 @@ class Problem:
     them. Nodes in the same place of repeated blocks share a variable; the tensors between them
     share a table, multiplied by their number. `kept` are decisions of another search, and
     `decided` the strategies of nodes that have no choice, by name. In a training `step`, sums of
-    gradients over ranks have the cost of fused sums.
+    gradients over ranks have the cost of fused sums. If the nodes' own costs say that no strategy
+    takes less than `below` seconds, the tables of tensors are not computed.
 
     sums        a list of tables for the seconds of a run; or, for the objective throughput, one for
                 the seconds of compute, and one for those of communication
     timeline    memory that a rank holds at each step, if it is limited
     strategies  the strategies that each node can have, by name
     variable    the variable of each node, by name
+    floor       a lower bound on the seconds of every strategy, from the nodes' own costs
     """
 
     def __init__(
@@ -93,20 +97,22 @@ class Problem:
         objective: Objective | None = None,
         step: Step | None = None,
         decided: Mapping[str, OpStrategy] | None = None,
+        below: float = math.inf,
     ) -> None:
         self.sharding = sharding
+        self.below = below
         self.decided = decided or {}
         self.kept = kept
         self.objective = objective or Objective()
         self.gradients = GradientSums.of(graph, step, sharding.costs)
-        shared = Known() if sharding.parts else self.objective.known
-        self.known = shared.on(sharding.costs)
+        self.shared = Known() if sharding.parts else self.objective.known
+        self.known = self.shared.on(sharding.costs)
         self.reshards = self.known.tables(None, self._is_apart)
         self.reshards_of_gradients = self.known.tables(self.gradients.costs, self._is_apart)
         self.times = repetitions(graph.nodes)
         self.weights = {t.name for t in constants(graph)} - sharding.pinned
         self.kinds = partial_kinds(sharding.factors.ops)
-        self.signs = signs(sharding, self.kinds, shared.signs)
+        self.signs = signs(sharding, self.kinds, self.shared.signs)
         self.classes = self._classes()
         self.variable = {op.node.name: v for v, alike in enumerate(self.classes) for op in alike}
         self.tensors = Tensors(
@@ -148,12 +154,14 @@ class Problem:
     def _is_apart(self) -> bool:
         return self.objective.goal == THROUGHPUT
 
-    def solve(self, exhaustively: bool = False, below: float = math.inf) -> Found:
+    def solve(self, exhaustively: bool = False) -> Found:
         """The least seconds of a run, with their decisions. If nodes depend on each other too much,
         the seconds are low but maybe not the least; if no strategy takes less than `below`, they
         may also be infinite. Errors: TooLarge if there are too many strategies to try exhaustively;
         TooMuch or Undecided if none was found within the limit on memory."""
-        most = self.objective.memory
+        most, below = self.objective.memory, self.below
+        if self.is_given_up:
+            return Found(math.inf, self.floor, {}, {})
         limit = Limit(most or 1.0, self.timeline.steps, self.timeline.demands)
         if exhaustively:
             seconds, values = exhaust_within(self.sizes, self.sums, limit)
@@ -169,6 +177,8 @@ class Problem:
         if math.isinf(seconds):
             return Found(seconds, bound, {}, {})
         chosen = {n: self.strategies[n][values[v]] for n, v in self.variable.items()}
+        if most is None and sum(size > 1 for _, size in self.sharding.mesh.shape) == 1:
+            self.shared.on_one_axis = chosen
         states = {n: self.domains.input(n) for n in self.tensors.states.inputs.values()}
         inputs = {
             name: domain.factor_shardings[0 if domain.variable is None else values[domain.variable]]
@@ -193,6 +203,9 @@ class Problem:
         or if the mesh has only one axis."""
         first = dict.fromkeys(self.variable.values(), 0)
         axes = {name for name, size in self.sharding.mesh.shape if size > 1}
+        is_free = self.objective.memory is None  # prices on memory change what is good
+        if len(axes) > 1 and is_free and (known := self._as_on_one_axis(axes)) is not None:
+            return known
         kept = {v: np.arange(size) for v, size in enumerate(self.sizes)}
         for name, v in self.variable.items():
             alike = [strategy.is_alike(axes) for strategy in self.strategies[name]]
@@ -202,6 +215,21 @@ class Problem:
         sizes = [len(kept[v]) for v in range(len(self.sizes))]
         _, found, _ = minimize_in_parts(sizes, among(map(diagonal, tables), kept), first)
         return {v: int(kept[v][found[v]]) for v in first}
+
+    def _as_on_one_axis(self, axes: Collection[str]) -> dict[int, int] | None:
+        """The values of the nodes' variables for the solution on a mesh of one axis, if every node
+        can treat all these axes as that axis; None if not."""
+        found: dict[int, int] = {}
+        places: dict[int, dict[Hashable, int]] = {}
+        for name, v in self.variable.items():
+            strategies, on_one = self.strategies[name], self.shared.on_one_axis.get(name)
+            if id(strategies) not in places:
+                alike = [(i, s) for i, s in enumerate(strategies) if s.is_alike(frozenset(axes))]
+                places[id(strategies)] = {s.split: i for i, s in reversed(alike)}
+            if on_one is None or on_one.split not in places[id(strategies)]:
+                return None
+            found[v] = places[id(strategies)][on_one.split]
+        return found
 
     def _classes(self) -> list[list[OpFactors]]:
         """The nodes of each variable."""
@@ -233,7 +261,26 @@ class Problem:
             )  # most tables are over pairs
             most = max(int(min(share, LESS) * largest), FEWEST_STRATEGIES)
         self.most = most
-        self.tables.make()
+        self.floor = 0.0 if math.isinf(self.below) else self._least_of_nodes()
+        if not self.is_given_up:
+            self.tables.make()
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if the floor excludes this mesh. `below` may be a little less than the seconds of
+        another mesh, to save the proof that this one is hardly better; here, there is no proof to
+        save."""
+        return self.floor * (1 - SURE) >= self.below
+
+    def _least_of_nodes(self) -> float:
+        """The seconds of all nodes if each had the strategy that is best for it alone, without
+        reshards."""
+        total: Array = np.zeros(len(self.sums))
+        for alike in self.classes:
+            times = sum(self.times[op.node.name] for op in alike)
+            costs = self._op_cost(alike[0], self.strategies[alike[0].node.name])
+            total += times * costs.min(axis=1)
+        return float(total.max())
 
     def _holders(self) -> tuple[tuple[int | None, float], ...]:
         """Ranks that may hold different amounts, with the weights of their bytes; of ranks with

@@ -77,9 +77,9 @@ def solve(
     for batch in given:
         for annotation in batch:
             annotation.apply(sketch)
-    problem = Problem(graph, sketch, states, kept, objective, step)
+    problem = Problem(graph, sketch, states, kept, objective, step, below=below)
     try:
-        found = problem.solve(exhaustively=how == EXHAUSTIVE, below=below)
+        found = problem.solve(exhaustively=how == EXHAUSTIVE)
     except TooLarge as error:
         raise StrategyError(f"--search {how}: {error}; use --search {AUTO}") from None
     except (TooMuch, Undecided) as error:

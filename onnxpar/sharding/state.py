@@ -68,6 +68,10 @@ class FactorSharding:
         return FactorSharding(self.leaves) if self.partial else self
 
 
+Shapes = Sequence[tuple[float, tuple[int, ...]]]
+"""Shapes of a shard, with their weights."""
+
+
 @dataclass
 class ShardingState:
     """Axes of every tensor's leaves (by tensor) and of every node's leaves (by node).
@@ -85,6 +89,9 @@ class ShardingState:
     ops: dict[str, list[Axes | None]] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
     parts: dict[tuple[int, Axes], tuple[int, ...]] = field(default_factory=dict)
+    _shapes: dict[tuple[str, FactorSharding], Shapes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @staticmethod
     def open(mesh: Mesh, factors: GraphFactors, topology: Topology | None = None) -> ShardingState:
@@ -268,9 +275,19 @@ class ShardingState:
 
     def costed_shapes(
         self, name: str, factor_sharding: FactorSharding, rank: int | None = None
-    ) -> list[tuple[float, tuple[int, ...]]]:
+    ) -> Shapes:
         """The shape of the largest shard, or of that of a rank, at each of the sizes for which
         costs are computed, with the weight of these sizes."""
+        if self.parts or rank is not None:
+            return self._costed_shapes(name, factor_sharding, rank)
+        key = name, factor_sharding
+        if key not in self._shapes:
+            self._shapes[key] = self._costed_shapes(*key)
+        return self._shapes[key]
+
+    def _costed_shapes(
+        self, name: str, factor_sharding: FactorSharding, rank: int | None = None
+    ) -> Shapes:
         factors = self.factors.tensors[name]
         given: dict[int, Given] = defaultdict(tuple)
         for axes, dim, leaf in zip(
