@@ -55,14 +55,9 @@ class OnMesh:
 
 @dataclass
 class Known:
-    """What is known of a model.
-
-    signs        the numbers of nodes' signatures
-    on_one_axis  the strategies of the last solution on a mesh of one axis, by node
-    """
+    """What is known of a model; `signs` has the numbers of nodes' signatures."""
 
     signs: dict[Hashable, int] = field(default_factory=dict)
-    on_one_axis: dict[str, OpStrategy] = field(default_factory=dict)
     _meshes: list[tuple[Topology, Mesh, OnMesh]] = field(default_factory=list)
 
     def on(self, costs: Costs) -> OnMesh:

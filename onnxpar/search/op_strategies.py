@@ -4,7 +4,7 @@ the node passes on operands that are partial over the axis."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product, zip_longest
 from math import gcd, prod
@@ -62,12 +62,6 @@ class OpStrategy:
         them, and partial operands are partial over all or none."""
         each = ({axis.name for axis in over} for over in (*self.axes, self.passed))
         return all(names in (set(), axes) for names in each)
-
-    @property
-    def split(self) -> Hashable:
-        """What the node splits, and what it passes on, without the axes."""
-        leaves = tuple(i for i, over in enumerate(self.axes) if over)
-        return leaves, bool(self.passed), self.reduce, self.group
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
         """The axes over which the result is partial because the node reduces leaves that they

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -105,14 +105,14 @@ class Problem:
         self.kept = kept
         self.objective = objective or Objective()
         self.gradients = GradientSums.of(graph, step, sharding.costs)
-        self.shared = Known() if sharding.parts else self.objective.known
-        self.known = self.shared.on(sharding.costs)
+        shared = Known() if sharding.parts else self.objective.known
+        self.known = shared.on(sharding.costs)
         self.reshards = self.known.tables(None, self._is_apart)
         self.reshards_of_gradients = self.known.tables(self.gradients.costs, self._is_apart)
         self.times = repetitions(graph.nodes)
         self.weights = {t.name for t in constants(graph)} - sharding.pinned
         self.kinds = partial_kinds(sharding.factors.ops)
-        self.signs = signs(sharding, self.kinds, self.shared.signs)
+        self.signs = signs(sharding, self.kinds, shared.signs)
         self.classes = self._classes()
         self.variable = {op.node.name: v for v, alike in enumerate(self.classes) for op in alike}
         self.tensors = Tensors(
@@ -177,8 +177,6 @@ class Problem:
         if math.isinf(seconds):
             return Found(seconds, bound, {}, {})
         chosen = {n: self.strategies[n][values[v]] for n, v in self.variable.items()}
-        if most is None and sum(size > 1 for _, size in self.sharding.mesh.shape) == 1:
-            self.shared.on_one_axis = chosen
         states = {n: self.domains.input(n) for n in self.tensors.states.inputs.values()}
         inputs = {
             name: domain.factor_shardings[0 if domain.variable is None else values[domain.variable]]
@@ -203,9 +201,6 @@ class Problem:
         or if the mesh has only one axis."""
         first = dict.fromkeys(self.variable.values(), 0)
         axes = {name for name, size in self.sharding.mesh.shape if size > 1}
-        is_free = self.objective.memory is None  # prices on memory change what is good
-        if len(axes) > 1 and is_free and (known := self._as_on_one_axis(axes)) is not None:
-            return known
         kept = {v: np.arange(size) for v, size in enumerate(self.sizes)}
         for name, v in self.variable.items():
             alike = [strategy.is_alike(axes) for strategy in self.strategies[name]]
@@ -215,21 +210,6 @@ class Problem:
         sizes = [len(kept[v]) for v in range(len(self.sizes))]
         _, found, _ = minimize_in_parts(sizes, among(map(diagonal, tables), kept), first)
         return {v: int(kept[v][found[v]]) for v in first}
-
-    def _as_on_one_axis(self, axes: Collection[str]) -> dict[int, int] | None:
-        """The values of the nodes' variables for the solution on a mesh of one axis, if every node
-        can treat all these axes as that axis; None if not."""
-        found: dict[int, int] = {}
-        places: dict[int, dict[Hashable, int]] = {}
-        for name, v in self.variable.items():
-            strategies, on_one = self.strategies[name], self.shared.on_one_axis.get(name)
-            if id(strategies) not in places:
-                alike = [(i, s) for i, s in enumerate(strategies) if s.is_alike(frozenset(axes))]
-                places[id(strategies)] = {s.split: i for i, s in reversed(alike)}
-            if on_one is None or on_one.split not in places[id(strategies)]:
-                return None
-            found[v] = places[id(strategies)][on_one.split]
-        return found
 
     def _classes(self) -> list[list[OpFactors]]:
         """The nodes of each variable."""

@@ -30,11 +30,11 @@ SMALL = 1 << 18
 """Most entries of a table in the search for a low sum."""
 LARGE = 1 << 22
 """Most entries of a table at the start of a level, and in the proof that a sum is the least."""
-SWEEPS = 3
+SWEEPS = 5
 """Sweeps of message passing, forwards and backwards, before each attempt."""
-ATTEMPTS = 20
+ATTEMPTS = 12
 """Most attempts to find a low sum."""
-SLOW = 0.06
+SLOW = 0.1
 """A share of the gap between bound and lowest sum: if the bound rises by less in an attempt,
 elimination may build larger tables."""
 ROOM = 1 << 21
