@@ -27,8 +27,7 @@ from onnxpar.lowering.buckets import (
     held_dim,
 )
 from onnxpar.lowering.compression import gradient_reductions
-from onnxpar.presets.contraction import is_contraction
-from onnxpar.sharding.flops import flops
+from onnxpar.search.predict import predict_nodes
 from onnxpar.strategy.mindspore_keys import fusion_buckets
 
 FUSIONS = ("size", "cost", "none")
@@ -56,12 +55,11 @@ class FuseAllReduces(Pass):
     Requires reshard nodes (insert-collectives); ensures the same, with fewer collectives. Runs
     only once, as MindSpore's fusion does; `plan` says how many collectives it joined.
 
-    by            size: up to so many bytes together; cost: as many as overlap with compute; none;
-                  index:20,35: the reductions of gradients before the 20th, then those before the
-                  35th, then the rest, in the order in which they run
-    bucket_bytes  bytes per rank of all-reduces in a bucket; with cost, no limit
-    shard_bytes   bytes per rank of reduce-scatters and all-gathers in a bucket; with cost, too
-    tail_us       microseconds that the last bucket may take, with cost
+    by            size: up to so many bytes together; cost: so that the last one ends first, where
+                  ranks compute meanwhile; none; index:20,35: the reductions of gradients before the
+                  20th, then those before the 35th, then the rest, in the order in which they run
+    bucket_bytes  most bytes per rank of all-reduces in a bucket
+    shard_bytes   most bytes per rank of reduce-scatters and all-gathers in a bucket
     exchanges     true to join the all-to-alls, whatever `by` is
 
     Example: shard(mesh="tp=2", fusion="size", strategy={"tensors": {"x": [None, "tp"]}})
@@ -104,7 +102,6 @@ class FuseAllReduces(Pass):
     by: str = "size"
     bucket_bytes: int = BUCKET_BYTES
     shard_bytes: int = PART_BYTES
-    tail_us: int = 1000
     exchanges: bool = True
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
@@ -133,10 +130,9 @@ class FuseAllReduces(Pass):
         first: set[str] = set()
         limit = self.bucket_bytes
         if self.by == "cost":
-            ops = [op for op in ctx.sharding.factors.ops if is_contraction(op)]
-            seconds = {op.node.name: costs.compute(flops(op, ctx.sharding), 0) for op in ops}
-            first = first_of_buckets(graph, costs, seconds, self.tail_us * 1e-6, sizes, wanted)
-            limit = sys.maxsize
+            each = predict_nodes(graph.nodes, ctx.sharding)
+            seconds = {name: times.compute for name, times in each.items()}
+            first = first_of_buckets(graph, costs, seconds, self._limit, sizes, wanted)
         indices = indices_of(self.by)
         if indices:
             wanted = _by_index(graph, ctx, indices, wanted)
@@ -146,6 +142,10 @@ class FuseAllReduces(Pass):
             limit = self.shard_bytes
             changed |= fuse_collectives(graph, costs.mesh, limit, sizes, wanted, first, PARTS)
         return changed
+
+    def _limit(self, op: str) -> int:
+        """The most bytes per rank of a bucket of this kind."""
+        return self.bucket_bytes if op in REDUCTIONS else self.shard_bytes
 
     def _fuse_exchanges(self, graph: gs.Graph, ctx: PassContext) -> bool:
         """Joins the all-to-alls of tensors of which each is whole on one rank before or after it:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.base.arrays import Array
 from onnxpar.cost.device import NO_RATE, ROW_BYTES, Device
 from onnxpar.cost.topology import HOST, Level, Link, Topology
 from onnxpar.ir.collectives import KINDS
@@ -31,7 +32,7 @@ SCATTERED_BYTES = 64 * 1024
 on to the others."""
 
 
-def bytes_sent(kind: str, ranks: int, size: float) -> float:
+def bytes_sent(kind: str, ranks: int, size: Any) -> Any:
     """Bytes that each rank sends in a collective, for a tensor of `size` bytes on the rank where it
     is largest.
 
@@ -119,6 +120,21 @@ class Costs:
         NeighborExchange or HaloExchange, it is the bytes sent."""
         ranks = parts_over(axes)
         return 0.0 if ranks == 1 else _transfer(kind, ranks, self.level(axes).link(kind), size)
+
+    def collectives(self, kind: str, axes: Axes, sizes: Array) -> Array:
+        """Seconds of collectives as `collective` has them, for each of these sizes. `kind` is one
+        that is fused."""
+        ranks = parts_over(axes)
+        if ranks == 1:
+            return np.zeros(len(sizes))
+        link = self.level(axes).link(kind)
+        rounds = 2 if kind == "AllReduce" else 1
+        seconds: Array = rounds * link.latency + bytes_sent(kind, ranks, sizes) / link.bandwidth
+        if kind != "AllReduce":
+            return seconds
+        sent = sizes * (ranks - 1)
+        direct = link.latency + sent / link.bandwidth
+        return np.where(sent <= DIRECT_BYTES, np.minimum(direct, seconds), seconds)
 
     def idle(self, kind: str, groups: Iterable[Sequence[int]], size: float) -> float:
         """Of the seconds of a collective in these groups of ranks, those in which the cores have

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.arrays import Array
 from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import KINDS, PARTIAL, SPLIT, WHOLE
 from onnxpar.ir.reshards import Reshard, is_reshard, reshard_node, reshard_of
@@ -32,6 +35,8 @@ EXCHANGES = tuple(kind.name for kind in _FUSED if kind.change == (SPLIT, SPLIT))
 """Kinds of collectives that are fused and take and give shards."""
 PARTS = tuple(kind.name for kind in _FUSED if kind.name not in (*REDUCTIONS, *EXCHANGES))
 """Kinds of collectives that are fused and take or give shards, but not both."""
+_ROUNDED = 1e-9
+"""Times that differ by a smaller share are equal but for rounding."""
 Wanted = Mapping[str, object]
 """The purpose of each collective, by name; only collectives with the same purpose are fused."""
 
@@ -112,41 +117,68 @@ def first_of_buckets(
     graph: gs.Graph,
     costs: Costs,
     seconds: Mapping[str, float],
-    tail: float,
+    limit: Callable[[str], int],
     sizes: dict[str, int],
     wanted: Wanted,
 ) -> set[str]:
-    """The names of the first nodes of buckets that overlap with compute.
+    """The names of the first nodes of buckets that overlap with compute: those whose last bucket
+    ends first, if a bucket is sent when its last tensor is computed and the link is free. Of such
+    buckets, the last ones are as large as they may be.
 
-    The last bucket of a kind takes at most `tail` seconds; each earlier one takes at most the
-    compute time between its last tensor and the last tensor of the next bucket. `seconds` is the
-    compute time of each node, by name. After MindSpore's fusion by cost model
-    (parallel/allreduce_fusion).
+    seconds  the compute time of each node, by name
+    limit    the most bytes per rank of a bucket, by kind of collective
+
+    The graph must be sorted topologically. Collectives of different kinds count as if each kind had
+    a link of its own.
     """
     clock = 0.0
-    ready: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
+    found: dict[Kind, list[tuple[gs.Node, float]]] = defaultdict(list)
     for node in graph.nodes:
         clock += seconds.get(node.name, 0.0)
         kind = _kind(node, wanted, costs.mesh, (*REDUCTIONS, *PARTS))
         if kind is not None:
-            ready[kind].append((node, clock))
+            found[kind].append((node, clock))
     first: set[str] = set()
-    for members in ready.values():
-        end = len(members)
-        allowed = tail
-        while end:
-            start, total = end - 1, _size(members[end - 1][0], costs.mesh, sizes)
-            axes = reshard_of(members[start][0]).axes
-            while start:
-                total += _size(members[start - 1][0], costs.mesh, sizes)
-                if costs.collective(members[start][0].op, axes, total) > allowed:
-                    break
-                start -= 1
-            first.add(members[start][0].name)
-            if start:
-                allowed = max(members[end - 1][1] - members[start - 1][1], 0.0)
-            end = start
+    for members in found.values():
+        nodes = [node for node, _ in members]
+        ready: Array = np.array([time for _, time in members])
+        ends: Array = np.cumsum([0.0, *(_size(node, costs.mesh, sizes) for node in nodes)])
+        op, axes = nodes[0].op, reshard_of(nodes[0]).axes
+        taking = partial(costs.collectives, op, axes)
+        first |= {nodes[at].name for at in _starts(ready, ends, taking, limit(op))}
     return first
+
+
+def _starts(
+    ready: Array, ends: Array, taking: Callable[[Array], Array], limit: int
+) -> Iterator[int]:
+    """Yields the index of the first tensor of each bucket, from the last bucket to the first one.
+
+    ready   when each tensor is computed
+    ends    the bytes of all tensors before each, and of all
+    taking  the seconds of collectives of so many bytes
+    """
+    count = len(ready)
+    sent: Array = np.zeros(count + 1)  # when the first so many tensors have been sent
+    for end in range(1, count + 1):
+        begin = _least(ends, end, limit)
+        took = taking(ends[end] - ends[begin:end])
+        sent[end] = np.min(np.maximum(sent[begin:end], ready[end - 1]) + took)
+    due, end = sent[count], count
+    while end:
+        begin = _least(ends, end, limit)
+        latest = due - taking(ends[end] - ends[begin:end])
+        slack = _ROUNDED * due
+        fits = np.maximum(sent[begin:end], ready[end - 1]) <= latest + slack
+        at = int(np.argmax(fits))
+        yield begin + at
+        due, end = latest[at] + slack, begin + at
+
+
+def _least(ends: Array, end: int, limit: int) -> int:
+    """The index of the first tensor of the largest bucket within the limit whose last tensor is the
+    one before the index `end`; each bucket has a tensor."""
+    return min(int(np.searchsorted(ends, ends[end] - limit)), end - 1)
 
 
 def fuse_collectives(

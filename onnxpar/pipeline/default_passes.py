@@ -94,7 +94,7 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
     """The pass that fuses collectives. By default it fuses gradients only, and the exchanges of
     tables that were dealt out: another fused activation would wait for the others. Errors:
     StrategyError."""
-    by = options.fusion or ("none" if model.step is None else "size")
+    by = options.fusion or ("none" if model.step is None else "cost")
     if by not in FUSIONS and not by.startswith(INDEX):
         raise StrategyError(
             f"--fusion {by!r}: give one of {', '.join(FUSIONS)}, or {INDEX}20,35 with indices of "
@@ -108,9 +108,10 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
             f"--bucket-mb: a bucket of {options.bucket_bytes:,} bytes is too small; give at least "
             "1 byte"
         )
-    if options.bucket_bytes is not None and by != "size":
+    if options.bucket_bytes is not None and by not in ("size", "cost"):
         raise StrategyError(
-            "--bucket-mb applies to --fusion size only: give that, or leave --bucket-mb out"
+            "--bucket-mb applies to --fusion size and cost: give one of these, or leave --bucket-mb "
+            "out"
         )
     if by == "cost" and not _may_overlap(options):
         by = "size"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -123,6 +124,17 @@ def test_latency_for_each_round_and_bytes_over_the_slowest_link(
     costs = Costs(HOSTS, mesh)
     assert costs.collective(kind, axes(mesh, over), 1e6) == pytest.approx(seconds, rel=1e-12)
     assert costs.step(kind, axes(mesh, over), 1e6) == costs.collective(kind, axes(mesh, over), 1e6)
+
+
+def test_many_sizes_cost_what_each_costs() -> None:
+    sizes = np.array([0.0, 8.0, DIRECT_BYTES, DIRECT_BYTES + 1.0, 1e6, 1e9])
+    costs = Costs(Topology.default(), Mesh.parse("dp=4,tp=2"))
+    for axis in ("dp", "tp"):
+        over = axes(costs.mesh, axis)
+        for kind in ("AllReduce", "ReduceScatter", "AllGather", "AllToAll"):
+            each = [costs.collective(kind, over, size) for size in sizes.tolist()]
+            assert costs.collectives(kind, over, sizes).tolist() == pytest.approx(each, rel=1e-12)
+    assert not costs.collectives("AllReduce", (), sizes).any()
 
 
 def test_alone_a_rank_does_not_talk() -> None:

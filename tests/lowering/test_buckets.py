@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lowering.test_schedule import Tensors, node
 
 from onnxpar.cost.cost import Costs
@@ -141,28 +144,84 @@ def test_circles_of_three() -> None:
     assert sorted(found) == ["a1", "a2", "b1 b2", "c1 c2"]
 
 
-def firsts(seconds: Mapping[str, float], sizes: Mapping[str, int], tail: float) -> set[str]:
+def firsts(
+    seconds: Mapping[str, float], sizes: Mapping[str, int], limit: int = 1 << 40
+) -> set[str]:
     made = build(GRADIENTS, size=sizes)
-    return first_of_buckets(made, COSTS, seconds, tail, {}, {})
+    return first_of_buckets(made, COSTS, seconds, lambda op: limit, {}, {})
 
 
-def test_by_cost_the_last_bucket_takes_what_the_tail_may() -> None:
-    """And each earlier one what is computed meanwhile; over 2 ranks all bytes are sent once."""
-    size = 1_000_000
-    each, latency = 4 * size / HOST.bandwidth, 2 * HOST.latency
-    sizes = dict.fromkeys(("a@", "b@", "c@"), size)
-    idle = dict.fromkeys("abc", 0.0)
-    assert firsts(idle, sizes, 10.0) == {"a@"}
-    assert firsts(idle, sizes, latency + 2.5 * each) == {"b@", "a@"}
-    assert firsts(idle, sizes, latency + 1.5 * each) == {"c@", "b@", "a@"}
-    assert firsts(idle, sizes, 0.0) == {"c@", "b@", "a@"}
-    # c is computed for as long as two of them take: a and b are hidden together
-    busy = {"a": 1.0, "b": 1.0, "c": latency + 2.5 * each}
-    assert firsts(busy, sizes, latency + 1.5 * each) == {"c@", "a@"}
-    busy["c"] = latency + 1.5 * each
-    assert firsts(busy, sizes, latency + 1.5 * each) == {"c@", "b@", "a@"}
+SIZE = 1_000_000
+EACH, LATENCY = 4 * SIZE / HOST.bandwidth, 2 * HOST.latency
+"""Over 2 ranks, all bytes are sent once."""
+SIZES = dict.fromkeys(("a@", "b@", "c@"), SIZE)
+
+
+def test_by_cost_one_bucket_where_nothing_is_computed_meanwhile() -> None:
+    assert firsts({}, SIZES) == {"a@"}
+    assert firsts({"a": 1.0}, SIZES) == {"a@"}
+
+
+def test_by_cost_the_last_bucket_ends_first() -> None:
+    """While c is computed, two buckets are sent, or one of both, which takes less."""
+    assert firsts({"a": 1.0, "b": 1.0, "c": 1.0}, SIZES) == {"a@", "c@"}
+    # a is sent while b and c are computed, but b is not sent before c is computed
+    assert firsts({"a": 1.0, "b": 1.0, "c": LATENCY / 2}, SIZES) == {"a@", "b@"}
+    # all are sent after another: b waits for a, so it is sent with c
+    assert firsts({"a": 1.0, "b": LATENCY, "c": LATENCY}, SIZES) == {"a@", "b@"}
+
+
+def test_by_cost_no_bucket_is_larger_than_the_limit() -> None:
+    assert firsts({}, SIZES, 8 * SIZE) == {"a@", "b@"}
+    assert firsts({}, SIZES, 8 * SIZE - 1) == {"a@", "b@", "c@"}
+    assert firsts({}, SIZES, 1) == {"a@", "b@", "c@"}
 
 
 def test_by_cost_each_kind_has_buckets_of_its_own() -> None:
     made = build(GRADIENTS, axes={"b@": TP})
-    assert first_of_buckets(made, COSTS, {}, 10.0, {}, {}) == {"a@", "b@"}
+    assert first_of_buckets(made, COSTS, {}, lambda op: 1 << 40, {}, {}) == {"a@", "b@"}
+
+
+def end_of(firsts: set[str], seconds: Sequence[float], sizes: Sequence[int]) -> float:
+    """When the last bucket has been sent."""
+    free = clock = waiting = 0.0
+    for i, (took, size) in enumerate(zip(seconds, sizes, strict=True)):
+        clock += took
+        waiting += 4 * size
+        if i + 1 == len(sizes) or f"g{i + 1}@" in firsts:
+            free = max(free, clock) + COSTS.collective("AllReduce", DP, waiting)
+            waiting = 0.0
+    return free
+
+
+@given(st.data())
+def test_by_cost_no_other_buckets_end_earlier(data: st.DataObject) -> None:
+    """All ways to cut seven gradients are tried; no way that ends as early has a larger last
+    bucket."""
+    count = data.draw(st.integers(1, 7))
+    names = [f"g{i}" for i in range(count)]
+    scale = data.draw(st.sampled_from([1e-5, 1e-4, 1e-3]))
+    seconds = [scale * data.draw(st.integers(0, 9)) for _ in names]
+    sizes = [data.draw(st.sampled_from([1, 1000, 60_000, 10**6])) for _ in names]
+    lines = [line for n in names for line in (f"{n} = matmul x u", f"{n}@ = reduce {n}")]
+    made = build([*lines, f"y = sum {'@ '.join(names)}@"], size=dict(zip(names_of(names), sizes, strict=True)))
+    compute = dict(zip(names, seconds, strict=True))
+    found = first_of_buckets(made, COSTS, compute, lambda op: 1 << 40, {}, {})
+    own = end_of(found, seconds, sizes)
+    cuts = [
+        {"g0@", *chosen}
+        for many in range(count)
+        for chosen in combinations(names_of(names)[1:], many)
+    ]
+    ends = [(end_of(cut, seconds, sizes), max(map(number, cut))) for cut in cuts]
+    least = min(end for end, _ in ends)
+    assert own == pytest.approx(least)
+    assert max(map(number, found)) == min(at for end, at in ends if end <= least * (1 + 1e-9))
+
+
+def names_of(tensors: Sequence[str]) -> list[str]:
+    return [f"{name}@" for name in tensors]
+
+
+def number(name: str) -> int:
+    return int(name[1:-1])
