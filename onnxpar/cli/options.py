@@ -193,9 +193,9 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--fusion",
         metavar="{" + ",".join((*FUSIONS, "index:N,..")) + "}",
-        help="how to join collectives that do not wait for each other. size: up to --bucket-mb "
-        "(default for training steps); cost: in buckets that the backward pass can hide by the "
-        "cost model, if --overlap lets ranks communicate while they compute, otherwise as size; "
+        help="how to join collectives that do not wait for each other. size: up to --bucket-mb; "
+        "cost (default for training steps): in buckets whose last one ends first by the cost "
+        "model, if --overlap lets ranks communicate while they compute, otherwise as size; "
         "index:20,35: the gradients' reductions before the 20th, then those before the 35th, then "
         "the rest, in the order in which they run; or none",
     )

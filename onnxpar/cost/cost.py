@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ SCATTERED_BYTES = 64 * 1024
 on to the others."""
 
 
-def bytes_sent(kind: str, ranks: int, size: Any) -> Any:
+def bytes_sent(kind: str, ranks: int, size: float) -> float:
     """Bytes that each rank sends in a collective, for a tensor of `size` bytes on the rank where it
     is largest.
 
@@ -129,7 +129,9 @@ class Costs:
             return np.zeros(len(sizes))
         link = self.level(axes).link(kind)
         rounds = 2 if kind == "AllReduce" else 1
-        seconds: Array = rounds * link.latency + bytes_sent(kind, ranks, sizes) / link.bandwidth
+        seconds: Array = (
+            rounds * link.latency + sizes * bytes_sent(kind, ranks, 1.0) / link.bandwidth
+        )
         if kind != "AllReduce":
             return seconds
         sent = sizes * (ranks - 1)
@@ -145,7 +147,7 @@ class Costs:
         if outermost == 0:
             return 0.0
         ranks, link = levels[outermost], self.topology.levels[outermost].link(kind)
-        own = Link(min(HOST.latency, link.latency), max(HOST.bandwidth, link.bandwidth))
+        own = by_cores(link)
         return _transfer(kind, ranks, link, size) - _transfer(kind, ranks, own, size)
 
     def _level_of(self, group: Sequence[int]) -> int:
@@ -263,6 +265,25 @@ class Costs:
         model), plus what `Device.exposed` adds. On a device or, without one, on the slowest."""
         each = self.devices if device is None else (device,)
         return max(_roofline(d, flops, size, far, convolves) for d in each)
+
+
+def by_cores(link: Link) -> Link:
+    """A link on which a collective takes no longer than the cores of a host would move its
+    bytes."""
+    return Link(min(HOST.latency, link.latency), max(HOST.bandwidth, link.bandwidth))
+
+
+def hidden_hosts(topology: Topology) -> Topology:
+    """The topology in which collectives between hosts take only the seconds in which cores work for
+    them, as if compute hid the others."""
+    inner, *outer = topology.levels
+    return replace(topology, levels=(inner, *map(_by_cores, outer)))
+
+
+def _by_cores(level: Level) -> Level:
+    own = by_cores(Link(level.latency, level.bandwidth))
+    measured = {kind: by_cores(link) for kind, link in level.collectives.items()}
+    return replace(level, latency=own.latency, bandwidth=own.bandwidth, collectives=measured)
 
 
 def _transfer(kind: str, ranks: int, link: Link, size: float) -> float:

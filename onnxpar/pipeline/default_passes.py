@@ -84,7 +84,7 @@ def _overlap(options: Options) -> OverlapCollectives:
     return OverlapCollectives(when)
 
 
-def _may_overlap(options: Options) -> bool:
+def may_overlap(options: Options) -> bool:
     """True if ranks may communicate while they compute."""
     crosses = options.topology is not None and len(options.topology.levels) > 1
     return options.overlap == "on" or (options.overlap != "off" and crosses)
@@ -110,10 +110,10 @@ def _fusion(options: Options, model: Model) -> FuseAllReduces:
         )
     if options.bucket_bytes is not None and by not in ("size", "cost"):
         raise StrategyError(
-            "--bucket-mb applies to --fusion size and cost: give one of these, or leave --bucket-mb "
-            "out"
+            "--bucket-mb applies to --fusion size and cost only: give one of these, or leave "
+            "--bucket-mb out"
         )
-    if by == "cost" and not _may_overlap(options):
+    if by == "cost" and not may_overlap(options):
         by = "size"
     given = options.bucket_bytes
     exchanges = options.fusion != "none"

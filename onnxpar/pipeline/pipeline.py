@@ -36,7 +36,7 @@ from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.pipeline.balance import fitting_shares
 from onnxpar.pipeline.context import load_model, prepare
-from onnxpar.pipeline.default_passes import passes_of
+from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
 from onnxpar.pipeline.predicted_times import (
@@ -48,7 +48,8 @@ from onnxpar.pipeline.predicted_times import (
     reckon_typical,
 )
 from onnxpar.pipeline.run_passes import Watch, run_passes
-from onnxpar.search.objective import Objective
+from onnxpar.search.meshes import BETTER
+from onnxpar.search.objective import Objective, OverLimit
 
 
 @contextmanager
@@ -140,11 +141,37 @@ def _plan(
     reckoning: Reckoning | None = None,
 ) -> tuple[Plan, PassContext]:
     if not options.balance:
-        return _plan_once(path, options, watch, reckoning)
+        return _faster(path, options, watch, reckoning)
     found, made = fitting_shares(options, lambda one: _plan_once(path, one))
     if watch is None and reckoning is None:
         return made
     return _plan_once(path, found, watch, reckoning)
+
+
+def _faster(
+    path: str | Path, options: Options, watch: Watch | None, reckoning: Reckoning | None
+) -> tuple[Plan, PassContext]:
+    """Makes a plan. If a search decides on a training step that communicates while it computes, the
+    plan is the faster one of two, as the passes predict them: of a search in which sums of
+    gradients between hosts count in full, and of one in which compute hides them."""
+    made = _plan_once(path, options, watch, reckoning)
+    plan, ctx = made
+    was_searched = ctx.request.found is not None and options.found is None
+    is_step = plan.step is not None and ctx.model.sizes is None
+    if not (was_searched and is_step and may_overlap(options)) or options.objective.any_fit:
+        return made
+    objective = replace(options.objective, hides_sums=True)
+    hiding = replace(options, objective=objective, show=unseen)
+    try:
+        other = _plan_once(path, hiding)
+    except OverLimit:  # the first one fits
+        return made
+    assert plan.predicted is not None and other[0].predicted is not None
+    if other[0].predicted.total >= plan.predicted.total * (1 - BETTER):
+        return made
+    if watch is None and reckoning is None:
+        return other
+    return _plan_once(path, _again(options, objective, other)[0], watch, reckoning)
 
 
 @_no_collector()

@@ -93,7 +93,7 @@ class PlanOptions(LayoutOptions, total=False):
     fusion          how collectives are joined: size, cost or none
     overlap         whether communication runs while ranks compute: auto (default: between hosts,
                     where it gains by the cost model), on or off
-    bucket_mb       largest collective that is fused by size, in MiB
+    bucket_mb       largest fused collective, in MiB
     compression     format in which ranks send gradients of a training step: float16, bfloat16,
                     2bit:THRESHOLD or none
     place           where tables are: {"*.tables.*": "host"}, or texts such as "*.tables.*=host".

@@ -14,7 +14,8 @@ def proof_text(proof: Mapping[str, Any]) -> str:
     """A sentence on what the search has proved, given in the form that plan.json has."""
     seconds, bound, axes = proof["seconds"], proof["bound"], proof["axes"]
     meshes = "this mesh" if axes is None else f"a mesh of {_COUNTS.get(axes, f'up to {axes} axes')}"
-    own = f"{seconds * 1e3:.3f} ms, as the search counts"
+    hidden = " with sums of gradients between hosts hidden" if proof.get("hides_sums") else ""
+    own = f"{seconds * 1e3:.3f} ms, as the search counts{hidden}"
     within = "" if proof["memory"] is None else f" within {text_of(proof['memory'], 'B')} a rank"
     if not bound:
         return f"{own}; it proved nothing about other strategies"

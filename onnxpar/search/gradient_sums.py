@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.cost.cost import Costs
+from onnxpar.cost.cost import Costs, hidden_hosts
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import element_bytes, tensor_shape
 from onnxpar.ir.training_spec import Step
@@ -40,9 +40,12 @@ class GradientSums:
     costs: Costs | None = None
 
     @classmethod
-    def of(cls, graph: gs.Graph, step: Step | None, costs: Costs) -> GradientSums:
+    def of(
+        cls, graph: gs.Graph, step: Step | None, costs: Costs, are_hidden: bool = False
+    ) -> GradientSums:
         """The gradient sums of a training step (none without a step); the costs are those of full
-        buckets, or of one smaller bucket for all gradients."""
+        buckets, or of one smaller bucket for all gradients. If they `are_hidden`, compute hides
+        what sums between hosts take longer than those within one."""
         if step is None:
             return cls()
         ends = set(step.gradients.values())
@@ -53,7 +56,8 @@ class GradientSums:
         )
         bucket = min(total, BUCKET_BYTES)
         names = frozenset(gradient_tensors(graph, step.gradients))
-        return cls(names, BucketCosts(costs.topology, costs.mesh, bucket=bucket))
+        topology = hidden_hosts(costs.topology) if are_hidden else costs.topology
+        return cls(names, BucketCosts(topology, costs.mesh, bucket=bucket))
 
     def within(self, sharding: ShardingState, tensor: str) -> ShardingState:
         """The sharding state with the cost model for the reshards of this tensor."""

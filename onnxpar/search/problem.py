@@ -104,7 +104,7 @@ class Problem:
         self.decided = decided or {}
         self.kept = kept
         self.objective = objective or Objective()
-        self.gradients = GradientSums.of(graph, step, sharding.costs)
+        self.gradients = GradientSums.of(graph, step, sharding.costs, self.objective.hides_sums)
         shared = Known() if sharding.parts else self.objective.known
         self.known = shared.on(sharding.costs)
         self.reshards = self.known.tables(None, self._is_apart)

@@ -17,6 +17,7 @@ class Proof:
     memory       the bound holds for strategies that need at most so many bytes of a rank, as the
                  search counts them; None: for all
     is_complete  false if nodes had too many strategies to compare all
+    hides_sums   the sums of gradients between hosts count as hidden, in `seconds` and in `bound`
     """
 
     seconds: float
@@ -24,6 +25,7 @@ class Proof:
     axes: int | None = None
     memory: float | None = None
     is_complete: bool = True
+    hides_sums: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns the proof in the form that plan.json has."""

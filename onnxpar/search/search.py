@@ -54,7 +54,8 @@ class Solution:
         """What the search has proved, for an objective."""
         memory = objective.memory
         seconds, bound = float(self.seconds), max(float(self.bound), 0.0)
-        return Proof(seconds, bound, self.axes, memory, self.is_complete)
+        hides = objective.hides_sums
+        return Proof(seconds, bound, self.axes, memory, self.is_complete, hides)
 
 
 def solve(

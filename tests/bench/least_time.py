@@ -69,11 +69,10 @@ def _jackson(each: Sequence[tuple[float, float, float]]) -> float:
             heappush(ready, (-queue[at][2], queue[at][1]))
             at += 1
         tail, seconds = heappop(ready)
-        until = queue[at][0] if at < len(queue) else clock + seconds
-        done = min(seconds, until - clock)
-        clock += done
-        if done < seconds:
-            heappush(ready, (tail, seconds - done))
+        if at < len(queue) and queue[at][0] < clock + seconds:
+            heappush(ready, (tail, clock + seconds - queue[at][0]))
+            clock = queue[at][0]
         else:
+            clock += seconds
             end = max(end, clock - tail)
     return end

@@ -50,7 +50,7 @@ def test_no_order_takes_less() -> None:
     for _ in range(150):
         jobs = [
             Job(
-                float(draw.randint(0, 5)),
+                draw.randint(0, 5) / 7,
                 draw.random() < 0.5,
                 [j for j in range(i) if draw.random() < 0.3],
             )

@@ -204,7 +204,10 @@ def test_by_cost_no_other_buckets_end_earlier(data: st.DataObject) -> None:
     seconds = [scale * data.draw(st.integers(0, 9)) for _ in names]
     sizes = [data.draw(st.sampled_from([1, 1000, 60_000, 10**6])) for _ in names]
     lines = [line for n in names for line in (f"{n} = matmul x u", f"{n}@ = reduce {n}")]
-    made = build([*lines, f"y = sum {'@ '.join(names)}@"], size=dict(zip(names_of(names), sizes, strict=True)))
+    made = build(
+        [*lines, f"y = sum {'@ '.join(names)}@"],
+        size=dict(zip(names_of(names), sizes, strict=True)),
+    )
     compute = dict(zip(names, seconds, strict=True))
     found = first_of_buckets(made, COSTS, compute, lambda op: 1 << 40, {}, {})
     own = end_of(found, seconds, sizes)
