@@ -28,6 +28,9 @@ BUCKET_BYTES = 64 << 20
 PART_BYTES = 8 << 20
 """Default size of a bucket of reduce-scatters or all-gathers, in bytes per rank. It is smaller,
 since tensors stay whole until the bucket is full."""
+SHARE = 1 / 8
+"""The largest part of all bytes that a bucket has where compute is to hide it. So most is hidden
+also where ranks compute faster than predicted."""
 _FUSED = [kind for kind in KINDS.values() if kind.is_fused]
 REDUCTIONS = tuple(kind.name for kind in _FUSED if kind.change == (PARTIAL, WHOLE))
 """Kinds of collectives that are fused and take whole tensors."""
@@ -120,6 +123,7 @@ def first_of_buckets(
     limit: Callable[[str], int],
     sizes: dict[str, int],
     wanted: Wanted,
+    share: float = SHARE,
 ) -> set[str]:
     """The names of the first nodes of buckets that overlap with compute: those whose last bucket
     ends first, if a bucket is sent when its last tensor is computed and the link is free. Of such
@@ -127,6 +131,7 @@ def first_of_buckets(
 
     seconds  the compute time of each node, by name
     limit    the most bytes per rank of a bucket, by kind of collective
+    share    the largest part of the bytes of all collectives of a kind that a bucket has
 
     The graph must be sorted topologically. Collectives of different kinds count as if each kind had
     a link of its own.
@@ -145,12 +150,13 @@ def first_of_buckets(
         ends: Array = np.cumsum([0.0, *(_size(node, costs.mesh, sizes) for node in nodes)])
         op, axes = nodes[0].op, reshard_of(nodes[0]).axes
         taking = partial(costs.collectives, op, axes)
-        first |= {nodes[at].name for at in _starts(ready, ends, taking, limit(op))}
+        most = min(limit(op), share * ends[-1])
+        first |= {nodes[at].name for at in _starts(ready, ends, taking, most)}
     return first
 
 
 def _starts(
-    ready: Array, ends: Array, taking: Callable[[Array], Array], limit: int
+    ready: Array, ends: Array, taking: Callable[[Array], Array], limit: float
 ) -> Iterator[int]:
     """Yields the index of the first tensor of each bucket, from the last bucket to the first one.
 
@@ -175,7 +181,7 @@ def _starts(
         due, end = latest[at] + slack, begin + at
 
 
-def _least(ends: Array, end: int, limit: int) -> int:
+def _least(ends: Array, end: int, limit: float) -> int:
     """The index of the first tensor of the largest bucket within the limit whose last tensor is the
     one before the index `end`; each bucket has a tensor."""
     return min(int(np.searchsorted(ends, ends[end] - limit)), end - 1)

@@ -32,7 +32,7 @@ def hidden_seconds(
             end = max(clock, ends[id(node.inputs[0])])
             saved -= end - clock
             clock = end
-        elif node.name in idle:
+        elif idle.get(node.name, 0.0) > 0.0:  # others run within hosts, in other streams
             saved -= max(free - clock, 0.0)
             clock = free = max(clock, free) + idle[node.name]
         else:

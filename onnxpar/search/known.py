@@ -9,7 +9,6 @@ from onnxpar.base.arrays import Array
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.search.gradient_sums import BucketCosts
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.search.reshard_tables import ReshardTables
 
@@ -24,15 +23,15 @@ class OnMesh:
 
     strategies    all strategies of nodes
     combinations  the numbers of combinations of splits of nodes
-    reshards      seconds of reshards, by the bucket of the sums of gradients (None: others), and
-                  by whether those of compute are apart
+    reshards      seconds of reshards, each with the cost model of the sums of gradients (None: of
+                  other tensors), and whether those of compute are apart
     compute       costs of nodes that are the same on all meshes
     """
 
     compute: dict[Hashable, tuple[float, float]]
     strategies: dict[Hashable, list[OpStrategy]] = field(default_factory=dict)
     combinations: dict[Hashable, int] = field(default_factory=dict)
-    reshards: dict[tuple[float | None, bool], ReshardTables] = field(default_factory=dict)
+    reshards: list[tuple[Costs | None, bool, ReshardTables]] = field(default_factory=list)
     _op_costs: dict[int, tuple[Sequence[OpStrategy], Array]] = field(default_factory=dict)
 
     def op_costs(self, strategies: Sequence[OpStrategy], compute: Callable[[], Array]) -> Array:
@@ -44,13 +43,17 @@ class OnMesh:
 
     def tables(self, costs: Costs | None, apart: bool) -> ReshardTables:
         """The seconds of reshards by this cost model, those of compute `apart` or not."""
-        bucket = costs.bucket if isinstance(costs, BucketCosts) else None
-        return self.reshards.setdefault((bucket, apart), ReshardTables())
+        for given, is_apart, found in self.reshards:
+            if given == costs and is_apart is apart:
+                return found
+        found = ReshardTables()
+        self.reshards.append((costs, apart, found))
+        return found
 
     @property
     def entries(self) -> int:
         """The entries of all tables."""
-        return sum(tables.entries for tables in self.reshards.values())
+        return sum(tables.entries for *_, tables in self.reshards)
 
 
 @dataclass

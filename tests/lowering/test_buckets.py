@@ -148,7 +148,7 @@ def firsts(
     seconds: Mapping[str, float], sizes: Mapping[str, int], limit: int = 1 << 40
 ) -> set[str]:
     made = build(GRADIENTS, size=sizes)
-    return first_of_buckets(made, COSTS, seconds, lambda op: limit, {}, {})
+    return first_of_buckets(made, COSTS, seconds, lambda op: limit, {}, {}, 1.0)
 
 
 SIZE = 1_000_000
@@ -177,9 +177,15 @@ def test_by_cost_no_bucket_is_larger_than_the_limit() -> None:
     assert firsts({}, SIZES, 1) == {"a@", "b@", "c@"}
 
 
+def test_by_cost_a_bucket_has_a_part_of_all() -> None:
+    made = build(GRADIENTS, size=SIZES)
+    for share, expected in ((0.7, {"a@", "b@"}), (0.6, {"a@", "b@", "c@"})):
+        assert first_of_buckets(made, COSTS, {}, lambda op: 1 << 40, {}, {}, share) == expected
+
+
 def test_by_cost_each_kind_has_buckets_of_its_own() -> None:
     made = build(GRADIENTS, axes={"b@": TP})
-    assert first_of_buckets(made, COSTS, {}, lambda op: 1 << 40, {}, {}) == {"a@", "b@"}
+    assert first_of_buckets(made, COSTS, {}, lambda op: 1 << 40, {}, {}, 1.0) == {"a@", "b@"}
 
 
 def end_of(firsts: set[str], seconds: Sequence[float], sizes: Sequence[int]) -> float:
@@ -209,7 +215,7 @@ def test_by_cost_no_other_buckets_end_earlier(data: st.DataObject) -> None:
         size=dict(zip(names_of(names), sizes, strict=True)),
     )
     compute = dict(zip(names, seconds, strict=True))
-    found = first_of_buckets(made, COSTS, compute, lambda op: 1 << 40, {}, {})
+    found = first_of_buckets(made, COSTS, compute, lambda op: 1 << 40, {}, {}, 1.0)
     own = end_of(found, seconds, sizes)
     cuts = [
         {"g0@", *chosen}

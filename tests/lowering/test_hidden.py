@@ -38,6 +38,7 @@ def hidden(order: str, own: float = 0.0, **idle: float) -> float:
         ),  # y is sent from 5 to 9; a rank waits from 7
         ("x+ a y b x- c", {"x": 5.0, "y": 4.0}, 3.0),  # y waits for the link until 5
         ("x+ a y b x- c", {"x": 9.0, "y": 4.0}, 3.0),
+        ("x+ a y b x- c", {"x": 5.0, "y": 0.0}, 5.0),  # y stays within a host
     ],
 )
 def test_what_is_hidden(order: str, idle: dict[str, float], expected: float) -> None:

@@ -18,9 +18,9 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 from onnxpar.report.proof_text import proof_text
 
-LAYERS = 5
-WIDE = """wide (float[32,64] x, {}) => (float[32,64] y) {{ {} }}""".format(
-    ", ".join(f"float[64,64] w{i}" for i in range(LAYERS)),
+LAYERS = 6
+WIDE = """wide (float[64,128] x, {}) => (float[64,128] y) {{ {} }}""".format(
+    ", ".join(f"float[128,128] w{i}" for i in range(LAYERS)),
     "  ".join(
         f"{'y' if i == LAYERS - 1 else f'r{i}'} = MatMul({f't{i - 1}' if i else 'x'}, w{i})"
         + ("" if i == LAYERS - 1 else f"  t{i} = Tanh(r{i})")
@@ -32,7 +32,7 @@ tensor parallelism."""
 HOSTS: dict[str, Any] = {
     "levels": [
         {"name": "host", "size": 1, "latency": "5 us", "bandwidth": "8 GB/s"},
-        {"name": "network", "latency": "20 us", "bandwidth": "100 MB/s"},
+        {"name": "network", "latency": "20 us", "bandwidth": "50 MB/s"},
     ],
     "device": {"flops": "2 GFLOP/s", "memory_bandwidth": "8 GB/s", "launch": "1 us"},
 }

@@ -108,7 +108,8 @@ def test_same_bits_with_and_without(layout: str, fusion: str, deep: Path) -> Non
     assert counts["Complete"] == sum(op.startswith("Start") for op in ops)
     local = ("Complete", "After", "Gate", "FusedElementwise")  # no loop reads before a completion
     collectives = {op: n for op, n in counts.items() if op not in local}
-    assert collectives == {op: n for op, n in Counter(plain).items() if op not in local}
+    if fusion != "cost":  # without overlap, these buckets are those by size
+        assert collectives == {op: n for op, n in Counter(plain).items() if op not in local}
     assert counts["Complete"] or "tensor-parallel" in layout or fusion == "size"
 
 
