@@ -18,7 +18,7 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 from onnxpar.report.proof_text import proof_text
 
-LAYERS = 6
+LAYERS = 12
 WIDE = """wide (float[64,128] x, {}) => (float[64,128] y) {{ {} }}""".format(
     ", ".join(f"float[128,128] w{i}" for i in range(LAYERS)),
     "  ".join(
@@ -32,9 +32,9 @@ tensor parallelism."""
 HOSTS: dict[str, Any] = {
     "levels": [
         {"name": "host", "size": 1, "latency": "5 us", "bandwidth": "8 GB/s"},
-        {"name": "network", "latency": "20 us", "bandwidth": "50 MB/s"},
+        {"name": "network", "latency": "20 us", "bandwidth": "100 MB/s"},
     ],
-    "device": {"flops": "2 GFLOP/s", "memory_bandwidth": "8 GB/s", "launch": "1 us"},
+    "device": {"flops": "1 GFLOP/s", "memory_bandwidth": "8 GB/s", "launch": "1 us"},
 }
 """Hosts of one rank, which compute for longer than they send gradients."""
 
