@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.base.arrays import Array
 from onnxpar.search.op_cost import is_far
 from onnxpar.search.op_strategies import Kinds
+from onnxpar.search.rated_ops import rated_as
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 
@@ -66,6 +67,7 @@ def signature(op: OpFactors, sharding: ShardingState, kinds: Kinds) -> Hashable:
             any(t.name in sharding.factors.on_host for t in op.node.outputs),
             op.node.name in sharding.factors.in_convolutions,
             sharding.factors.in_loops.get(op.node.name),
+            rated_as(op.node),
             tuple(is_far(t, sharding) for t in (*op.node.inputs, *op.node.outputs)),
         ),
         tuple(map(str, sharding.ops[op.node.name])),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 from itertools import product
+from pathlib import Path
 
 import pytest
 from committed import MODELS
+from training.steps import write_step
 
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
@@ -35,6 +37,17 @@ TWO = Topology.of(
     }
 )
 MESHES = ("tp=8", "dp=2,tp=4", "dp=4,tp=2", "dp=2,tp=2")
+PERCEPTRON = """perceptron (float[64,99] x, float[99,99] v, float[99,99] w) => (float[64,99] y)
+{ p = MatMul(x, v)  q = Tanh(p)  y = MatMul(q, w) }"""
+SLOW = Topology.of(
+    {
+        "levels": [
+            {"name": "host", "size": 1, "latency": "5 us", "bandwidth": "8 GB/s"},
+            {"name": "network", "latency": "20 us", "bandwidth": "100 MB/s"},
+        ],
+        "device": {"flops": "1 GFLOP/s", "memory_bandwidth": "8 GB/s", "launch": "1 us"},
+    }
+)
 MODEL, SMALL = (MODELS / f"{name}.legacy.static.onnx" for name in ("bert", "gpt2"))
 
 
@@ -93,6 +106,19 @@ def test_a_search_after_others() -> None:
                 for known in (Known(), shared)
             )
             assert after == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_search_that_hides_sums_after_one_that_does_not(tmp_path: Path) -> None:
+    """Sums of gradients between hosts then cost less, so nothing of them is shared."""
+    model = load_model(write_step(PERCEPTRON, tmp_path, loss="mse"), Options(devices=2))
+    state = ShardingState.open(Mesh.parse("dp=2"), analyse(model.graph, model.states), SLOW)
+    shared, found = Known(), []
+    for hides in (False, True):
+        for known in (Known(), shared):
+            goal = Objective(hides_sums=hides, known=known)
+            problem = Problem(model.graph, state, model.states, objective=goal, step=model.step)
+            found.append(problem.solve().seconds)
+    assert found[0] == found[1] > found[2] == found[3]
 
 
 def test_a_mesh_is_given_up_by_the_costs_of_nodes() -> None:

@@ -13,8 +13,9 @@ from onnxpar.cost.device import Device, Rate
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
 from onnxpar.search.op_cost import op_cost
-from onnxpar.search.op_strategies import OpStrategy
+from onnxpar.search.op_strategies import OpStrategy, partial_kinds
 from onnxpar.search.rated_ops import copied_rows, rated_as, work_of
+from onnxpar.search.repeats import signature
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.state import ShardingState
 
@@ -71,6 +72,19 @@ def test_a_rate_adds_to_the_cost_of_a_node() -> None:
     assert seconds(ATTENTION, plain, "Softmax_2") == pytest.approx(1.0)
     assert seconds(ATTENTION, rated, "Softmax_2") == pytest.approx(1.0 + 24 * 0.1 + 96 * 0.01)
     assert seconds(ATTENTION, rated, "Softmax_4") == pytest.approx(1.0)
+
+
+TWICE = """m (float[8,4] x, float[8,4] y) => (float[8,4] z)
+{ a = Add(x, y)  s = Softmax(a)  b = Mul(s, y)  z = Softmax(b) }"""
+
+
+def test_nodes_of_other_kinds_are_not_alike() -> None:
+    """The softmax behind a mask takes longer than the other one, so they share no costs."""
+    factors = analyse(graph(TWICE), [])
+    sharding = ShardingState.open(Mesh((("tp", 2),)), factors, Topology.default())
+    each = [factors.op(name) for name in ("Softmax_1", "Softmax_3")]
+    masked, plain = (signature(op, sharding, partial_kinds(factors.ops)) for op in each)
+    assert masked != plain
 
 
 CHAIN = """m (int32[100] x) => (int32[100] z) {
