@@ -135,7 +135,9 @@ class _Window:
     def _earlier(self, lacking: float) -> list[gs.Node]:
         """Nodes before the collective that it does not need, from the last one on, without those
         that others before it read."""
-        windows, found, moved = self.windows, [], set()
+        windows = self.windows
+        found: list[gs.Node] = []
+        moved: set[int] = set()
         needed = self._needed()
         for node in reversed(windows.nodes[: self.at]):
             if lacking <= 0.0 and any(map(self._may_be_awaited, found)):
