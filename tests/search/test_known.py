@@ -95,10 +95,11 @@ def outcome(model: Model, state: ShardingState, goal: Objective) -> tuple[float,
 
 
 def test_a_search_after_others() -> None:
-    """On other meshes and machines, without a limit and within one."""
+    """On other meshes and machines, without a limit, within one that nothing keeps, and within one
+    in which ranks must communicate."""
     shared = Known()
     for mesh, topology in product(("dp=2,tp=4", "tp=8"), (Topology.default(), TWO)):
-        for memory in (None, 20_000.0, 60_000.0):
+        for memory in (None, 60_000.0, 120_000.0):
             model = load_model(SMALL, Options(devices=8))  # read again, as for each plan
             state = ShardingState.open(Mesh.parse(mesh), analyse(model.graph), topology)
             alone, after = (
