@@ -137,9 +137,9 @@ def test_a_short_exchange_stays_in_one_op(tmp_path: Path) -> None:
     assert "Complete" not in ops_of(par)
 
 
-@pytest.mark.parametrize("layout", ["expert-parallel 3", "expert-parallel dp=2,ep=3"])
+@pytest.mark.parametrize("layout", ["expert-parallel 3"])
 def test_open_rows(layout: str, tmp_path: Path) -> None:
-    """The same nodes move at all sizes; groups differ under dp=2,ep=3."""
+    """The same nodes move at all sizes."""
     path = written(tmp_path, "rows")
     how = replace(between_hosts(layout), typical=Typical.given({"rows": 64}))
     par, _ = shard(path, tmp_path, how)
