@@ -18,6 +18,11 @@ SLOW = Topology.of(
     {"levels": [{"name": "host", "latency": 0.0, "bandwidth": 1e6}], "device": {"launch": 0.0}}
 )
 """Links on which only bytes count, so that ranks exchange rows."""
+NETWORK = {"name": "network", "latency": 0.0, "bandwidth": "20 kB/s"}
+HOST = {"name": "host", "size": 1, "latency": "1 us", "bandwidth": "2 GB/s"}
+DEVICE = {"launch": 0.0, "flops": "10 kFLOP/s"}
+HOSTS = Topology.of({"levels": [HOST, NETWORK], "device": DEVICE})
+"""Hosts of one rank each that compute slowly."""
 TEXT = """<ir_version: 8, opset_import: ["" : 17]>
 mixture (TYPE[ROWS,4] x, int64[ROWS,SLOTS] ids, TYPE[ROWS,SLOTS] weights) => (TYPE[ROWS,3] y) <
   int64[1] zero = {0}, int64[1] two = {2}, int64[1] first = {0}
@@ -80,6 +85,11 @@ def feeds_of(ids: Any, dtype: str = "float") -> dict[str, np.ndarray]:
 def exchanging(layout: str) -> Options:
     """Options for a layout, on slow links."""
     return replace(options(layout), topology=SLOW)
+
+
+def between_hosts(layout: str, overlap: str = "auto") -> Options:
+    """Options for a layout, on hosts of one rank each."""
+    return replace(options(layout), topology=HOSTS, overlap=overlap)
 
 
 def beside_shared_expert(model: onnx.ModelProto, first: bool) -> onnx.ModelProto:

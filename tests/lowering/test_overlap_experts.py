@@ -12,7 +12,15 @@ import numpy as np
 import onnx
 import pytest
 from agreement import check_outputs, run_ranks, run_unsplit
-from lowering.mixtures import beside_shared_expert, exchanging, feeds_of, mixture
+from lowering.mixtures import (
+    DEVICE,
+    HOST,
+    NETWORK,
+    beside_shared_expert,
+    between_hosts,
+    feeds_of,
+    mixture,
+)
 
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
@@ -22,11 +30,6 @@ from onnxpar.pipeline.options import Options
 
 pytestmark = pytest.mark.usefixtures("medium")
 
-NETWORK = {"name": "network", "latency": 0.0, "bandwidth": "20 kB/s"}
-HOST = {"name": "host", "size": 1, "latency": "1 us", "bandwidth": "2 GB/s"}
-DEVICE = {"launch": 0.0, "flops": "10 kFLOP/s"}
-HOSTS = Topology.of({"levels": [HOST, NETWORK], "device": DEVICE})
-"""Hosts of one rank each that compute slowly."""
 CHOICES: dict[str, Any] = {
     "balanced": [[0, 1], [2, 3], [4, 5], [1, 0], [3, 2], [5, 4]],
     "one expert": [[3, 3]] * 6,
@@ -36,13 +39,11 @@ CHOICES: dict[str, Any] = {
 }
 
 
-def between_hosts(layout: str, overlap: str = "auto") -> Options:
-    return replace(exchanging(layout), topology=HOSTS, overlap=overlap)
-
-
-def written(folder: Path, rows: int | str, dtype: str = "float", first: bool = False) -> Path:
-    path = folder / f"{rows}.{dtype}.{first}.onnx"
-    onnx.save(beside_shared_expert(mixture(6, 2, rows, dtype), first), path)
+def written(
+    folder: Path, rows: int | str, dtype: str = "float", first: bool = False, slots: int = 2
+) -> Path:
+    path = folder / f"{rows}.{dtype}.{first}.{slots}.onnx"
+    onnx.save(beside_shared_expert(mixture(6, slots, rows, dtype), first), path)
     return path
 
 
@@ -137,14 +138,41 @@ def test_a_short_exchange_stays_in_one_op(tmp_path: Path) -> None:
     assert "Complete" not in ops_of(par)
 
 
-@pytest.mark.parametrize("layout", ["expert-parallel 3"])
-def test_open_rows(layout: str, tmp_path: Path) -> None:
-    """The same nodes move at all sizes."""
-    path = written(tmp_path, "rows")
-    how = replace(between_hosts(layout), typical=Typical.given({"rows": 64}))
+def groups_of(par: Path, rank: int) -> list[list[int]]:
+    """The groups of the exchanges that a rank starts."""
+    model = onnx.load(par / f"rank_{rank:04d}.onnx", load_external_data=False)
+    started = [node for node in model.graph.node if node.op_type == "StartAllToAllV"]
+    return [list(a.ints) for node in started for a in node.attribute if a.name == "group"]
+
+
+@pytest.mark.parametrize("mesh, slots", [("dp=2,ep=2", 1), ("dp=2,ep=3", 2)])
+def test_each_replica_exchanges_its_own_rows(mesh: str, slots: int, tmp_path: Path) -> None:
+    """The mixture has replicas, whose ranks exchange among themselves. Over two ranks, a sum costs
+    less than an exchange if each token has two experts."""
+    path, layout = written(tmp_path, 96, slots=slots), f"expert-parallel {mesh}"
+    half = int(mesh[-1])
+    two, _ = shard(path, tmp_path, between_hosts(layout))
+    one, _ = shard(path, tmp_path, between_hosts(layout, "off"))
+    for rank in range(2 * half):
+        first = rank // half * half
+        assert groups_of(two, rank) == 2 * [[*range(first, first + half)]]
+    random = np.random.default_rng(3)
+    left, right = (random.integers(0, 6, (48, slots)) for _ in range(2))
+    for ids in ([*left, *right], [*left, *np.full((48, slots), 6)], [*np.zeros_like(left), *right]):
+        feeds = feeds_of(ids)
+        got = run_ranks(two, feeds)
+        check_outputs(got, run_unsplit(path, feeds), ["z"])
+        assert got[0].tobytes() == run_ranks(one, feeds)[0].tobytes()
+
+
+@pytest.mark.parametrize("mesh, slots", [("ep=3", 2), ("dp=2,ep=2", 1), ("dp=2,ep=3", 2)])
+def test_open_rows(mesh: str, slots: int, tmp_path: Path) -> None:
+    """The same nodes move at all sizes, also where ranks have no row."""
+    path = written(tmp_path, "rows", slots=slots)
+    how = replace(between_hosts(f"expert-parallel {mesh}"), typical=Typical.given({"rows": 256}))
     par, _ = shard(path, tmp_path, how)
     assert ops_of(par).count("StartAllToAllV") >= 1
     random = np.random.default_rng(3)
     for rows in (1, 3, 4, 19):
-        feeds = feeds_of(random.integers(0, 6, (rows, 2)))
+        feeds = feeds_of(random.integers(0, 6, (rows, slots)))
         check_outputs(run_ranks(par, feeds), run_unsplit(path, feeds), ["z"])

@@ -111,7 +111,9 @@ WRONG: dict[str, tuple[Matrix, Matrix]] = {
     "give different sizes for the elements that this": ([[1, 1], [0, 2]], [[2, 0], [1, 2]]),
     "sends has shape [1], not [2], a size for each rank": ([[2], [0, 2]], [[2], [0, 2]]),
     "receives has shape [1], not [2], a size for each": ([[1, 1], [0, 2]], [[2], [0, 2]]),
-}
+    "cannot have shards of sizes [9223372036854775807, 2]": (
+        [[1, 1], [0, 2]], [[1, 0], [2**63 - 1, 2]]),
+}  # fmt: skip
 """Sends and receives of two ranks with two rows each, by what the error says."""
 
 

@@ -7,10 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from lowering.mixtures import beside_shared_expert, between_hosts, feeds_of, mixture
 from small_models import HEAD, write_text
 
 from onnxpar.cli.command_line import main
+from onnxpar.pipeline import pipeline
+from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.trace import Trace, read_trace
 
 pytestmark = pytest.mark.usefixtures("medium")
@@ -58,6 +62,40 @@ def test_transfers_are_part_of_the_trace(made: Path, capsys: pytest.CaptureFixtu
         spans = [s for s in trace.spans if (s.rank, s.run) == (event.rank, event.run)]
         assert spans[0].start - 1e-3 <= start
     check_file(made / "trace.json", trace)
+
+
+def test_transfers_of_tokens_have_the_bytes_that_data_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 holds the first half of the tokens, and experts 0 to 2; the last quarter of that half
+    goes nowhere else."""
+    monkeypatch.setenv("ONNXPAR_LINK", f"latency={LATENCY}s")
+    each = [[0, 1], [3, 3], [4, 1], [1, 0], [1, 3], [4, 0], [1, 1], [0, 3]]
+    ids = np.repeat(each, 8, axis=0)
+    onnx.save(beside_shared_expert(mixture(5, 2, 64), first=False), tmp_path / "m.onnx")
+    how = between_hosts("expert-parallel 2")
+    plan = pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", how)
+    with InferenceSession(tmp_path / "m.par", profile=True) as session:
+        for _ in range(2):
+            session.run(None, feeds_of(ids))
+        session.end_profile(tmp_path / "trace.json")
+    trace = read_trace(tmp_path / "trace.json")
+    held = [range(32), range(32, 64)]
+    away = [{(t, e) for t in held[rank] for e in ids[t] if (e > 2) != rank} for rank in (0, 1)]
+    there, back = (c.name for c in plan.collectives if c.kind == "AllToAllV")
+    sent = {
+        (rank, name): 4 * width * len(away[rank if name == there else 1 - rank])
+        for rank in (0, 1)
+        for name, width in ((there, 4), (back, 3))
+    }
+    found = [e for e in trace.events if e.collective and e.collective.kind == "AllToAllV"]
+    assert len(found) == 4 * len(trace.runs())
+    for event in found:
+        own = event.collective
+        assert own is not None and own.transfer is not None and event.op == "Complete"
+        assert own.bytes == sent[event.rank, event.name]
+        assert own.transfer[1] >= LATENCY
+        assert 0 <= event.hidden <= own.transfer[1]
 
 
 def check_file(file: Path, trace: Trace) -> None:
