@@ -9,6 +9,7 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
+from onnxpar.compiler.summary import peak_activations
 from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import COMPLETE, KINDS
 from onnxpar.lowering.buckets import PART_BYTES
@@ -89,12 +90,15 @@ class OverlapCollectives(Pass):
         heavy = {op.node.name for op in ctx.sharding.factors.ops}
         planned = {entry.name: entry for entry in ctx.lowered.collectives}
         idle = self._idle(graph, planned, ctx.sharding.costs, groups)
-        is_first = ctx.choices.started is None
-        if is_first:
+        if ctx.choices.started is None:
+            order = list(graph.nodes)
             ctx.choices.fillings = find_fillings(
                 graph, heavy, groups, ctx.lowered.seconds, idle,
                 lambda name: _own(planned[name], ctx.sharding.costs),
             )  # fmt: skip
+            if ctx.choices.fillings:
+                held = [peak_activations(graph, each, ctx) for each in (order, graph.nodes)]
+                ctx.lowered.held = max(held[1] - held[0], 0)
         else:
             fill(graph, heavy, groups, ctx.choices.fillings)
         fillings = ctx.choices.fillings

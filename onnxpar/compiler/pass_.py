@@ -104,6 +104,7 @@ class LoweredState:
     seconds      in which each node computes, by name, if ranks are on several hosts
     streams      number of the streams of collectives that run at once
     hidden       seconds of communication that compute hides, by the cost model
+    held         bytes by which moved nodes made the peak of activations grow
     localized    true if nodes are rank-local; `ordered`, if collectives are chained
     """
 
@@ -116,6 +117,7 @@ class LoweredState:
     seconds: Mapping[str, float] = field(default_factory=dict)
     streams: int = 1
     hidden: float = 0.0
+    held: int = 0
     localized: bool = False
     ordered: bool = False
 

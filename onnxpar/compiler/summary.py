@@ -90,7 +90,7 @@ def _memory(graph: gs.Graph, ctx: PassContext, loads: Sequence[RankLoad]) -> dic
     return {
         "weights_per_rank": _most_weights(graph, ctx),
         "states_per_rank": max(_states(graph, ctx, r) for r in _sample(ctx.sharding.mesh.size)),
-        "activations_per_rank": _peak_activations(graph, ctx, None),
+        "activations_per_rank": peak_activations(graph, graph.nodes, ctx),
     }
 
 
@@ -107,7 +107,7 @@ def _loads(graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
         RankLoad(
             sum(_held_weight(t, ctx, rank) for t in constants(graph)) + inner,
             _states(graph, ctx, rank),
-            _peak_activations(graph, ctx, rank),
+            peak_activations(graph, graph.nodes, ctx, rank),
             counts[rank],
             topology.device_of(rank).memory,
         )
@@ -345,12 +345,14 @@ def _held(tensor: gs.Tensor, ctx: PassContext, rank: int | None) -> int:
     return math.ceil(shard_bytes(tensor, layout, ctx.sharding.mesh, rank) * share)
 
 
-def _peak_activations(graph: gs.Graph, ctx: PassContext, rank: int | None) -> int:
+def peak_activations(
+    graph: gs.Graph, nodes: Sequence[gs.Node], ctx: PassContext, rank: int | None = None
+) -> int:
     """The peak of bytes of activations on a rank, or of the largest shards, with those in bodies,
-    if nodes run in graph order."""
-    alive = activations(graph, graph.nodes, ctx, rank)
+    if the nodes of the graph run in this order."""
+    alive = activations(graph, nodes, ctx, rank)
     inside = [
-        max((_peak_activations(body, ctx, rank) for body in subgraphs(node)), default=0)
-        for node in graph.nodes
+        max((peak_activations(body, body.nodes, ctx, rank) for body in subgraphs(node)), default=0)
+        for node in nodes
     ]
     return max((a + b for a, b in zip(alive, inside, strict=True)), default=0)

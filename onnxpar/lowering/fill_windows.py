@@ -78,7 +78,7 @@ def find_fillings(
         each = _Window(windows, name, seconds, taken).filling(wanted[name], least(name), earlier)
         if each is not None:
             found.append(each)
-            fill(graph, heavy, groups, [each])
+            _move(graph, windows, each)
             windows = Windows(graph, heavy, groups)
     return found
 
@@ -88,16 +88,18 @@ def fill(
 ) -> None:
     """Moves the nodes again, one filling after the other, in a graph with the same names."""
     for each in fillings:
-        by_name = {node.name: node for node in graph.nodes}
-        node = by_name[each.collective]
-        windows = Windows(graph, heavy, groups)
-        before = None if each.earlier else windows.nodes[windows.reader(node)]
-        moved = [by_name[name] for name in each.nodes]
-        gone = {id(n) for n in moved}
-        nodes = [n for n in graph.nodes if id(n) not in gone]
-        at = next(i for i, n in enumerate(nodes) if n is (before or node))
-        at += each.earlier
-        graph.nodes = [*nodes[:at], *moved, *nodes[at:]]
+        _move(graph, Windows(graph, heavy, groups), each)
+
+
+def _move(graph: gs.Graph, windows: Windows, filling: Filling) -> None:
+    by_name = {node.name: node for node in graph.nodes}
+    node = by_name[filling.collective]
+    beside = node if filling.earlier else windows.nodes[windows.reader(node)]
+    moved = [by_name[name] for name in filling.nodes]
+    gone = {id(n) for n in moved}
+    nodes = [n for n in graph.nodes if id(n) not in gone]
+    at = next(i for i, n in enumerate(nodes) if n is beside) + filling.earlier
+    graph.nodes = [*nodes[:at], *moved, *nodes[at:]]
 
 
 class _Window:

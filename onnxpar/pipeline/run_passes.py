@@ -67,6 +67,11 @@ def run_passes(
     if plan is not None:
         plan.collectives = list(ctx.lowered.collectives)
         plan.streams = ctx.lowered.streams
+        peak = plan.memory["activations_per_rank"] + ctx.lowered.held
+        plan.memory = {**plan.memory, "activations_per_rank": peak}
+        plan.loads = [
+            replace(load, activations=load.activations + ctx.lowered.held) for load in plan.loads
+        ]
         if plan.predicted is not None:
             plan.hidden = min(ctx.lowered.hidden, plan.predicted.communication)
             shown = plan.predicted.communication - plan.hidden

@@ -17,9 +17,12 @@ from training.steps import CROSS_ENTROPY, ThreadTrainer, batches, same, states, 
 from onnxpar.checking.compare_training import compare_training
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
+from onnxpar.errors import StrategyError
+from onnxpar.lowering.fill_windows import Filling, find_fillings
 from onnxpar.passes import overlap_collectives
 from onnxpar.pipeline import pipeline
 from onnxpar.report.explain import explain
+from onnxpar.search.objective import Objective
 from onnxpar.training import grad
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -120,6 +123,65 @@ def test_a_transformer_trains_as_on_one_rank(layout: str, transformer: Path) -> 
     assert ops.count("Complete") > 10
     without, _ = trained(transformer, layout, "off", "none")
     same(with_, without)
+
+
+def hosts_of(ranks: int) -> Topology:
+    """Hosts whose links take about as long as a layer of the transformer."""
+    host = {"name": "host", "size": ranks, "latency": "50 us", "bandwidth": "2 GB/s"}
+    network = {"name": "network", "latency": "1 ms", "bandwidth": "10 MB/s"}
+    return Topology.of({"levels": [host, network], "device": {"flops": "1 GFLOP/s"}})
+
+
+@pytest.fixture
+def fillings(monkeypatch: pytest.MonkeyPatch) -> list[Filling]:
+    """The nodes that the last plan moved to where a collective is under way."""
+    found: list[Filling] = []
+
+    def find(*args: Any) -> list[Filling]:
+        found[:] = find_fillings(*args)
+        return found
+
+    monkeypatch.setattr(overlap_collectives, "find_fillings", find)
+    return found
+
+
+@pytest.mark.usefixtures("medium")
+@pytest.mark.parametrize(
+    "layout, ranks_per_host",
+    [("hybrid dp=2,tp=2", 2), ("hybrid dp=2,tp=2", 1), ("tensor-parallel 4", 2),
+     ("tensor-parallel 2", 1), ("data-parallel 4", 2)],
+)  # fmt: skip
+def test_moved_nodes_train_to_the_same_bits(
+    layout: str, ranks_per_host: int, transformer: Path, fillings: list[Filling]
+) -> None:
+    how = {"topology": hosts_of(ranks_per_host), "fusion": "none"}
+    two, plan = shard(transformer, layout, **how)
+    assert fillings, "nothing has moved"
+    one, _ = shard(transformer, layout, overlap="off", **how)
+    assert "Complete" in ops_of(two)
+    assert "Complete" not in ops_of(one)
+    found = []
+    for par in (two, one):
+        with ThreadTrainer(par) as trainer:
+            for batch in batches(plan, 2):
+                trainer.step(batch, 0.05)
+            found.append(states(trainer))
+    same(*found)
+
+
+def test_plans_count_what_moved_nodes_keep(transformer: Path, fillings: list[Filling]) -> None:
+    """Operands of products that wait for a sum live longer, and a memory limit counts them."""
+    how = {"topology": hosts_of(2)}
+    with_, without = (
+        shard(transformer, "tensor-parallel 4", overlap=each, **how)[1] for each in ("auto", "off")
+    )
+    assert fillings
+    most, least = (p.memory["activations_per_rank"] for p in (with_, without))
+    assert least < most < 1.2 * least
+    rest = with_.memory["weights_per_rank"] + with_.memory["states_per_rank"]
+    limited = Objective(memory=rest + (most + least) / 2)
+    with pytest.raises(StrategyError, match="memory"):
+        shard(transformer, "tensor-parallel 4", objective=limited, **how)
 
 
 @pytest.mark.usefixtures("medium")
