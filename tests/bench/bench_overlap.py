@@ -23,9 +23,10 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import onnx
@@ -126,6 +127,12 @@ class Encoder:
         return sum(len(w.raw_data) for w in self.weights if w.data_type == TensorProto.FLOAT)
 
 
+class Timed(Protocol):
+    """Measures one step or run."""
+
+    def seconds(self) -> float: ...
+
+
 class Steps(Runner):
     """A sharded step whose batch are sequences."""
 
@@ -184,8 +191,8 @@ class NoteJobs(Pass):
         return sum(rounds * LATENCY + sent / bandwidth for rounds, sent in self.sent)
 
 
-def in_turns(runners: dict[str, Steps], rounds: int) -> dict[str, Any]:
-    """Seconds of the steps of each runner, which take theirs in turns."""
+def in_turns(runners: Mapping[str, Timed], rounds: int) -> dict[str, Any]:
+    """Seconds of the steps or runs of each, which take theirs in turns."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(WARM + rounds):
         for name, runner in runners.items():
