@@ -244,8 +244,8 @@ def split(graph: gs.Graph, windows: Iterable[Window]) -> None:
             nodes.append(after)
         nodes.append(complete)
         places[id(complete)] = (*window.end, 1)
-        for i, each in enumerate(window.before):
-            places[id(each)] = (*window.start, 0, i)
+        for i, each in enumerate(window.before):  # one node may prepare several gathers
+            places[id(each)] = min(places[id(each)], (*window.start, 0, i))
         places[id(node)] = (*window.start, 1)
         for i, each in enumerate(window.behind):
             places[id(each)] = max(places[id(each)], (*window.end, 2, i))

@@ -30,6 +30,9 @@ DEEP = """deep (float[7,6] x, float[6,9] w1, float[9] w2, float[9,8] w3, float[8
 float[8,8] w5, float[8,5] w6) => (float[7,5] y)
 { a = Gemm(x, w1, w2)  b = Relu(a)  c = Gemm(b, w3, w4)  d = Tanh(c)  e = MatMul(d, w5)
   f = Relu(e)  y = MatMul(f, w6) }"""
+TURNED = """turned (float[4,3,6] x, float[6,8] w1, float[5,8] w2) => (float[4,3,5] y)
+{ a = MatMul(x, w1)  b = Tanh(a)  t = Transpose(w2)  y = MatMul(b, t) }"""
+"""Forwards, ranks gather the transposed weight; backwards, that transposed again."""
 SLOW = Topology.of(
     {
         "levels": [
@@ -114,6 +117,16 @@ def test_same_bits_with_and_without(layout: str, fusion: str, deep: Path) -> Non
     if fusion != "cost":  # without overlap, these buckets are those by size
         assert collectives == {op: n for op, n in Counter(plain).items() if op not in local}
     assert counts["Complete"] or "tensor-parallel" in layout or fusion == "size"
+
+
+@pytest.mark.parametrize("layout", ["zero3 2", "zero3 4"])
+def test_one_node_prepares_several_gathers(layout: str, tmp_path: Path) -> None:
+    """It runs before the first of them starts."""
+    step = write_step(TURNED, tmp_path, loss="mse", optimizer="adam")
+    with_, ops = trained(step, layout, "on", "none")
+    without, _ = trained(step, layout, "off", "none")
+    assert "StartAllGather" in ops
+    same(with_, without)
 
 
 @pytest.mark.usefixtures("medium")
