@@ -90,7 +90,8 @@ class OverlapCollectives(Pass):
         heavy = {op.node.name for op in ctx.sharding.factors.ops}
         planned = {entry.name: entry for entry in ctx.lowered.collectives}
         idle = self._idle(graph, planned, ctx.sharding.costs, groups)
-        if ctx.choices.started is None:
+        is_limited = ctx.request.objective.memory is not None  # moved nodes keep operands longer
+        if ctx.choices.started is None and not is_limited:
             order = list(graph.nodes)
             ctx.choices.fillings = find_fillings(
                 graph, heavy, groups, ctx.lowered.seconds, idle,
