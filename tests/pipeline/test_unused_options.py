@@ -87,14 +87,12 @@ def test_candidates_take_the_objective_with_every_strategy(
     assert "data-parallel" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("by", ["none", "cost"])
-def test_a_bucket_needs_fusion_by_size(
-    by: str, step: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bucket_needs_fusion(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(step), "--devices", "2", "--preset", "data-parallel"]
-    assert main([*arguments, "--bucket-mb", "1"]) == 0
+    for given in ([], ["--fusion", "size"], ["--fusion", "cost"]):
+        assert main([*arguments, "--bucket-mb", "1", *given]) == 0
     capsys.readouterr()
-    assert "--fusion size" in refused([*arguments, "--bucket-mb", "1", "--fusion", by], capsys)
+    assert "--fusion size" in refused([*arguments, "--bucket-mb", "1", "--fusion", "none"], capsys)
 
 
 def test_the_loss_of_an_output_that_is_the_loss(

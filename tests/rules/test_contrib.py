@@ -4,6 +4,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from numpy import array
+from processor import blocks_of_16, exact_int8
 
 from onnxpar.rules.contrib_whole_ops import REASONS
 from onnxpar.rules.rule import registered, whole_ops
@@ -306,7 +307,12 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize(("case", "text"), ATTENTION, ids=[c.op for c, _ in ATTENTION])
+def marked(case, text):
+    marks = [exact_int8] if case.op == "QAttention" else []
+    return pytest.param(case, text, id=case.op, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "text"), [marked(*each) for each in ATTENTION])
 def test_attention(prove_rule, case, text):
     prove_rule(case, text)
 
@@ -770,6 +776,7 @@ def test_rows(prove_rule, case, text):
     prove_rule(case, text)
 
 
+@blocks_of_16
 @pytest.mark.parametrize(("case", "text"), BLOCKED, ids=[c.op for c, _ in BLOCKED])
 def test_channels_in_blocks(prove_rule, case, text):
     prove_rule(case, text)

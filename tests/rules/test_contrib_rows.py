@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from numpy import array
+from processor import four_bit_floats
 
 from onnxpar.testing.case import Case
 
@@ -119,6 +120,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
+def marked(case, text):
+    marks = [four_bit_floats] if case.op == "MatMulFpQ4" else []
+    return pytest.param(case, text, id=case.op, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "text"), [marked(*each) for each in CASES])
 def test_rule(prove_rule, case, text):
     prove_rule(case, text)
