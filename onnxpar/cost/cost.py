@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.base.arrays import Array
 from onnxpar.cost.device import NO_RATE, ROW_BYTES, Device
 from onnxpar.cost.topology import HOST, Level, Link, Topology
 from onnxpar.ir.collectives import KINDS
@@ -120,23 +119,6 @@ class Costs:
         NeighborExchange or HaloExchange, it is the bytes sent."""
         ranks = parts_over(axes)
         return 0.0 if ranks == 1 else _transfer(kind, ranks, self.level(axes).link(kind), size)
-
-    def collectives(self, kind: str, axes: Axes, sizes: Array) -> Array:
-        """Seconds of collectives as `collective` has them, for each of these sizes. `kind` is one
-        that is fused."""
-        ranks = parts_over(axes)
-        if ranks == 1:
-            return np.zeros(len(sizes))
-        link = self.level(axes).link(kind)
-        rounds = 2 if kind == "AllReduce" else 1
-        seconds: Array = (
-            rounds * link.latency + sizes * bytes_sent(kind, ranks, 1.0) / link.bandwidth
-        )
-        if kind != "AllReduce":
-            return seconds
-        sent = sizes * (ranks - 1)
-        direct = link.latency + sent / link.bandwidth
-        return np.where(sent <= DIRECT_BYTES, np.minimum(direct, seconds), seconds)
 
     def idle(self, kind: str, groups: Iterable[Sequence[int]], size: float) -> float:
         """Of the seconds of a collective in these groups of ranks, those in which the cores have

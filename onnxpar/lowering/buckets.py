@@ -149,14 +149,14 @@ def first_of_buckets(
         ready: Array = np.array([time for _, time in members])
         ends: Array = np.cumsum([0.0, *(_size(node, costs.mesh, sizes) for node in nodes)])
         op, axes = nodes[0].op, reshard_of(nodes[0]).axes
-        taking = partial(costs.collectives, op, axes)
+        taking = partial(costs.steps, op, axes)
         most = min(limit(op), share * ends[-1])
         first |= {nodes[at].name for at in _starts(ready, ends, taking, most)}
     return first
 
 
 def _starts(
-    ready: Array, ends: Array, taking: Callable[[Array], Array], limit: float
+    ready: Array, ends: Array, taking: Callable[[list[float]], list[float]], limit: float
 ) -> Iterator[int]:
     """Yields the index of the first tensor of each bucket, from the last bucket to the first one.
 
@@ -168,12 +168,12 @@ def _starts(
     sent: Array = np.zeros(count + 1)  # when the first so many tensors have been sent
     for end in range(1, count + 1):
         begin = _least(ends, end, limit)
-        took = taking(ends[end] - ends[begin:end])
+        took = taking((ends[end] - ends[begin:end]).tolist())
         sent[end] = np.min(np.maximum(sent[begin:end], ready[end - 1]) + took)
     due, end = sent[count], count
     while end:
         begin = _least(ends, end, limit)
-        latest = due - taking(ends[end] - ends[begin:end])
+        latest = due - np.array(taking((ends[end] - ends[begin:end]).tolist()))
         slack = _ROUNDED * due
         fits = np.maximum(sent[begin:end], ready[end - 1]) <= latest + slack
         at = int(np.argmax(fits))

@@ -32,6 +32,7 @@ def hold_back(graph: gs.Graph, moved: Mapping[str, str]) -> None:
     makers = {id(t): node for node in graph.nodes for t in node.outputs}
     nodes: list[gs.Node] = []
     is_due = False
+    filled = set(moved.values())
     waiting: dict[str, set[int]] = {}  # by collective, what waits for its start
     held: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
@@ -55,7 +56,7 @@ def hold_back(graph: gs.Graph, moved: Mapping[str, str]) -> None:
             waits.update(id(t) for t in node.outputs)
         nodes.append(node)
         if node.domain == DOMAIN and node.op.startswith(START):
-            if node.name in moved.values():
+            if node.name in filled:
                 waiting[node.name] = set()
             else:
                 is_due |= not KINDS[kind_of(node.op)].is_late

@@ -82,14 +82,14 @@ def _cut(axes: Axes, cuts: Cuts) -> Iterator[tuple[Axis, int | None]]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _pieces(axis: Axis, cuts: Sequence[int]) -> Sequence[tuple[Axis, int | None]]:
+def _pieces(axis: Axis, cuts: tuple[int, ...]) -> tuple[tuple[Axis, int | None], ...]:
     """The sub-axes of an axis that is cut at these sizes, as `_cut` yields them."""
     found = []
     for a, b in pairwise(c for c in cuts if axis.pre <= c <= axis.pre * axis.size):
         inner = axis.pre * axis.size // b
         at = None if axis.at is None else axis.at // inner % (b // a)
         found.append((Axis(axis.name, b // a, a), at))
-    return found
+    return tuple(found)
 
 
 def located(sub_axis: Axis, location: Location) -> Axis:
