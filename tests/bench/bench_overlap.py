@@ -67,20 +67,14 @@ LEAST = 0.8
 WARM, SEQUENCE, HEADS = 3, 64, 4
 
 
-class Encoder:
-    """Writes an encoder with norms before its layers; the first dimension of x counts samples."""
+class Layers:
+    """Writes a model from x to y, both of one shape, node by node."""
 
-    def __init__(self, layers: int, width: int, batch: int) -> None:
+    def __init__(self, *shape: int) -> None:
         self.draw = np.random.default_rng(0)
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[TensorProto] = []
-        self.width, self.batch = width, batch
-        x = "x"
-        for i in range(layers):
-            x = self.add("Add", x, self.attention(self.norm(x, f"a{i}"), f"l{i}"))
-            up = self.add("Relu", self.linear(self.norm(x, f"f{i}"), f"up{i}", width, 4 * width))
-            x = self.add("Add", x, self.linear(up, f"down{i}", 4 * width, width))
-        self.nodes.append(helper.make_node("Identity", [x], ["y"], "y"))
+        self.shape, self.width = shape, shape[-1]
 
     def add(self, op: str, *inputs: str, **attributes: Any) -> str:
         name = f"{op}_{len(self.nodes)}"
@@ -91,14 +85,38 @@ class Encoder:
         self.weights.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
+    def weight(self, name: str, *shape: int) -> str:
+        scale = np.float32(shape[-2] ** -0.5)
+        return self.constant(name, self.draw.standard_normal(shape, np.float32) * scale)
+
+    def save(self, path: Path) -> int:
+        """Writes the model; returns the bytes of its parameters."""
+        ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, self.shape) for n in "xy"]
+        graph = helper.make_graph(self.nodes, "layers", ports[:1], ports[1:], self.weights)
+        opsets = [helper.make_opsetid("", 17)]
+        onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+        return sum(len(w.raw_data) for w in self.weights if w.data_type == TensorProto.FLOAT)
+
+
+class Encoder(Layers):
+    """Writes an encoder with norms before its layers; the first dimension of x counts samples."""
+
+    def __init__(self, layers: int, width: int, batch: int) -> None:
+        super().__init__(batch, SEQUENCE, width)
+        x = "x"
+        for i in range(layers):
+            x = self.add("Add", x, self.attention(self.norm(x, f"a{i}"), f"l{i}"))
+            up = self.add("Relu", self.linear(self.norm(x, f"f{i}"), f"up{i}", width, 4 * width))
+            x = self.add("Add", x, self.linear(up, f"down{i}", 4 * width, width))
+        self.nodes.append(helper.make_node("Identity", [x], ["y"], "y"))
+
     def norm(self, x: str, name: str) -> str:
         scale = self.constant(f"{name}.scale", np.ones(self.width, np.float32))
         shift = self.constant(f"{name}.shift", np.zeros(self.width, np.float32))
         return self.add("LayerNormalization", x, scale, shift, axis=-1)
 
     def linear(self, x: str, name: str, wide: int, narrow: int) -> str:
-        weight = self.draw.standard_normal((wide, narrow), np.float32) * np.float32(wide**-0.5)
-        return self.add("MatMul", x, self.constant(f"{name}.weight", weight))
+        return self.add("MatMul", x, self.weight(f"{name}.weight", wide, narrow))
 
     def attention(self, x: str, name: str) -> str:
         shape = self.constant(f"{name}.heads", np.array([0, 0, HEADS, -1], np.int64))
@@ -116,15 +134,6 @@ class Encoder:
         flat = self.constant(f"{name}.flat", np.array([0, 0, self.width], np.int64))
         joined = self.add("Reshape", self.add("Transpose", mixed, perm=[0, 2, 1, 3]), flat)
         return self.linear(joined, f"{name}.o", self.width, self.width)
-
-    def save(self, path: Path) -> int:
-        """Writes the model; returns the bytes of its parameters."""
-        shape = [self.batch, SEQUENCE, self.width]
-        ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "xy"]
-        graph = helper.make_graph(self.nodes, "encoder", ports[:1], ports[1:], self.weights)
-        opsets = [helper.make_opsetid("", 17)]
-        onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-        return sum(len(w.raw_data) for w in self.weights if w.data_type == TensorProto.FLOAT)
 
 
 class Timed(Protocol):

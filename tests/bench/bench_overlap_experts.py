@@ -19,12 +19,10 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
-from bench_overlap import LATENCY, in_turns, ops
-from onnx import TensorProto, helper, numpy_helper
+from bench_overlap import LATENCY, Layers, in_turns, ops
+from onnx import helper
 
 import onnxpar
 
@@ -35,34 +33,18 @@ EXCHANGES = 2
 """Of a layer: there and back."""
 
 
-class Mixture:
+class Mixture(Layers):
     """Writes layers of a mixture of experts, each with a shared one, and their residuals; `first`:
     the shared expert comes before the router in the model."""
 
     def __init__(self, layers: int, width: int, tokens: int, first: bool) -> None:
-        self.draw = np.random.default_rng(0)
-        self.nodes: list[onnx.NodeProto] = []
-        self.weights: list[TensorProto] = []
-        self.width, self.tokens = width, tokens
+        super().__init__(tokens, width)
         x = "x"
         for i in range(layers):
             parts = [self.shared, self.routed] if first else [self.routed, self.shared]
             left, right = (part(x, f"l{i}") for part in parts)
             x = self.add("Add", x, self.add("Tanh", self.add("Add", left, right)))
         self.nodes.append(helper.make_node("Identity", [x], ["y"], "y"))
-
-    def add(self, op: str, *inputs: str, **attributes: Any) -> str:
-        name = f"{op}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(op, list(inputs), [name], name, **attributes))
-        return name
-
-    def constant(self, name: str, value: Any) -> str:
-        self.weights.append(numpy_helper.from_array(np.asarray(value), name))
-        return name
-
-    def weight(self, name: str, *shape: int) -> str:
-        scale = np.float32(shape[-2] ** -0.5)
-        return self.constant(name, self.draw.standard_normal(shape, np.float32) * scale)
 
     def shared(self, x: str, name: str) -> str:
         up = self.add("MatMul", x, self.weight(f"{name}.up", self.width, 2 * self.width))
@@ -90,13 +72,6 @@ class Mixture:
         done = self.add("MatMul", self.add("Tanh", self.add("MatMul", rows, up)), down)
         kept = self.add("Where", chosen, done, nothing)
         return self.add("ReduceSum", kept, zero, keepdims=0)
-
-    def save(self, path: Path) -> None:
-        shape = [self.tokens, self.width]
-        ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in "xy"]
-        graph = helper.make_graph(self.nodes, "mixture", ports[:1], ports[1:], self.weights)
-        opsets = [helper.make_opsetid("", 17)]
-        onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
 
 
 class Runs:
