@@ -6,6 +6,7 @@ A NumPy array has a byte for each element, of which only the low bits count.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 """Bits of an element, by dtype name."""
 
 
+@cache
 def stored_bits(dtype: np.dtype[Any]) -> int:
     """Bits of an element in a file or a runtime."""
     return PACKED.get(dtype.name) or 8 * dtype.itemsize

@@ -48,7 +48,7 @@ def fit(found: Measurements) -> Topology:
         row=_digits(max(found.work.picks - launch, 1e-9) / PICKED),
         channels=channels_at_once(found.work.narrow),
     )
-    device = with_exposed(with_cache(device, found.work.copies), found.work.apart)
+    device = with_exposed(with_cache(device, found.work.copies), found.work.few, found.work.apart)
     rates = {kind: fit_rate(kind, times, device) for kind, times in found.work.rated.items()}
     device = replace(device, ops=rates)
     return Topology((Level("host", None, other.latency, other.bandwidth, links),), device)
@@ -78,10 +78,11 @@ def with_cache(device: Device, copies: Sequence[float]) -> Device:
     return replace(device, cache=_digits(cache), cache_bandwidth=_digits(fast))
 
 
-def with_exposed(device: Device, apart: float) -> Device:
+def with_exposed(device: Device, few: float, apart: float) -> Device:
     """Returns the device with the share of reading in which a product cannot compute, given the
-    seconds of one whose weight comes from memory; without, if it always can."""
-    compute = 2 * FEW * WIDTH**2 / device.flops
+    seconds of one with few rows, and of one whose weight also comes from memory; without, if it
+    always can."""
+    compute = few - device.launch
     memory = 4 * WIDTH**2 / device.memory_bandwidth
     beyond = apart - device.launch - max(compute, memory)
     exposed = min(beyond / min(compute, memory), 1.0)
@@ -140,7 +141,8 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
     work = found.work
     for what, seconds in (
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
-        (f"MatMul of {FEW}x{WIDTH}, of memory", work.apart),
+        (f"MatMul of {FEW}x{WIDTH}", work.few),
+        (f"MatMul of {FEW}x{WIDTH}, from memory", work.apart),
         (f"3 Conv of {WIDE} channels", work.bottleneck),
         *((f"Neg of {n >> 10} KiB", t) for n, t in zip(COPIED, work.copies, strict=True)),
         (f"Gather of {PICKED} elements", work.picks),

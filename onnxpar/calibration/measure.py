@@ -60,8 +60,9 @@ LEAST = 0.1
 """The time of a collective is the time with work before it, minus the time of the work alone, but
 at least this fraction of the time with the work: the difference may be below 0."""
 _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...] = (
-    (models.products, 4, {}),
-    (models.products_apart, models.APART, {}),
+    (partial(models.products, models.ROWS), 4, {}),
+    (partial(models.products, models.FEW), 4, {}),
+    (partial(models.products, models.FEW, apart=True), models.APART, {"cold": True}),
     (models.convolutions, 4, {"optimized": True}),
     *((partial(models.copies, size), max(4, (4 << 20) // size), {}) for size in COPIED),
     (models.rows, 4, {}),
@@ -71,7 +72,7 @@ _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...]
 """Functions that make models, the number of times that the model repeats its op, and options of the
 runs. Convolutions are optimized, because only then does onnxruntime use its blocked memory format.
 Caches are cold for tiny ops, and few ops run in them, because in real models other ops run between
-those of a kind."""
+those of a kind; and for products whose weights are to come from memory."""
 CHANNELS = (4, 8, 16, 32, 64)
 """Output channels of convolutions: of those that kernels compute at once, fewer take as long."""
 IN_RATED = 4
@@ -93,12 +94,14 @@ class CollectiveTime:
 @dataclass(frozen=True)
 class Work:
     """The time of each op on the slowest rank, in seconds, while all ranks compute the same;
-    `apart` is that of a product whose weight comes from memory, `bottleneck` that of three
+    `few` is that of a product with few rows, `apart` that of one whose weight also comes from
+    memory, `bottleneck` that of three
     convolutions, `narrow` that of one to each number of CHANNELS. `copies` are those of elementwise
     ops on tensors of COPIED bytes, `rated` those of the kinds of ops in `models.RATED`, in each of
     the shapes there."""
 
     product: float
+    few: float
     apart: float
     bottleneck: float
     copies: tuple[float, ...]
@@ -169,14 +172,14 @@ def measure(
                 case.run(processes, seconds * share)
                 note(share)
     taken = iter([case.seconds for case in each])
-    product, apart, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
+    product, few, apart, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
     narrow = tuple(islice(taken, len(CHANNELS)))
     rated = {kind: tuple(islice(taken, len(shapes))) for kind, shapes in models.RATED.items()}
     found = tuple(
         CollectiveTime(*case, max(seconds - between, seconds * LEAST))
         for case, seconds in zip(of_collectives, taken, strict=True)
     )
-    work = Work(product, apart, bottleneck, tuple(copies), picks, tiny, narrow, rated)
+    work = Work(product, few, apart, bottleneck, tuple(copies), picks, tiny, narrow, rated)
     return Measurements(ranks, shares(ranks)[-1].threads, work, found)
 
 

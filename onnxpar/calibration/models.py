@@ -15,9 +15,9 @@ ROWS, WIDTH = 256, 768
 """The shape of the operand of matrix products: tokens, and BERT's width."""
 WIDE, NARROW, PIXELS = 256, 64, 28
 """Outer and inner channels of a ResNet bottleneck, and the height and width of its images."""
-FEW, APART = 64, 16
-"""The rows of products whose weights come from memory, and the number of these weights of WIDTH x
-WIDTH, which no cache holds together."""
+FEW, APART = 16, 16
+"""The rows of products that read as long as they compute, and the number of weights where all come
+from memory."""
 PICKED, LENGTH = 1 << 16, 64
 """The number of elements that a Gather reads, and of the elements in a row."""
 BETWEEN = (64, 256)
@@ -95,19 +95,18 @@ def _square(width: int) -> onnx.TensorProto:
     return numpy_helper.from_array(np.zeros((width, width), np.float32), "W")
 
 
-def products(repeats: int) -> onnx.ModelProto:
-    """Returns a chain of products of a [ROWS, WIDTH] matrix with a square weight."""
-    return _chain([("MatMul", ["W"], {})] * repeats, [ROWS, WIDTH], [_square(WIDTH)])
-
-
-def products_apart(repeats: int) -> onnx.ModelProto:
-    """Returns a chain of products of a [FEW, WIDTH] matrix, each with a square weight of its
-    own."""
+def products(rows: int, repeats: int, apart: bool = False) -> onnx.ModelProto:
+    """Returns a chain of products of a [`rows`, WIDTH] matrix with a square weight or, if `apart`,
+    each with one of its own. Weights differ, because equal ones would be in the cache."""
+    random = np.random.default_rng(0)
+    scale = np.float32(WIDTH**-0.5)
     weights = [
-        numpy_helper.from_array(np.full((WIDTH, WIDTH), 1 / WIDTH, np.float32), f"W{i}")
-        for i in range(repeats)
+        numpy_helper.from_array(random.standard_normal((WIDTH, WIDTH), np.float32) * scale, f"W{i}")
+        for i in range(repeats if apart else 1)
     ]
-    return _chain([("MatMul", [w.name], {}) for w in weights], [FEW, WIDTH], weights)
+    links: list[tuple[str, list[str], dict[str, Any]]]
+    links = [("MatMul", [weights[i % len(weights)].name], {}) for i in range(repeats)]
+    return _chain(links, [rows, WIDTH], weights)
 
 
 def convolutions(repeats: int) -> onnx.ModelProto:

@@ -1,8 +1,8 @@
 """The search for a strategy on a given mesh.
 
-It must find all that the search for a mesh (`meshes.py`) could find on this mesh. That search tries
-two axes in both orders, and gets to three axes by splitting one of two. So the search here tries
-the axes in all orders (unless distances between ranks depend on the order), and starts with
+It must find all that the search for a mesh (`meshes.py`) could find on this mesh. That search may
+try two axes in both orders, and gets to three axes by splitting one of two. So the search here
+tries the axes in all orders (unless distances between ranks depend on the order), and starts with
 neighbouring axes taken as one, which it then splits.
 """
 

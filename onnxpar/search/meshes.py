@@ -46,12 +46,12 @@ _NAMING = 0.1
 """An axis may get the name of something that it splits only if that has at least this share in the
 seconds of all that the axis splits."""
 
+REFINING = 0.1
+"""The largest share of a run's time that dividing an axis is expected to save: a solution that is
+slower by more than this than another is not divided."""
 BETTER = 1e-3
 """The share of a run's time that a further mesh must save; the search on it ends when it is proved
 that it cannot."""
-REFINING = 0.1
-"""The largest share of a run's time that dividing an axis is expected to save: meshes that are
-slower by more than this than another are not divided."""
 
 Solve = Callable[
     [ShardingState, Sequence[Sequence[Annotation]], Kept | None, float],
@@ -104,6 +104,10 @@ class Meshes:
         # True if all ranks are at the same distance; then the order of the mesh's axes does not
         # matter, because each leaf has its own order of axes
         self.is_even = not any(unit < devices for unit in topology.units())
+        # True if ranks differ in nothing, and no axis has a name: then two orders of the same axes
+        # differ only in which one is gathered alone where both split a dimension
+        goal, parts = self.objective, topology.shares
+        self.are_alike = self.is_even and not (self.requested or parts or goal.memories)
         self.refused: list[tuple[Mesh, StrategyError]] = []
         # a lower bound on the seconds of every strategy on the meshes tried, without divided axes;
         # `is_complete` as in Proof
@@ -117,12 +121,13 @@ class Meshes:
             return self._first()
         found: list[Solution] = []
         for mesh in self._coarse():
-            solution = self.attempt(mesh, below=self._below(found, len(mesh.shape)))
+            least = min(map(_seconds, found), default=math.inf)
+            solution = self.attempt(mesh, below=least * (1 - BETTER))
             if solution is not None:
                 found.append(solution)
         if not found:
             raise self.why()
-        least = min(solution.seconds for solution in found)
+        least = min(map(_seconds, found))
         best = next(s for s in found if s.seconds <= least * (1 + SAME))
         most = max(len(solution.mesh.shape) for solution in found)
         start = min((s for s in found if len(s.mesh.shape) == most), key=_seconds)
@@ -133,13 +138,6 @@ class Meshes:
     def proved(self, solution: Solution) -> Solution:
         """The solution with the bound for all meshes on which everything was decided at once."""
         return replace(solution, bound=self.bound, is_complete=self.is_complete)
-
-    def _below(self, found: Sequence[Solution], axes: int) -> float:
-        """The seconds that a mesh of so many axes must be below to be of use: less than others of
-        as many, and not so much more than all that dividing its axes cannot help."""
-        alike = [s.seconds * (1 - BETTER) for s in found if len(s.mesh.shape) == axes]
-        others = [s.seconds * (1 + REFINING) for s in found]
-        return min([*alike, *others], default=math.inf)
 
     def _first(self) -> Solution:
         """The first solution found, on one axis or on two of nearly equal sizes."""
@@ -156,6 +154,8 @@ class Meshes:
         """The solution after axes were split in two, one after the other, as long as each split
         saves enough time, also compared with the `seconds` of another; the strategies over the
         other axes are kept."""
+        if best.seconds > seconds * (1 + REFINING):
+            return best
         while TOGETHER <= len(best.mesh.shape) < MOST_AXES:
             below = min(best.seconds, seconds) * (1 - WORTH)
             finer = min(self._finer(best, below), key=_seconds, default=best)
@@ -165,12 +165,14 @@ class Meshes:
         return best
 
     def _coarse(self) -> Iterator[Mesh]:
-        """Meshes with one axis, then with two axes of all possible sizes; with more axes if the
-        strategy names more."""
+        """Meshes with one axis, then with two axes of all possible sizes, in one order if that
+        hardly matters; with more axes if the strategy names more."""
         devices = self.one_axis.size
         for count in range(max(1, len(self.requested)), max(TOGETHER, len(self.requested)) + 1):
             names = (*self.requested, *free_names(count - len(self.requested), self.requested))
             for sizes in [(devices,)] if count == 1 else _products(devices, count):
+                if self.are_alike and sizes != tuple(sorted(sizes)):
+                    continue
                 for order in permutations(names) if self.requested else [names]:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 

@@ -4,7 +4,7 @@ the node passes on operands that are partial over the axis."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product, zip_longest
 from math import gcd, prod
@@ -57,11 +57,11 @@ class OpStrategy:
         """The axes of a tensor's leaves, given their links to leaves of the node."""
         return tuple(() if link is None else self.axes[link] for link in links)
 
-    def is_alike(self, axes: Set[str]) -> bool:
-        """True if the node treats all these mesh axes alike: each leaf is split by all or none of
-        them, and partial operands are partial over all or none."""
-        each = ({axis.name for axis in over} for over in (*self.axes, self.passed))
-        return all(names in (set(), axes) for names in each)
+    def beside(self, axis: str) -> Hashable:
+        """A key that is equal for strategies of one node that differ in nothing but this mesh
+        axis."""
+        each = tuple(tuple(a for a in over if a.name != axis) for over in (*self.axes, self.passed))
+        return each, (self.reduce, self.group) if each[-1] else None
 
     def own_partial(self, op: OpFactors) -> tuple[Axes, ReduceOp]:
         """The axes over which the result is partial because the node reduces leaves that they

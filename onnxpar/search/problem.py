@@ -38,9 +38,10 @@ from onnxpar.search.repeats import numbered, signs
 from onnxpar.search.reshard_costs import Holders, ReshardCosts, ShardingDomain
 from onnxpar.search.serving import Serving
 from onnxpar.search.solver.column_generation import minimize_within
-from onnxpar.search.solver.elimination import Table, TooLarge, diagonal, minimize
+from onnxpar.search.solver.elimination import Table, TooLarge, minimize
 from onnxpar.search.solver.limits import Limit, exhaust_within
-from onnxpar.search.solver.pruning import among, minimize_in_parts
+from onnxpar.search.solver.pruning import minimize_in_parts
+from onnxpar.search.starts import start
 from onnxpar.search.sums import Sums
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.shard_bytes import mean_bytes
@@ -196,20 +197,11 @@ class Problem:
             return minimize_in_parts(self.sizes, tables, self._start(tables), below)
 
     def _start(self, tables: Sequence[Table]) -> dict[int, int]:
-        """Good values of the nodes' variables to start with: the best ones if every node treats all
-        mesh axes alike, as one axis. Each variable's first value if some node has no such strategy,
-        or if the mesh has only one axis."""
-        first = dict.fromkeys(self.variable.values(), 0)
-        axes = {name for name, size in self.sharding.mesh.shape if size > 1}
-        kept = {v: np.arange(size) for v, size in enumerate(self.sizes)}
-        for name, v in self.variable.items():
-            alike = [strategy.is_alike(axes) for strategy in self.strategies[name]]
-            kept[v] = np.flatnonzero(alike)
-        if len(axes) < 2 or not all(map(len, kept.values())):
-            return first
-        sizes = [len(kept[v]) for v in range(len(self.sizes))]
-        _, found, _ = minimize_in_parts(sizes, among(map(diagonal, tables), kept), first)
-        return {v: int(kept[v][found[v]]) for v in first}
+        """Good values of the nodes' variables to start with."""
+        kept = self.kept.axes if self.kept else ()
+        axes = [n for n, size in self.sharding.mesh.shape if size > 1 and n not in kept]
+        strategies = {v: self.strategies[name] for name, v in self.variable.items()}
+        return start(self.sizes, tables, strategies, axes)
 
     def _classes(self) -> list[list[OpFactors]]:
         """The nodes of each variable."""

@@ -95,6 +95,7 @@ class ReshardCosts:
         self.sharding, self.tensor, self.holders = sharding, tensor, holders
         self.index = {p: i for i, p in enumerate(dict.fromkeys(shardings))}
         self.known, self.apart = known, apart
+        self._places: dict[ShardingDomain, Array] = {}
         factors = sharding.factors.tensors[tensor.name]
         is_uneven = bool(sharding.parts or sharding.costs.topology.shares)
         parts = partial(sharding.parts_of_leaf, tensor.name) if is_uneven else None
@@ -140,14 +141,23 @@ class ReshardCosts:
         """Seconds to make the shardings of all domains from that of the first, in the best order;
         each is made from the first, or from one made before."""
         count = len(domains)
+        steps = {
+            (source, goal): _spread(
+                (self.onward if source else self.paths)(domains[source], domains[goal]),
+                source,
+                goal,
+                count,
+            )
+            for source, goal in permutations(range(count), 2)
+            if goal
+        }
         best: Array | None = None
         for order in permutations(range(1, count)):
             total: Array = np.zeros([len(self.seconds), *[1] * count])
             for n, goal in enumerate(order):
-                step = _spread(self.paths(domains[0], domains[goal]), 0, goal, count)
+                step = steps[0, goal]
                 for source in order[:n]:
-                    onward = self.onward(domains[source], domains[goal])
-                    step = faster(step, _spread(onward, source, goal, count))
+                    step = faster(step, steps[source, goal])
                 total = total + step
             best = total if best is None else faster(best, total)
         assert best is not None
@@ -190,7 +200,10 @@ class ReshardCosts:
 
     def _at(self, domain: ShardingDomain) -> Array:
         """The indices of a domain's shardings."""
-        found: Array = np.array([self.index[p] for p in domain.distinct])[domain.which]
+        found = self._places.get(domain)
+        if found is None:
+            found = np.array([self.index[p] for p in domain.distinct])[domain.which]
+            self._places[domain] = found
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
 from native.ranks import on_ranks, session
-from onnx import shape_inference
+from onnx import numpy_helper, shape_inference
 
 from onnxpar.calibration import models
 from onnxpar.calibration.fit import (
@@ -108,8 +109,10 @@ def test_what_follows_the_formula_is_found_again() -> None:
         )
         for kind, shapes in models.RATED.items()
     }
-    apart = 2 * 64 * 768**2 / 5e10 + 0.4 * 4 * 768**2 / 8e9 + 2e-6
-    work = Work(product, apart, bottleneck, copies, picks, 2e-6, NARROW, rated)
+    few = 4e-4 + 2e-6  # the weight takes 295 us
+    work = Work(
+        product, few, few + 0.4 * 4 * 768**2 / 8e9, bottleneck, copies, picks, 2e-6, NARROW, rated
+    )
     found = fit(Measurements(4, 1, work, talk))
     (level,) = found.levels
     for kind, (latency, bandwidth) in links.items():
@@ -128,12 +131,21 @@ def test_what_follows_the_formula_is_found_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds,exposed", [(1.5e-4, 0.0), (1.9e-3, 0.5), (1.98e-3, 0.6), (9e-3, 1.0)]
+    "compute,seconds,exposed",
+    [
+        (1.5e-3, 1.5e-4, 0.0),
+        (1.5e-3, 1.9e-3, 0.5),
+        (1.5e-3, 1.98e-3, 0.6),
+        (1.5e-3, 9e-3, 1.0),
+        (0.4e-3, 0.7e-3, 0.0),
+        (0.4e-3, 1.0e-3, 0.5),
+    ],
 )
-def test_what_a_product_waits_for(seconds: float, exposed: float) -> None:
-    """A product computes for 1.5 ms, and its weight takes 0.8 ms."""
-    device = Device(flops=2 * 64 * 768**2 / 1.5e-3, memory_bandwidth=4 * 768**2 / 8e-4, launch=0.0)
-    assert (with_exposed(device, seconds).exposed or 0.0) == pytest.approx(exposed)
+def test_what_a_product_waits_for(compute: float, seconds: float, exposed: float) -> None:
+    """A product's weight takes 0.8 ms from memory."""
+    device = Device(memory_bandwidth=4 * 768**2 / 8e-4, launch=1e-6)
+    found = with_exposed(device, compute + device.launch, seconds + device.launch)
+    assert (found.exposed or 0.0) == pytest.approx(exposed)
 
 
 def test_small_and_large_count_alike() -> None:
@@ -203,7 +215,7 @@ def test_collectives_run_one_after_the_other(kind: str, three: list[World]) -> N
 
 
 @pytest.mark.parametrize(
-    "make,kind", [(models.products, "MatMul"), (models.rows, "Gather"),
+    "make,kind", [(partial(models.products, 16), "MatMul"), (models.rows, "Gather"),
                   (models.work_between, "MatMul"),
                   (lambda turns: models.convolutions(turns // 3), "Conv"),
                   (lambda turns: models.copies(4096, turns), "Neg")],
@@ -215,6 +227,14 @@ def test_ops_are_a_chain(make: Callable[[int], object], kind: str) -> None:
     (x,) = opened.get_inputs()
     (y,) = opened.run(None, {x.name: np.zeros(x.shape, np.float32)})
     assert y.shape == ()
+
+
+def test_weights_from_memory_differ() -> None:
+    """A processor or an allocator that finds equal ones would keep one of them in the cache."""
+    made = models.products(16, 6, apart=True)
+    each = [numpy_helper.to_array(weight).tobytes() for weight in made.graph.initializer]
+    assert [n.input[1] for n in made.graph.node[:-1]] == [w.name for w in made.graph.initializer]
+    assert len(set(each)) == 6
 
 
 def test_a_file_is_measured_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +298,7 @@ def test_ranks_that_are_left_over_wait() -> None:
 def test_the_table_has_every_case() -> None:
     talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
     found = Measurements(
-        2, 1, Work(1e-3, 1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS), talk
+        2, 1, Work(1e-3, 1e-3, 1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS), talk
     )
     table = list(lines(found, fit(found)))
     assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))

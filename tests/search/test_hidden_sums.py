@@ -3,6 +3,8 @@ wins."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,10 @@ def test_it_trains_as_on_one_rank(step: Path, tmp_path: Path) -> None:
 
 def test_dumps_are_of_the_plan_that_is_chosen(step: Path, tmp_path: Path) -> None:
     plan = planned(step, dump=tmp_path / "dump")
-    text = "".join(p.read_text() for p in sorted((tmp_path / "dump").glob("*overlap*.onnxtxt")))
-    started = text.count("onnxpar.Complete(")
-    assert started and plan.hidden > 0.0
+    assert plan.proof is not None and plan.proof.hides_sums
+    files = sorted((tmp_path / "dump").glob("*.onnxtxt"))
+    assert [int(file.name[:2]) for file in files] == list(range(1, len(files) + 1))
+    (overlapped,) = (file for file in files if "overlap" in file.name)
+    kinds = Counter(re.findall(r"onnxpar\.(?:Start)?(\w+)\(", overlapped.read_text()))
+    sent = Counter(entry.kind for entry in plan.collectives)
+    assert {kind: count for kind, count in kinds.items() if kind in KINDS} == sent

@@ -41,7 +41,7 @@ ROOM = 1 << 21
 """Number of entries of all tables together above which the tables do not get larger."""
 NEAR = 1e-3
 """A sum that is above its bound by at most this share is good enough once progress is slow."""
-WORK = 1 << 30
+WORK = 1 << 27
 """Number of entries that message passing may read, in all attempts together, before the search
 ends."""
 

@@ -1,0 +1,87 @@
+"""Good values of the variables to start a search with, found along one mesh axis at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import cycle
+from operator import itemgetter
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.search.op_strategies import OpStrategy
+from onnxpar.search.solver.elimination import Table, diagonal
+from onnxpar.search.solver.pruning import NEAR, among, minimize_in_parts
+
+Values = dict[int, int]
+"""The number of the strategy of each variable of nodes."""
+
+
+def start(
+    sizes: Sequence[int],
+    tables: Sequence[Table],
+    strategies: Mapping[int, Sequence[OpStrategy]],
+    axes: Sequence[str],
+) -> Values:
+    """Values of the nodes' variables, given the strategies that these stand for. All nodes start
+    whole; then each mesh axis in turn gets what is best along it while nothing changes along the
+    others, as long as that saves time. The best of what comes of it with each axis as the first.
+    With one axis, whole nodes are the start."""
+    whole = {v: _first_whole(each) for v, each in strategies.items()}
+    if len(axes) < 2:
+        return whole
+    tables = list(map(diagonal, tables))
+    beside = {axis: _numbers(strategies, axis) for axis in axes}
+    turns = [(*axes[i:], *axes[:i]) for i in range(len(axes))]
+    found = [_descended(sizes, tables, beside, whole, turn) for turn in turns]
+    return min(found, key=itemgetter(0))[1]
+
+
+def _descended(
+    sizes: Sequence[int],
+    tables: Sequence[Table],
+    beside: Mapping[str, Mapping[int, Array]],
+    whole: Values,
+    axes: Sequence[str],
+) -> tuple[float, Values]:
+    """The sum and the values that come of whole nodes, if the axes take turns in this order."""
+    total, best, tried = math.inf, whole, 0
+    for axis in cycle(axes):
+        same = {v: np.flatnonzero(each == each[best[v]]) for v, each in beside[axis].items()}
+        found, values = _least(sizes, tables, same, best)
+        tried = 1 if found < total * (1 - NEAR) else tried + 1
+        if found < total:
+            total, best = found, values
+        if tried >= len(axes):
+            break
+    return total, best
+
+
+def _first_whole(strategies: Sequence[OpStrategy]) -> int:
+    """The number of the first strategy that splits nothing; of the first of all if each does."""
+    return next((i for i, one in enumerate(strategies) if not any((*one.axes, one.passed))), 0)
+
+
+def _numbers(strategies: Mapping[int, Sequence[OpStrategy]], axis: str) -> dict[int, Array]:
+    """For each strategy of each variable, a number that is equal for those that differ in nothing
+    but this axis."""
+    known: dict[int, Array] = {}
+    for each in strategies.values():
+        if id(each) not in known:
+            numbers: dict[Hashable, int] = {}
+            keys = [s.beside(axis) for s in each]
+            known[id(each)] = np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+    return {v: known[id(each)] for v, each in strategies.items()}
+
+
+def _least(
+    sizes: Sequence[int], tables: Sequence[Table], kept: Mapping[int, Array], first: Values
+) -> tuple[float, Values]:
+    """A low sum among these values of some variables, no higher than that of the `first` ones, and
+    the values of these variables that give it."""
+    every = {v: kept.get(v, np.arange(size)) for v, size in enumerate(sizes)}
+    few = [len(every[v]) for v in range(len(sizes))]
+    at = {v: int(np.searchsorted(kept[v], value)) for v, value in first.items()}
+    total, found, _ = minimize_in_parts(few, among(tables, every), at)
+    return total, {v: int(kept[v][found[v]]) for v in first}
