@@ -40,6 +40,8 @@ further."""
 SAME = 1e-6
 """A solution that is slower by at most this share counts as equally fast; of such solutions, the
 one on the mesh with the fewest axes is taken."""
+DIVIDED = 8
+"""The smallest axis that is split further; to split one of 4 ranks seldom saves anything."""
 WORTH = 0.01
 """The share of a run's time that each axis beyond TOGETHER must save."""
 _NAMING = 0.1
@@ -178,9 +180,11 @@ class Meshes:
 
     def _finer(self, best: Solution, below: float) -> Iterator[Solution]:
         """Solutions after one axis was split into two of all possible sizes, if they are `below`
-        these seconds, and below those before; each axis that is not requested by name is tried."""
+        these seconds, and below those before; each axis of DIVIDED or more ranks that is not
+        requested by name is tried."""
         for at, (name, size) in enumerate(best.mesh.shape):
-            for sizes in _products(size, 2) if name not in self.requested else ():
+            is_divided = size >= DIVIDED and name not in self.requested
+            for sizes in _products(size, 2) if is_divided else ():
                 found = self.split(best, at, sizes, below)
                 if found is not None:
                     below = min(below, found.seconds * (1 - BETTER))

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 
 import numpy as np
@@ -194,14 +194,11 @@ class Problem:
             seconds, values = minimize(self.sizes, tables)
             return seconds, values, seconds
         except TooLarge:
-            return minimize_in_parts(self.sizes, tables, self._start(tables), below)
-
-    def _start(self, tables: Sequence[Table]) -> dict[int, int]:
-        """Good values of the nodes' variables to start with."""
-        kept = self.kept.axes if self.kept else ()
-        axes = [n for n, size in self.sharding.mesh.shape if size > 1 and n not in kept]
-        strategies = {v: self.strategies[name] for name, v in self.variable.items()}
-        return start(self.sizes, tables, strategies, axes)
+            kept = self.kept.axes if self.kept else ()
+            axes = [n for n, size in self.sharding.mesh.shape if size > 1 and n not in kept]
+            strategies = {v: self.strategies[name] for name, v in self.variable.items()}
+            starts = partial(start, strategies, axes)
+            return minimize_in_parts(self.sizes, tables, starts, below)
 
     def _classes(self) -> list[list[OpFactors]]:
         """The nodes of each variable."""

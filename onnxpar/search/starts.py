@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.search.op_strategies import OpStrategy
-from onnxpar.search.solver.elimination import Table, diagonal
+from onnxpar.search.solver.elimination import Table
 from onnxpar.search.solver.pruning import NEAR, among, minimize_in_parts
 
 Values = dict[int, int]
@@ -19,19 +19,20 @@ Values = dict[int, int]
 
 
 def start(
-    sizes: Sequence[int],
-    tables: Sequence[Table],
     strategies: Mapping[int, Sequence[OpStrategy]],
     axes: Sequence[str],
+    sizes: Sequence[int],
+    tables: Sequence[Table],
 ) -> Values:
-    """Values of the nodes' variables, given the strategies that these stand for. All nodes start
-    whole; then each mesh axis in turn gets what is best along it while nothing changes along the
-    others, as long as that saves time. The best of what comes of it with each axis as the first.
-    With one axis, whole nodes are the start."""
+    """Values of the nodes' variables in these tables, given the strategies that they stand for. All
+    nodes start whole; then each mesh axis in turn gets what is best along it while nothing changes
+    along the others, as long as that saves time. The best of what comes of it with each axis as the
+    first. With one axis, whole nodes are the start."""
+    left = {v for table in tables for v in table.scope}
+    strategies = {v: each for v, each in strategies.items() if v in left}
     whole = {v: _first_whole(each) for v, each in strategies.items()}
     if len(axes) < 2:
         return whole
-    tables = list(map(diagonal, tables))
     beside = {axis: _numbers(strategies, axis) for axis in axes}
     turns = [(*axes[i:], *axes[:i]) for i in range(len(axes))]
     found = [_descended(sizes, tables, beside, whole, turn) for turn in turns]
@@ -83,5 +84,5 @@ def _least(
     every = {v: kept.get(v, np.arange(size)) for v, size in enumerate(sizes)}
     few = [len(every[v]) for v in range(len(sizes))]
     at = {v: int(np.searchsorted(kept[v], value)) for v, value in first.items()}
-    total, found, _ = minimize_in_parts(few, among(tables, every), at)
+    total, found, _ = minimize_in_parts(few, among(tables, every), lambda *_: at)
     return total, {v: int(kept[v][found[v]]) for v in first}

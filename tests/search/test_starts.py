@@ -19,7 +19,7 @@ from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.options import Options
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.search.problem import Problem
-from onnxpar.search.solver.elimination import diagonal, minimize
+from onnxpar.search.solver.elimination import Table, diagonal, minimize
 from onnxpar.search.solver.pruning import NEAR, among
 from onnxpar.search.starts import Values, start
 
@@ -36,10 +36,14 @@ def strategies_in(problem: Problem) -> dict[int, list[OpStrategy]]:
     return {v: problem.strategies[name] for name, v in problem.variable.items()}
 
 
+def tables_of(problem: Problem) -> list[Table]:
+    return [diagonal(table) for table in problem.sums[0]]
+
+
 def least(problem: Problem, kept: Mapping[int, Array]) -> float:
     """The least sum among these values of some variables."""
     every = {v: kept.get(v, np.arange(size)) for v, size in enumerate(problem.sizes)}
-    tables = among(map(diagonal, problem.sums[0]), every)
+    tables = among(tables_of(problem), every)
     return minimize([len(every[v]) for v in range(len(problem.sizes))], tables)[0]
 
 
@@ -52,7 +56,7 @@ def only(values: Values) -> dict[int, Array]:
 def test_no_axis_alone_makes_it_faster(model: onnx.ModelProto, topology: Topology) -> None:
     problem = problem_of(model, "dp=2,tp=3", topology)
     strategies = strategies_in(problem)
-    found = start(problem.sizes, problem.sums[0], strategies, ["dp", "tp"])
+    found = start(strategies, ["dp", "tp"], problem.sizes, tables_of(problem))
     seconds = least(problem, only(found))
     for axis in ("dp", "tp"):
         same = {
@@ -72,10 +76,10 @@ def test_both_axes_are_used(tmp_path: Path) -> None:
     device = {"flops": 1e6, "memory_bandwidth": 1e12, "launch": 1e-9}
     problem = problem_of(model, "dp=2,tp=2", Topology.of({"levels": [host], "device": device}))
     strategies = strategies_in(problem)
-    found = start(problem.sizes, problem.sums[0], strategies, ["dp", "tp"])
+    found = start(strategies, ["dp", "tp"], problem.sizes, tables_of(problem))
     assert least(problem, only(found)) == pytest.approx(problem.solve().seconds)
     (product,) = (strategies[v][value] for v, value in found.items())
     assert {axis.name for over in product.axes for axis in over} == {"dp", "tp"}
-    whole = start(problem.sizes, problem.sums[0], strategies, ["dp"])
+    whole = start(strategies, ["dp"], problem.sizes, tables_of(problem))
     (product,) = (strategies[v][value] for v, value in whole.items())
     assert not any(product.axes)

@@ -8,7 +8,7 @@ with low bounds finds a low sum; values whose bound is above that sum are pruned
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,18 +46,23 @@ WORK = 1 << 27
 ends."""
 
 
+Start = Callable[[Sequence[int], Sequence[Table]], Mapping[int, int]]
+"""Returns values of some variables to start with, given the sizes and tables that are left after
+the first eliminations."""
+
+
 def minimize_in_parts(
     sizes: Sequence[int],
     tables: Sequence[Table],
-    start: Mapping[int, int],
+    start: Start,
     below: float = math.inf,
 ) -> tuple[float, list[int], float]:
     """A low sum (infinite if none was found), the values of the variables that give it, and a lower
-    bound on every sum. `start` has values of some variables; the sum is no higher than the best sum
-    with these values, unless the other variables depend on each other too much. The search ends
-    when no sum can be lower than `below`."""
+    bound on every sum. The sum is no higher than the best sum with the values of `start`, unless
+    the other variables depend on each other too much. The search ends when no sum can be lower than
+    `below`."""
     search = _Search(sizes, tables, below)
-    search.complete(start)
+    search.complete(start(sizes, search.messages.tables))
     is_least = search.run()
     bound = search.least if is_least else min(search.messages.bound, search.least)
     return search.total, search.values, bound
@@ -124,7 +129,7 @@ class _Search:
         tables that are too large."""
         sizes = [len(kept) for kept in self.levels[0].kept]
         kept = [np.array([values[v]]) if v in values else np.arange(s) for v, s in enumerate(sizes)]
-        elimination = _eliminated(self.given, kept, ENTRIES)
+        elimination = _eliminated(self.messages.tables, kept, ENTRIES)
         if elimination is not None:
             self._take(_Level(elimination, kept).decide({}))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -15,7 +15,12 @@ from search.small_sums import Sum, every_total, sums, total
 from onnxpar.search.solver import pruning
 from onnxpar.search.solver.elimination import Table, diagonal, minimize
 from onnxpar.search.solver.message_passing import Messages
-from onnxpar.search.solver.pruning import minimize_in_parts
+from onnxpar.search.solver.pruning import Start, minimize_in_parts
+
+
+def given_values(values: Mapping[int, int]) -> Start:
+    """Starts with these values."""
+    return lambda *_: values
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +55,7 @@ def test_bounds(problem: Sum) -> None:
 @given(sums(20))
 def test_as_brute_force(problem: Sum) -> None:
     sizes, tables = problem
-    found, values, bound = minimize_in_parts(sizes, tables, {})
+    found, values, bound = minimize_in_parts(sizes, tables, given_values({}))
     least = every_total(sizes, tables).min()
     assert found == total(tables, values)
     assert found >= least >= bound * (1 - 1e-12)
@@ -63,7 +68,7 @@ def test_what_is_not_below_a_number_is_left(problem: Sum, share: float) -> None:
     sizes, tables = problem
     least = every_total(sizes, tables).min()
     below = share * least if math.isfinite(least) else 1.0
-    found, _, bound = minimize_in_parts(sizes, tables, {}, below)
+    found, _, bound = minimize_in_parts(sizes, tables, given_values({}), below)
     assert bound <= least + 1e-9
     assert found >= least
     if bound >= min(found, below) - 1e-9 * abs(below):
@@ -85,7 +90,7 @@ def grid(side: int, values: int, seed: int) -> Sum:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_grid_is_solved_by_what_is_left_out(seed: int) -> None:
     sizes, tables = grid(7, 4, seed)
-    found, values, bound = minimize_in_parts(sizes, tables, {})
+    found, values, bound = minimize_in_parts(sizes, tables, given_values({}))
     assert bound == found
     assert found == pytest.approx(minimize(sizes, tables)[0], rel=1e-12)
     assert found == pytest.approx(total(tables, values), rel=1e-12)
@@ -104,7 +109,7 @@ def test_what_is_left_out_is_in_no_smaller_sum(seed: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(pruning, "SMALL", 1)
     monkeypatch.setattr(pruning, "LARGE", 4**5)
     sizes, tables = dense(seed, variables=5, values=4)
-    found, _, bound = minimize_in_parts(sizes, tables, {})
+    found, _, bound = minimize_in_parts(sizes, tables, given_values({}))
     assert bound == found
     assert found == pytest.approx(every_total(sizes, tables).min(), rel=1e-12)
 
@@ -113,7 +118,9 @@ def test_where_the_least_is_out_of_reach_little_is_found() -> None:
     gaps = []
     for seed in range(10):
         sizes, tables = dense(seed)
-        found, values, bound = minimize_in_parts(sizes, tables, dict.fromkeys(range(6), 0))
+        found, values, bound = minimize_in_parts(
+            sizes, tables, given_values(dict.fromkeys(range(6), 0))
+        )
         assert bound < found and bound <= minimize(sizes, tables)[0]
         assert found == pytest.approx(total(tables, values))
         gaps.append(found / minimize(sizes, tables)[0])
@@ -126,8 +133,8 @@ def test_where_nothing_is_found_there_is_the_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pruning, "LARGE", 1)
     differ = np.where(np.eye(8), np.inf, 1.0)
     tables = [Table(pair, differ) for pair in itertools.combinations(range(6), 2)]
-    assert minimize_in_parts([8] * 6, tables, {0: 0, 1: 1, 2: 2, 3: 3})[0] == 15
-    found, _, bound = minimize_in_parts([8] * 6, tables, {0: 0, 1: 0})
+    assert minimize_in_parts([8] * 6, tables, given_values({0: 0, 1: 1, 2: 2, 3: 3}))[0] == 15
+    found, _, bound = minimize_in_parts([8] * 6, tables, given_values({0: 0, 1: 0}))
     assert math.isinf(found) and bound <= 15
 
 
@@ -135,5 +142,5 @@ def test_nothing_is_found_above_the_start() -> None:
     for seed in range(5):
         sizes, tables = dense(seed)
         least, best = minimize(sizes, tables)
-        found, _, _ = minimize_in_parts(sizes, tables, dict(enumerate(best[:4])))
+        found, _, _ = minimize_in_parts(sizes, tables, given_values(dict(enumerate(best[:4]))))
         assert found == pytest.approx(least, rel=1e-12)
