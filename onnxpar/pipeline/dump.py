@@ -56,12 +56,12 @@ _TABLES = ("annotations", "layouts", "copies", "facts", "fused")
 
 
 class Dump:
-    """Writes the graph after each pass to a numbered file in a folder. Where a plan is made again,
-    the files are those of the last time. Errors: OnnxparError if a file cannot be written."""
+    """Writes the graph after each pass to a numbered file in a folder; where a plan is made again,
+    the passes of the last time replace those before. Errors: OnnxparError if a file cannot be
+    written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._written: list[Path] = []
         self._number = 0
         self._at: dict[str, tuple[int, int]] = {}
         self._rewrites, self._loaded = 0, ""
@@ -81,10 +81,7 @@ class Dump:
         text = loaded_text(graph)
         if name == "read":
             self._rewrites, self._loaded = 0, ""
-            self._number, before = 0, self._written
-            self._written = []
-            for old in before:
-                old.unlink(missing_ok=True)
+            self._number = 0
             for old in self.folder.glob(f"{LOADING}/[0-9][0-9]-*.onnxtxt"):
                 old.unlink()
         if text == self._loaded:
@@ -101,7 +98,6 @@ class Dump:
         """Writes the graph after a pass; the pipeline calls this after each pass."""
         self._number += 1
         file = self.folder / f"{self._number:02d}-{step.name}"
-        self._written += [Path(f"{file}.onnxtxt"), Path(f"{file}.onnx")]
         with new_file(f"{file}.onnxtxt") as text:
             text.write_text(graph_text(model.graph, ctx), encoding="utf-8")
         if ctx.lowered.localized or model.sizes is not None:
