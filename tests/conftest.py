@@ -73,5 +73,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--zoo",
         action="store_true",
-        help="all models at every preset, number of ranks, batch and open size (two hours)",
+        help="all models at every preset, number of ranks, batch and open size (hours)",
     )

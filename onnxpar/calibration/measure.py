@@ -71,8 +71,8 @@ _WORK: tuple[tuple[Callable[[int], onnx.ModelProto], int, dict[str, bool]], ...]
 )
 """Functions that make models, the number of times that the model repeats its op, and options of the
 runs. Convolutions are optimized, because only then does onnxruntime use its blocked memory format.
-Caches are cold for tiny ops, and few ops run in them, because in real models other ops run between
-those of a kind; and for products whose weights are to come from memory."""
+Caches are cold for products whose weights must come from memory; and for tiny ops, of which few
+run, because in real models other ops run between those of a kind."""
 CHANNELS = (4, 8, 16, 32, 64)
 """Output channels of convolutions: of those that kernels compute at once, fewer take as long."""
 IN_RATED = 4

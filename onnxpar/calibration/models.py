@@ -16,8 +16,8 @@ ROWS, WIDTH = 256, 768
 WIDE, NARROW, PIXELS = 256, 64, 28
 """Outer and inner channels of a ResNet bottleneck, and the height and width of its images."""
 FEW, APART = 16, 16
-"""The rows of products that read as long as they compute, and the number of weights where all come
-from memory."""
+"""The rows of products that read about as long as they compute; and how many weights such products
+have where each must come from memory."""
 PICKED, LENGTH = 1 << 16, 64
 """The number of elements that a Gather reads, and of the elements in a row."""
 BETWEEN = (64, 256)

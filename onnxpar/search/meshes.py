@@ -41,19 +41,19 @@ SAME = 1e-6
 """A solution that is slower by at most this share counts as equally fast; of such solutions, the
 one on the mesh with the fewest axes is taken."""
 DIVIDED = 8
-"""The smallest axis that is split further; to split one of 4 ranks seldom saves anything."""
+"""The fewest ranks of an axis that is split further; to split one of 4 seldom saves anything."""
 WORTH = 0.01
 """The share of a run's time that each axis beyond TOGETHER must save."""
 _NAMING = 0.1
 """An axis may get the name of something that it splits only if that has at least this share in the
 seconds of all that the axis splits."""
 
-REFINING = 0.1
-"""The largest share of a run's time that dividing an axis is expected to save: a solution that is
-slower by more than this than another is not divided."""
 BETTER = 1e-3
 """The share of a run's time that a further mesh must save; the search on it ends when it is proved
 that it cannot."""
+REFINING = 0.1
+"""The largest share of a run's time that dividing an axis is expected to save: a solution that is
+slower by more than this than another is not divided."""
 
 Solve = Callable[
     [ShardingState, Sequence[Sequence[Annotation]], Kept | None, float],
@@ -167,8 +167,8 @@ class Meshes:
         return best
 
     def _coarse(self) -> Iterator[Mesh]:
-        """Meshes with one axis, then with two axes of all possible sizes, in one order if that
-        hardly matters; with more axes if the strategy names more."""
+        """Meshes with one axis, then with two axes of all possible sizes, in one order if
+        ranks are alike; with more axes if the strategy names more."""
         devices = self.one_axis.size
         for count in range(max(1, len(self.requested)), max(TOGETHER, len(self.requested)) + 1):
             names = (*self.requested, *free_names(count - len(self.requested), self.requested))

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 
 import numpy as np
@@ -41,7 +41,7 @@ from onnxpar.search.solver.column_generation import minimize_within
 from onnxpar.search.solver.elimination import Table, TooLarge, minimize
 from onnxpar.search.solver.limits import Limit, exhaust_within
 from onnxpar.search.solver.pruning import minimize_in_parts
-from onnxpar.search.starts import start
+from onnxpar.search.starts import AlongAxes
 from onnxpar.search.sums import Sums
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.shard_bytes import mean_bytes
@@ -194,11 +194,14 @@ class Problem:
             seconds, values = minimize(self.sizes, tables)
             return seconds, values, seconds
         except TooLarge:
-            kept = self.kept.axes if self.kept else ()
-            axes = [n for n, size in self.sharding.mesh.shape if size > 1 and n not in kept]
-            strategies = {v: self.strategies[name] for name, v in self.variable.items()}
-            starts = partial(start, strategies, axes)
-            return minimize_in_parts(self.sizes, tables, starts, below)
+            return minimize_in_parts(self.sizes, tables, self._start, below)
+
+    @cached_property
+    def _start(self) -> AlongAxes:
+        """Finds good values of the nodes' variables to start with."""
+        kept = self.kept.axes if self.kept else ()
+        axes = [n for n, size in self.sharding.mesh.shape if size > 1 and n not in kept]
+        return AlongAxes({v: self.strategies[n] for n, v in self.variable.items()}, axes)
 
     def _classes(self) -> list[list[OpFactors]]:
         """The nodes of each variable."""

@@ -18,45 +18,41 @@ Values = dict[int, int]
 """The number of the strategy of each variable of nodes."""
 
 
-def start(
-    strategies: Mapping[int, Sequence[OpStrategy]],
-    axes: Sequence[str],
-    sizes: Sequence[int],
-    tables: Sequence[Table],
-) -> Values:
-    """Values of the nodes' variables in these tables, given the strategies that they stand for. All
-    nodes start whole; then each mesh axis in turn gets what is best along it while nothing changes
-    along the others, as long as that saves time. The best of what comes of it with each axis as the
-    first. With one axis, whole nodes are the start."""
-    left = {v for table in tables for v in table.scope}
-    strategies = {v: each for v, each in strategies.items() if v in left}
-    whole = {v: _first_whole(each) for v, each in strategies.items()}
-    if len(axes) < 2:
-        return whole
-    beside = {axis: _numbers(strategies, axis) for axis in axes}
-    turns = [(*axes[i:], *axes[:i]) for i in range(len(axes))]
-    found = [_descended(sizes, tables, beside, whole, turn) for turn in turns]
-    return min(found, key=itemgetter(0))[1]
+class AlongAxes:
+    """Finds values of the nodes' variables, given the strategies that these stand for. All nodes
+    start whole; then each mesh axis in turn gets what is best along it while nothing changes along
+    the others, as long as that saves time. Of what comes of it with each axis as the first, the
+    best counts. With one axis, whole nodes are the start."""
 
+    def __init__(self, strategies: Mapping[int, Sequence[OpStrategy]], axes: Sequence[str]) -> None:
+        self._whole = {v: _first_whole(each) for v, each in strategies.items()}
+        self._turns = [(*axes[i:], *axes[:i]) for i in range(len(axes))]
+        self._beside = {axis: _numbers(strategies, axis) for axis in axes}
 
-def _descended(
-    sizes: Sequence[int],
-    tables: Sequence[Table],
-    beside: Mapping[str, Mapping[int, Array]],
-    whole: Values,
-    axes: Sequence[str],
-) -> tuple[float, Values]:
-    """The sum and the values that come of whole nodes, if the axes take turns in this order."""
-    total, best, tried = math.inf, whole, 0
-    for axis in cycle(axes):
-        same = {v: np.flatnonzero(each == each[best[v]]) for v, each in beside[axis].items()}
-        found, values = _least(sizes, tables, same, best)
-        tried = 1 if found < total * (1 - NEAR) else tried + 1
-        if found < total:
-            total, best = found, values
-        if tried >= len(axes):
-            break
-    return total, best
+    def __call__(self, sizes: Sequence[int], tables: Sequence[Table]) -> Values:
+        """Values of those of the nodes' variables that are in these tables."""
+        left = {v for table in tables for v in table.scope}
+        whole = {v: value for v, value in self._whole.items() if v in left}
+        if len(self._turns) < 2:
+            return whole
+        found = [self._descended(sizes, tables, whole, turn) for turn in self._turns]
+        return min(found, key=itemgetter(0))[1]
+
+    def _descended(
+        self, sizes: Sequence[int], tables: Sequence[Table], whole: Values, axes: Sequence[str]
+    ) -> tuple[float, Values]:
+        """The sum and the values that come of whole nodes, if the axes take turns in this order."""
+        total, best, tried = math.inf, whole, 0
+        for axis in cycle(axes):
+            beside = self._beside[axis]
+            same = {v: np.flatnonzero(beside[v] == beside[v][value]) for v, value in best.items()}
+            found, values = _least(sizes, tables, same, best)
+            tried = 1 if found < total * (1 - NEAR) else tried + 1
+            if found < total:
+                total, best = found, values
+            if tried >= len(axes):
+                break
+        return total, best
 
 
 def _first_whole(strategies: Sequence[OpStrategy]) -> int:

@@ -11,25 +11,21 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from search.small_graphs import graphs, save, topologies
+from search.test_problem import context
 
 from onnxpar.base.arrays import Array
 from onnxpar.cost.topology import Topology
-from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.options import Options
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.search.problem import Problem
 from onnxpar.search.solver.elimination import Table, diagonal, minimize
 from onnxpar.search.solver.pruning import NEAR, among
-from onnxpar.search.starts import Values, start
+from onnxpar.search.starts import AlongAxes, Values
 
 
 def problem_of(model: onnx.ModelProto, mesh: str, topology: Topology) -> Problem:
     with tempfile.TemporaryDirectory() as folder:
-        path = save(model, Path(folder) / "m.onnx")
-        options = Options(mesh=Mesh.parse(mesh), preset="tensor-parallel", topology=topology)
-        model_ = load_model(path, options)
-        return Problem(model_.graph, make_context(model_, options).sharding)
+        graph, ctx = context(save(model, Path(folder) / "m.onnx"), mesh, topology)
+        return Problem(graph, ctx.sharding)
 
 
 def strategies_in(problem: Problem) -> dict[int, list[OpStrategy]]:
@@ -56,7 +52,7 @@ def only(values: Values) -> dict[int, Array]:
 def test_no_axis_alone_makes_it_faster(model: onnx.ModelProto, topology: Topology) -> None:
     problem = problem_of(model, "dp=2,tp=3", topology)
     strategies = strategies_in(problem)
-    found = start(strategies, ["dp", "tp"], problem.sizes, tables_of(problem))
+    found = AlongAxes(strategies, ["dp", "tp"])(problem.sizes, tables_of(problem))
     seconds = least(problem, only(found))
     for axis in ("dp", "tp"):
         same = {
@@ -68,7 +64,7 @@ def test_no_axis_alone_makes_it_faster(model: onnx.ModelProto, topology: Topolog
     assert seconds >= problem.solve().seconds * (1 - 1e-12)
 
 
-def test_both_axes_are_used(tmp_path: Path) -> None:
+def test_both_axes_are_used() -> None:
     """Rows and columns: either alone leaves a product that takes longer."""
     text = "m (float[64,64] x, float[64,64] w) => (float[64,64] y) { y = MatMul(x, w) }"
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
@@ -76,10 +72,10 @@ def test_both_axes_are_used(tmp_path: Path) -> None:
     device = {"flops": 1e6, "memory_bandwidth": 1e12, "launch": 1e-9}
     problem = problem_of(model, "dp=2,tp=2", Topology.of({"levels": [host], "device": device}))
     strategies = strategies_in(problem)
-    found = start(strategies, ["dp", "tp"], problem.sizes, tables_of(problem))
+    found = AlongAxes(strategies, ["dp", "tp"])(problem.sizes, tables_of(problem))
     assert least(problem, only(found)) == pytest.approx(problem.solve().seconds)
     (product,) = (strategies[v][value] for v, value in found.items())
     assert {axis.name for over in product.axes for axis in over} == {"dp", "tp"}
-    whole = start(strategies, ["dp"], problem.sizes, tables_of(problem))
+    whole = AlongAxes(strategies, ["dp"])(problem.sizes, tables_of(problem))
     (product,) = (strategies[v][value] for v, value in whole.items())
     assert not any(product.axes)
