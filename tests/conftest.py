@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import hypothesis
@@ -16,6 +19,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ["ONNXPAR_MEASURE"] = "0"  # costs do not depend on the machine; commands inherit this
+
+FRACTION = 4
+"""Of as many cases of a matrix one runs by default."""
 
 hypothesis.settings.register_profile(
     "repeatable",
@@ -73,5 +79,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--zoo",
         action="store_true",
-        help="all models at every preset, number of ranks, batch and open size (hours)",
+        help="all models at every preset, number of ranks, batch and open size, and all cases of "
+        "tests that are marked as a matrix (hours)",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is marked as a matrix, leaves one case in FRACTION, unless all are wanted."""
+    if config.getoption("zoo"):
+        return
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("matrix"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for of_test in cases.values():  # by checksum, because neighbours have parameters in common
+        by_checksum = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left_out.update(by_checksum[math.ceil(len(of_test) / FRACTION) :])
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import nnls
 
+from onnxpar.base.arrays import Array
 from onnxpar.calibration.measure import (
     CHANNELS,
     COPIED,
@@ -95,7 +95,7 @@ def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
     took = np.array(seconds)
     known = np.array([accounted(kind, *shape, device) for shape in RATED[kind]])
     work = np.array([worked(kind, *shape) for shape in RATED[kind]])
-    (row, element), _ = nnls(work / took[:, None], np.maximum(1 - known / took, 0))
+    row, element = _least_squares(work / took[:, None], np.maximum(1 - known / took, 0))
     return Rate(_digits(row), _digits(element))
 
 
@@ -124,8 +124,17 @@ def fit_link(times: Sequence[CollectiveTime]) -> Link:
     relative errors."""
     rows = np.array([messages(t.kind, t.ranks, t.size) for t in times])
     seconds = np.array([[t.seconds] for t in times])
-    (latency, per_byte), _ = nnls(rows / seconds, np.ones(len(rows)))
+    latency, per_byte = _least_squares(rows / seconds, np.ones(len(rows)))
     return Link(_digits(latency), _digits(1 / max(per_byte, 1 / FASTEST)))
+
+
+def _least_squares(rows: Array, values: Array) -> Array:
+    """Returns the coefficients, all at least 0, for which the products with `rows` are closest to
+    `values`."""
+    from scipy.optimize import nnls  # takes half a second to import
+
+    found: Array = nnls(rows, values)[0]
+    return found
 
 
 def predicted(time: CollectiveTime, topology: Topology) -> float:

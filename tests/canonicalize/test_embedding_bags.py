@@ -66,6 +66,7 @@ def test_no_loop_is_left(form: str) -> None:
     assert (reductions & {*ops}, added) == wanted[form.partition(".")[0]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("ranks", "how"),
@@ -96,6 +97,7 @@ def test_ranks_agree_with_the_loop(
             np.testing.assert_allclose(y, unsplit(path, feeds), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 def test_training(form: str, tmp_path: Path) -> None:
     """A step of lazily trained tables, on several ranks and on one."""

@@ -60,12 +60,14 @@ def test_experts_become_a_dimension(name: str) -> None:
     assert {node.outputs[0].shape[0] for node in products} == {count}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 3", "data-parallel 3"])
 @pytest.mark.parametrize("name", ALL)
 def test_ranks_agree_with_the_unsplit_model(name: str, layout: str, tmp_path: Path) -> None:
     check(MODELS / f"{name}.onnx", layout, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
     [
@@ -83,6 +85,7 @@ def test_other_meshes(name: str, layout: str, tmp_path: Path) -> None:
     check(MODELS / f"{name}.onnx", layout, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 4", "data-parallel 2"])
 @pytest.mark.parametrize("name", OPEN)
 def test_open_sizes(name: str, layout: str, tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ def none_fails(maker: Maker, count: int) -> None:
 
 
 def test_mutated_models() -> None:
-    none_fails(Models(0, share_of_large=0.02), 100)
+    none_fails(Models(0, share_of_large=0.02), 60)
 
 
 def test_mutated_configurations(base: Path) -> None:
-    none_fails(Configurations(0, base), 100)
+    none_fails(Configurations(0, base), 60)
 
 
 def change(name: str, how: Callable[[ModelProto], object]) -> ModelProto:

@@ -69,6 +69,7 @@ def shapes_in(
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("preset", ["data-parallel", "tensor-parallel"])
 @pytest.mark.parametrize("model", EXPORTS)
 def test_declared_shapes_are_true(

@@ -62,6 +62,7 @@ def shard(path: Path, folder: Path, how: Options) -> tuple[Path, Plan]:
     return par, pipeline.shard(path, par, how)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("first", [False, True], ids=["shared last", "shared first"])
 @pytest.mark.parametrize("dtype", ["float", "float16"])

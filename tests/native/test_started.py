@@ -42,6 +42,7 @@ def in_one(kind: str, **attributes: Any) -> list[onnx.NodeProto]:
     return [node(kind, ["X", "t"], ["Y", "s"], tag=1, name="node", **attributes)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("width", [0, 3, 70_000])

@@ -338,6 +338,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_windows_over_parts_of_any_width(windows: str, ranks: int, tmp_path: Path) -> None:

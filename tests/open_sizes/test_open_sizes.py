@@ -1,6 +1,4 @@
-"""Models with open sizes run at several from one folder.
-
-By default each layout has one of a model's two exports; `--zoo` runs all."""
+"""Models with open sizes run at several from one folder."""
 
 from __future__ import annotations
 
@@ -32,14 +30,6 @@ EMPTY_BATCH = [name for name in DYNAMIC if "dynamo" in name and "unet" not in na
 DECODE = "llama_decode.dynamo.dynamic.onnx"
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function is test_one_folder_runs_at_all_sizes:
-        every = metafunc.config.getoption("zoo")
-        layouts, models = enumerate(LAYOUTS), list(enumerate(DYNAMIC))
-        cases = [(m, how) for i, how in layouts for j, m in models if every or (i + j) % 2 == 0]
-        metafunc.parametrize(("model", "layout"), cases, ids=["-".join(c) for c in cases])
-
-
 def feeds_at(plan: Plan, sizes: Mapping[str, int], seed: int = 0) -> dict[str, np.ndarray]:
     """Random feeds of these sizes."""
     ports = plan.to_json()["inputs"]
@@ -54,6 +44,9 @@ def feeds_at(plan: Plan, sizes: Mapping[str, int], seed: int = 0) -> dict[str, n
     return feeds
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", DYNAMIC)
 def test_one_folder_runs_at_all_sizes(model: str, layout: str, tmp_path: Path) -> None:
     par = tmp_path / "model.par"
     plan = pipeline.shard(MODELS / model, par, options(layout))
@@ -104,6 +97,7 @@ def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path)
             check_outputs([session.states.read(source)], [wanted[result]], [result])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["gpt2.legacy", "llama.dynamo", "falcon.legacy", "t5.dynamo"])
 def test_a_sequence_is_split_at_any_remainder(name: str, ranks: int, tmp_path: Path) -> None:
@@ -136,6 +130,7 @@ def test_sizes_that_contradict_each_other_are_named(tmp_path: Path) -> None:
         session.run(None, feeds)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["hybrid dp=3,tp=2"])
 @pytest.mark.parametrize("model", DYNAMIC)
 def test_batches_below_the_number_of_ranks(model: str, layout: str, tmp_path: Path) -> None:

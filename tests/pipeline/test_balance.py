@@ -38,6 +38,7 @@ QKV = "transformer.h.0.attn.c_attn.weight"
 MLP_IN = "transformer.h.0.mlp.c_fc.weight"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "speeds", "wanted"),
     [
@@ -71,6 +72,7 @@ def test_ranks_agree_with_the_unsplit_model(
         assert parts in found[tensor], found[tensor]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "mesh", "preset", "speeds", "parts"),
     [

@@ -49,6 +49,7 @@ def layout_texts(plan: Plan) -> dict[str, str]:
     return {p.name: p.layout.text(plan.mesh) for p in ports if p.layout is not None}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "speeds", "wanted"),
     [

@@ -57,6 +57,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name,how",
     [

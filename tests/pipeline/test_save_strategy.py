@@ -68,6 +68,7 @@ def check(model: Path, how: Options, folder: Path) -> int:
     return len(strategy.shard) + len(strategy.tensors)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("exporter", "mesh"), [("legacy", "tp=2"), ("dynamo", "dp=2,tp=2")])
 @pytest.mark.parametrize("model", SAVED)
 def test_what_the_search_finds(model: str, exporter: str, mesh: str, tmp_path: Path) -> None:

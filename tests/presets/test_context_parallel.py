@@ -91,6 +91,7 @@ def test_heads_that_ranks_do_not_divide_are_not_exchanged(tmp_path: Path) -> Non
         assert sent(plan).keys() == {"AllGather"} and len(plan.collectives) == 2 * LAYERS
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("by_bytes", [False, True])
 @pytest.mark.parametrize(
     ("model", "layout"),
@@ -118,6 +119,7 @@ def test_axes_of_a_mesh(tmp_path: Path) -> None:
     assert sent(plan)["AllReduce"] == (2 * LAYERS + 1, (2 * LAYERS + 1) * part)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["3", "dp=2,cp=2"])
 @pytest.mark.parametrize("model", ["gpt2.dynamo", "llama.legacy", "bert.dynamo"])
 def test_open_lengths(model: str, layout: str, tmp_path: Path) -> None:
@@ -229,6 +231,7 @@ def test_an_op_that_projects_its_input_of_any_length(
             check_outputs(session.run(None, {"x": x}), run_unsplit(model, {"x": x}), ["y"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "layout", "by_bytes", "large"),
     [

@@ -43,6 +43,7 @@ def ring(layout: str) -> Options:
     return options(f"ring-attention {layout}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("export", ["dynamo", "legacy"])
 @pytest.mark.parametrize(
     ("model", "width"),
@@ -55,6 +56,7 @@ def test_exports(model: str, export: str, width: int, tmp_path: Path) -> None:
     assert moved(plan) == {"CollectivePermute": (LAYERS * 3, LAYERS * 3 * POSITIONS * width * 2)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "3", "5", "dp=2,cp=2", "cp=2,tp=2"])
 @pytest.mark.parametrize(
     "model", ["bert.legacy", "bert.dynamo", "bert_encoder.dynamo", "t5.legacy"]
@@ -67,6 +69,7 @@ def test_other_exports(model: str, layout: str, tmp_path: Path) -> None:
     assert not moved(plan).keys() & {"AllGather", "AllToAll"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["3", "dp=2,cp=2"])
 @pytest.mark.parametrize("model", ["gpt2.dynamo", "llama.legacy", "bert.dynamo"])
 def test_open_lengths(model: str, layout: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", STATIC)
 def test_data_parallel_inference_has_no_collective(model: str, ranks: int) -> None:
@@ -26,6 +27,7 @@ def test_data_parallel_inference_has_no_collective(model: str, ranks: int) -> No
         assert port.layout.text(plan.mesh).startswith("[dp")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", DYNAMIC)
 def test_uneven_batch_has_no_collective(model: str) -> None:
     plan, _ = pipeline.plan(MODELS / model, options("data-parallel 2", dims=dims_of(model, ODD)))

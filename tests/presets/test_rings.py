@@ -162,6 +162,7 @@ MASKS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("length", "layout"), [(12, "2"), (13, "3"), (3, "4"), (12, "dp=2,cp=2")])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask: str, length: int, layout: str, tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_a_mask_at_open_lengths(tmp_path: Path) -> None:
             check_outputs(session.run(None, feeds), run_unsplit(model, feeds), ["y"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "3", "4", "dp=2,cp=2", "cp=2,tp=2"])
 @pytest.mark.parametrize("attrs", ["", CAUSAL, ", is_causal = 1, left_window_size = 3"])
 def test_training(attrs: str, layout: str, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def matrix(models: list[str]) -> list[tuple[str, int]]:
     return [(m, r) for m in models for r in RANKS]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "ranks"),
     matrix(exports("gpt2", "gpt2_fp16", "gpt2_vocab50257", "llama", "llama_decode", "mixtral")),
@@ -116,6 +117,7 @@ def whole_products(model: str, ranks: int) -> list[str]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(STATIC))
 def test_no_product_stays_whole(model: str, ranks: int) -> None:
     whole = whole_products(model, ranks)
@@ -127,11 +129,13 @@ def test_nothing_is_excused_without_need(name: str) -> None:
     assert any(whole_products(model, ranks) for model in exports(name) for ranks in RANKS)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(STATIC))
 def test_each_rank_holds_its_share_of_the_weights(model: str, ranks: int) -> None:
     assert large_share(tensor_parallel(model, ranks)) <= 1 / ranks + 0.05
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", STATIC)
 def test_a_hybrid_shares_the_weights_over_its_tensor_axis(model: str) -> None:
     plan, _ = pipeline.plan(MODELS / model, options("hybrid dp=2,tp=3"))

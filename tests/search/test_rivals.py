@@ -28,6 +28,7 @@ CASES = [
 """The rest is in tests/bench/bench_rivals.py, as it takes minutes."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "machine", "ranks"), CASES)
 def test_nothing_is_faster(name: str, machine: str, ranks: int, tmp_path: Path) -> None:
     """Neither over the mesh that was found nor over its own."""

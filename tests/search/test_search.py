@@ -39,12 +39,14 @@ def searched(mesh: str, topology: Topology | None = CHEAP) -> Options:
     return Options(mesh=Mesh.parse(mesh), search="auto", topology=topology, verify=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("model", STATIC)
 def test_static(model: str, mesh: str, tmp_path: Path) -> None:
     check_agrees(MODELS / model, tmp_path, searched(mesh))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("model", STATIC)
 def test_the_compiler_makes_what_is_predicted(model: str, mesh: str) -> None:

@@ -53,6 +53,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_mlp_in_float64(layout: str, double: dict[str, Path]) -> None:
     """9 hidden units and 5 classes divide by none of 2 to 4 ranks; norms are of all ranks' parts
@@ -60,6 +61,7 @@ def test_an_mlp_in_float64(layout: str, double: dict[str, Path]) -> None:
     check_training(double["sgd"], layout, 50)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw", "lamb", "adagrad"])
 @pytest.mark.parametrize("layout", ["zero1 4", "zero3 dp=2,tp=2"])
 def test_other_optimizers_in_float64(layout: str, optimizer: str, double: dict[str, Path]) -> None:
@@ -117,6 +119,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.onnx" for name in ("gpt2", "llama", "bert")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

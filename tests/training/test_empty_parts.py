@@ -141,6 +141,7 @@ def states(trainer: ThreadTrainer) -> dict[str, Array]:
     return {slot.input: trainer.session.states.read(slot.input) for slot in trainer.spec.slots}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name: str, tmp_path: Path) -> None:
     """Losses, metrics, evaluations and all states, in each of three steps."""

@@ -22,6 +22,7 @@ def parts(par: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
     [

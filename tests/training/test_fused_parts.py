@@ -56,6 +56,7 @@ def trained(step: Path, layout: str, fusion: str) -> dict[str, np.ndarray]:
         return {slot.input: trainer.session.states.read(slot.input) for slot in slots}
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize(
     "layout", ["zero1 2", "zero1 4", "zero2 4", "zero3 4", "zero1 dp=2,tp=2", "zero3 dp=2,tp=2"]

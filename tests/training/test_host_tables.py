@@ -67,6 +67,7 @@ def step_of(folder: Path, optimizer: str = "adam", batch: int = 5, **how: Any) -
     return write_step(text, folder, "mse", optimizer, lazy=["w"], **how)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(layout: str, optimizer: str, tmp_path: Path) -> None:
@@ -215,6 +216,7 @@ def test_states_are_read_written_fed_and_fetched_whole(
     assert session.states.on_host == ["w", "w.exp_avg", "w.exp_avg_sq"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_resume_in_any_layout(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without files, over other ranks; blocks are smaller than tables."""

@@ -83,6 +83,7 @@ def rows(draw: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return draw.integers(0, 7, shape) - 40 * draw.integers(0, 2, shape)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "how", [{}, {"clip_norm": 0.1}, {"precision": "float16", "loss_scale": "8"}]
 )

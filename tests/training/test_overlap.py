@@ -98,6 +98,7 @@ def trained(step: Path, layout: str, overlap: str, fusion: str) -> tuple[dict[st
         return states(trainer), ops_of(par)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("fusion", ["none", "cost", "size"])
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_one_node_prepares_several_gathers(layout: str, tmp_path: Path) -> None:
     same(with_, without)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 2", "hybrid dp=2,tp=2"])
 def test_a_transformer_trains_as_on_one_rank(layout: str, transformer: Path) -> None:
@@ -157,6 +159,7 @@ def fillings(monkeypatch: pytest.MonkeyPatch) -> list[Filling]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize(
     "layout, ranks_per_host",

@@ -189,6 +189,7 @@ def test_ranks_sample_what_one_samples(
     check_training(write(tmp_path, model(), **how), layout, 4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "groups", "lazy"),
     [

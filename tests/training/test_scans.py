@@ -29,6 +29,7 @@ def model(op: str, attributes: dict[str, int]) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[opset], ir_version=10)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("attributes", [{}, {"reverse": 1}, {"exclusive": 1, "reverse": 1}])
 @pytest.mark.parametrize("op", ["CumSum", "CumProd"])

@@ -116,6 +116,7 @@ class Loop:
             self.check(wanted[:, :, held], have[:, :, held], name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("decoder", DECODERS, ids=str)
 def test_a_decoder_keeps_its_caches_on_the_ranks(
@@ -389,6 +390,7 @@ def test_a_state_that_lacks_its_pair_is_named(tmp_path: Path) -> None:
     assert "past_key_values.5.key  present.5.key" in text
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("decoder", DECODERS, ids=str)
 def test_check_makes_feeds_that_the_model_takes(decoder: Decoder, tmp_path: Path) -> None:
     file = tmp_path / "decoder.onnx"

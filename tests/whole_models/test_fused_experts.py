@@ -120,6 +120,7 @@ def check(
     return plan
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "tensor-parallel 2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_agree_with_the_unsplit_model(name: str, layout: str, tmp_path: Path) -> None:

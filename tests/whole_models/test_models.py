@@ -26,6 +26,7 @@ LAYOUTS = [
 and 1 of it, and one of 5 ranks holds nothing."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", STATIC)
 def test_static(model: str, layout: str, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import linprog
 
 from onnxpar.base.arrays import Array
 from onnxpar.search.patience import Patience
@@ -243,6 +242,8 @@ class _Mixture:
 def _mixture(first: Array, second: Array, most: float) -> _Mixture:
     """The weighted mean of columns for which the largest row of `first` is least, while every row
     of `second` is at most `most`."""
+    from scipy.optimize import linprog  # takes half a second to import
+
     count = first.shape[1]
     scale = float(first.max()) or 1.0
     above = np.concatenate((first / scale, second / most))

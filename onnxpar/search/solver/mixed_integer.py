@@ -8,9 +8,9 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from onnxpar.base.arrays import Array
@@ -91,6 +91,8 @@ class _Program:
     def solve(self, steps: Iterable[int], seconds: float) -> list[int] | None:
         """The best assignment that keeps the limit at these steps; None if none was found in time.
         Errors: TooMuch if there is none."""
+        from scipy.optimize import Bounds, milp  # takes half a second to import
+
         largest = np.zeros(self.count + 1)
         largest[-1] = 1
         whole = np.zeros(self.count + 1)
@@ -157,13 +159,13 @@ class _Program:
             ]
             yield _Row.of(terms, -np.inf, UNIT)
 
-    def _stacked(self, rows: Sequence[_Row]) -> LinearConstraint:
+    def _stacked(self, rows: Sequence[_Row]) -> tuple[Any, list[float], list[float]]:
         shape = (len(rows), self.count + 1)
         numbers = np.repeat(np.arange(len(rows)), [len(row.columns) for row in rows])
         columns = np.concatenate([row.columns for row in rows])
         weights = np.concatenate([row.weights for row in rows])
         matrix = csr_array((weights, (numbers, columns)), shape=shape)
-        return LinearConstraint(matrix, [row.least for row in rows], [row.most for row in rows])
+        return matrix, [row.least for row in rows], [row.most for row in rows]
 
 
 @dataclass(frozen=True)
