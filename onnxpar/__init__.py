@@ -36,6 +36,7 @@ pipeline      order and execution of passes, dumps, options
 report        tables and pages for people
 trainer       training runs: the loop, data, checkpoints
 checking      comparison of sharded results with those of the unsplit model
+llm           language models: text in, text out
 api           the Python functions
 hvd           Horovod's API
 cli           the command line

@@ -21,6 +21,7 @@ import onnxpar.training
 from onnxpar.cli.command_line import main
 from onnxpar.cli.parser import parser
 from onnxpar.errors import InputError, ModelError, StrategyError
+from onnxpar.llm.sampling import Sampling
 from onnxpar.pipeline.plan_options import Kind, option_names, options_of
 from onnxpar.training.optimizers import OPTIMIZERS
 
@@ -41,6 +42,10 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     ),
     "annotate": ([onnxpar.annotate], set()),
     "run": ([onnxpar.InferenceSession], {"par", "inputs", "outputs", "repeat"}),
+    "generate": (
+        [onnxpar.InferenceSession, Sampling],
+        {"par", "prompt", "file", "chat", "system", "max_new_tokens", "stop", "sample"},
+    ),
     "check": ([onnxpar.check], set()),
     "inspect": ([onnxpar.inspect], set()),
     "grad": ([onnxpar.training.grad], set()),

@@ -7,19 +7,24 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from onnxpar.base.interrupts import STATUSES, Terminated
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
+from onnxpar.cli.generate_command import add_generate
 from onnxpar.cli.run_command import add_run
 from onnxpar.errors import OnnxparError
 from onnxpar.files.write_file import cause
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.runtime.redirect import report_for_all_ranks
+
+QUICK: Mapping[str, Callable[[Any], None]] = {"run": add_run, "generate": add_generate}
+"""The commands that run a sharded model, and so need no compiler, with what adds their arguments to
+a parser."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,11 +73,12 @@ def _status_of(argv: Sequence[str] | None) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments. For a correct `run`, does not import what other commands need."""
-    if argv[:1] == ["run"]:
+    """Parses the arguments. For a correct command in QUICK, does not import what others need."""
+    add = QUICK.get(argv[0]) if argv else None
+    if add is not None:
         with suppress(_Wrong):
             quick = _QuickParser(prog="onnxpar")
-            add_run(quick.add_subparsers())
+            add(quick.add_subparsers())
             return quick.parse_args(argv)
     from onnxpar.cli.parser import parser
 

@@ -14,8 +14,9 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, with two differences: an error is one line on standard error, with exit
-    status 2, and a group of commands prints its help if no command is given."""
+    """argparse's parser, with three differences: an error is one line on standard error, with exit
+    status 2; a group of commands prints its help if no command is given; and a positional argument
+    that may be left out may follow flags."""
 
     commands: Any = None
     siblings: Mapping[str, argparse.ArgumentParser] = {}
@@ -45,6 +46,10 @@ class CommandParser(argparse.ArgumentParser):
             self.exit(0)
         self._check_names(args)
         found, rest = super().parse_known_args(args, namespace)
+        late = [a for a in self._actions if a.nargs == "?" and not a.option_strings]
+        for action in late:  # argparse takes these only before the first flag
+            if rest and not _FLAG.match(rest[0]) and getattr(found, action.dest) is None:
+                action(self, found, self._get_values(action, [rest.pop(0)]))
         if rest:
             self.error(f"unexpected argument {rest[0]!r}; leave it out")
         return found, rest

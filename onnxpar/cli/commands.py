@@ -60,7 +60,7 @@ def _with_times(command: Command) -> Command:
 @_with_times
 def shard(args: argparse.Namespace) -> int:
     """Runs `shard`: writes a model.par."""
-    output = output_of(args.model) if args.output is None else args.output
+    output = output_of(args.given_model) if args.output is None else args.output
     options = _options(args)
     saver = saver_of(args.save_strategy, options)
     shown, watch = watched(options, saver, args.dump)

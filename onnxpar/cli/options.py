@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from onnxpar.errors import OnnxparError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.compression import THRESHOLD
+from onnxpar.model.model_folder import model_at
 from onnxpar.passes.fuse_all_reduces import FUSIONS
 from onnxpar.passes.overlap_collectives import OVERLAPS
 from onnxpar.presets.presets import PRESETS
@@ -15,10 +17,26 @@ from onnxpar.search.objective import LATENCY, OBJECTIVES
 from onnxpar.search.search import SEARCHES
 
 
+class GivenModel(argparse.Action):
+    """Stores the path that the user gives as `given_model`, and that of the ONNX file as `model`.
+    Errors: ModelError for a folder without a model that is meant."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values is not None:
+            namespace.given_model, namespace.model = Path(values), model_at(Path(values))
+
+
 def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Adds the model, and the options that decide its layouts."""
-    what = "an ONNX model, or a file that --dump wrote" if nargs else "an ONNX model"
-    to.add_argument("model", metavar="model.onnx", type=Path, nargs=nargs, help=what)
+    what = "an ONNX model, or a folder of a language model (of GenAI, Optimum or transformers.js)"
+    what += "; or a file that --dump wrote" if nargs else ""
+    to.add_argument("model", metavar="model.onnx", action=GivenModel, nargs=nargs, help=what)
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
     to.add_argument(
         "--mesh", type=mesh, metavar="dp=2,tp=4", help="names and sizes of the mesh axes"

@@ -11,6 +11,7 @@ from onnxpar.calibration.measure import MOST_RANKS
 from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
+from onnxpar.cli.generate_command import add_generate
 from onnxpar.cli.options import (
     add_dump,
     add_lowering,
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     _plan(to)
     _annotate(to)
     run_command.add_run(to)
+    add_generate(to)
     _check(to)
     _inspect(to)
     _grad(to)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
-from pathlib import Path
 
-from onnxpar.cli.options import add_dims, mesh
+from onnxpar.cli.options import GivenModel, add_dims, mesh
 from onnxpar.cli.rank_options import add_cores, add_launcher_help, add_profile, add_runtime
 from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
@@ -19,7 +18,7 @@ from onnxpar.training.precision import PRECISIONS
 
 def add_grad(to: argparse.ArgumentParser) -> None:
     """Adds the arguments of `grad`."""
-    to.add_argument("model", metavar="model.onnx", type=Path, help="an ONNX model")
+    to.add_argument("model", metavar="model.onnx", action=GivenModel, help="an ONNX model")
     to.add_argument(
         "-o",
         "--output",

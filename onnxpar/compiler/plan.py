@@ -16,13 +16,17 @@ from onnxpar.files.digests import digests_of, sealed
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
+from onnxpar.model.model_folder import CARRIED
 from onnxpar.open_sizes.cache_sizes import CacheSizes
 from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.bundle import FORMAT
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.planned_collectives import Collective
 
-_OWN_FILE = re.compile(r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)")
+_OWN_FILE = re.compile(
+    r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)|"
+    + "|".join(map(re.escape, CARRIED))
+)
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:

@@ -14,19 +14,21 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.ir.stored import stored_tensors
+from onnxpar.model.model_folder import model_at
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
-"""A model file, its bytes, or a ModelProto."""
+"""A model file, a folder of a language model, the bytes of a model, or a ModelProto."""
 
 
 @contextmanager
 def model_file(model: Source) -> Iterator[Path]:
     """A file of the model: its own, or a temporary one that is named after the graph.
 
-    Errors: ModelError if bytes are not a model, or if a model in memory has external data.
+    Errors: ModelError if it is unclear which model of a folder is meant, if bytes are not a model,
+    or if a model in memory has external data.
     """
     if isinstance(model, (str, os.PathLike)):
-        yield Path(model)
+        yield model_at(Path(model))
         return
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from onnxpar.ir.tensors import Whole
 from onnxpar.load.load import Model, unseen
 from onnxpar.manual.manual import MANUAL
 from onnxpar.model.interchange import metadata_of
+from onnxpar.model.model_folder import carried_files
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.pipeline.balance import fitting_shares
@@ -286,5 +288,7 @@ def shard(
         with timed(SplitRanks.name):
             SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
         with timed(WRITE):
+            for file in carried_files(Path(path)):
+                shutil.copyfile(file, folder / file.name)
             write_plan(folder, made.to_json())
     return made

@@ -143,6 +143,7 @@ def cache_layouts(plan: Plan, decoder: Decoder, part: str = "") -> set[str]:
     return {layout.text(plan.mesh) for layout in each if layout is not None}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=5", "cp=2,tp=2"])
 @pytest.mark.parametrize("decoder", FIXED, ids=str)
 def test_a_cache_of_fixed_length_is_split_by_positions(
@@ -178,6 +179,7 @@ INSIDE = [
 """Decoders whose op has a cache of fixed length inside."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["context-parallel cp=2", "ring-attention cp=5", "cp=2,tp=2"])
 @pytest.mark.parametrize("decoder", INSIDE, ids=str)
 def test_a_cache_inside_an_op_is_split_by_positions(

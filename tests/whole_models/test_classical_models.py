@@ -45,6 +45,7 @@ def flat(names: list[str], results: list[Any]) -> dict[str, Any]:
     return {key: array for name, value in pairs for key, array in arrays_in(name, value).items()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", SPLITS)
 @pytest.mark.parametrize("name", NAMES)
 def test_predictions(name: str, mesh: str, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def test_static(model: str, layout: str, tmp_path: Path) -> None:
     check_agrees(MODELS / model, tmp_path, options(layout))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "batch"),
     [("tensor-parallel 3", 5), ("hybrid dp=2,tp=2", 5), ("hybrid dp=3,tp=2", 2)],

@@ -54,6 +54,7 @@ def feeds_of(par: Path, least: int) -> dict[str, Array]:
     return make_feeds(specs, {n: tuple(r) for n, r in bundle.data["ranges"].items()}, least)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", EVERY)
 def test_committed(model: str, tmp_path: Path) -> None:
     path, par = MODELS / model, tmp_path / "m.par"

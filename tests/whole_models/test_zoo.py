@@ -1,7 +1,7 @@
 """Every committed dynamic model, by the search and by every preset that applies, over 1 to 8 ranks,
 at batches of 1, 2 and 5, with sizes that are open or bound, computes what the whole one does.
 
-By default a slice runs, one layout of each model; `--zoo` runs all of it (two hours on 2 cores).
+By default, some models run, each in one layout; `--zoo` runs all of it (two hours on 2 cores).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("model", "layout", "sizes"), cases, ids=["-".join(c) for c in cases])
 
 
+@pytest.mark.matrix
 def test_agrees(model: str, layout: str, sizes: str, tmp_path: Path) -> None:
     path = MODELS / model
     if sizes == "open":

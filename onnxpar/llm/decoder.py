@@ -1,0 +1,103 @@
+"""Runs a sharded decoder on a batch of texts, whose caches stay on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.llm.language_model import LanguageModel
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session import Session
+
+
+class Decoder:
+    """A batch of texts of any lengths. Shorter prompts are filled up to the length of the longest
+    one; masks and positions leave the filling out."""
+
+    def __init__(self, session: Session, bundle: Bundle, model: LanguageModel) -> None:
+        self._session = session
+        self._model = model
+        self._ports = bundle.inputs
+        self._mask = np.zeros((0, 0), np.int64)
+        self._lengths = np.zeros(0, np.int64)
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Array:
+        """Reads prompts of at least one token each, in place of all texts before; returns the
+        logits of the token after each, (batch, vocabulary). Errors: InputError for prompts of
+        different lengths, if the model cannot tell these apart."""
+        self._session.states.reset()
+        self._lengths = np.array([len(p) for p in prompts])
+        longest = int(self._lengths.max())
+        is_single = self._model.is_single
+        if (is_single or self._model.mask is None) and longest > self._lengths.min():
+            lack = "reads one token at a time" if is_single else "has no attention mask"
+            raise InputError(f"the model {lack}: give prompts of equally many tokens")
+        caches = self._empty(len(prompts))
+        if is_single:
+            self._lengths = np.zeros_like(self._lengths)
+            self._mask = np.zeros((len(prompts), 0), np.int64)
+            for column in zip(*prompts, strict=True):
+                logits = self._append(column, caches)
+                caches = {}
+            return logits
+        at = np.arange(longest)
+        if self._model.pads_right:
+            first, is_token = np.zeros_like(self._lengths), at < self._lengths[:, None]
+        else:
+            first = longest - self._lengths
+            is_token = at >= first[:, None]
+        tokens = np.zeros((len(prompts), longest), np.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, first[row] : first[row] + len(prompt)] = prompt
+        self._mask = is_token.astype(np.int64)
+        positions = np.maximum(at - first[:, None], 0)
+        logits = self._run(tokens, positions, caches)
+        last: Array = first + self._lengths - 1
+        return logits[np.arange(len(prompts)), last]
+
+    def step(self, tokens: Sequence[int]) -> Array:
+        """Appends one token to each text; returns the logits of the next, (batch, vocabulary)."""
+        return self._append(tokens, {})
+
+    def _append(self, tokens: Sequence[int], caches: dict[str, Array]) -> Array:
+        """Appends one token to each text, with these caches or those that the ranks keep."""
+        new = np.array(tokens, np.int64)[:, None]
+        self._mask = self._longer_mask()
+        positions = self._lengths[:, None].copy()
+        self._lengths = self._lengths + 1
+        return self._run(new, positions, caches)[:, -1]
+
+    def _longer_mask(self) -> Array:
+        """The mask with one more token for each text: behind all columns or, where only its sum
+        counts and fillings are overwritten, behind the text's own tokens."""
+        mask = np.pad(self._mask, ((0, 0), (0, 1)))
+        if self._model.pads_right:
+            mask[np.arange(len(mask)), self._lengths] = 1
+        else:
+            mask[:, -1] = 1
+        return mask
+
+    def _empty(self, batch: int) -> dict[str, Array]:
+        """Caches without any token."""
+        found = {}
+        for name in self._model.caches:
+            port = self._ports[name]
+            sizes = [s if isinstance(s, int) else 0 for s in port.shape or ()]
+            sizes[0] = batch
+            found[name] = np.zeros(sizes, port.dtype)
+        return found
+
+    def _run(self, tokens: Array, positions: Array, caches: dict[str, Array]) -> Array:
+        """Runs the ranks once; returns the logits of all new tokens."""
+        model = self._model
+        feeds = {model.tokens: tokens, **caches}
+        if model.mask is not None:
+            feeds[model.mask] = self._mask
+        if model.positions is not None:
+            feeds[model.positions] = positions
+        feeds = {n: a.astype(self._ports[n].dtype, copy=False) for n, a in feeds.items()}
+        (logits,) = self._session.run([model.logits], feeds, keep_states=True)
+        return np.asarray(logits)

@@ -1,0 +1,266 @@
+"""Generates text with a sharded language model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from types import TracebackType
+from typing import Any, cast
+
+from onnxpar.errors import InputError
+from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.sampling import Sampling
+from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session import InferenceSession
+
+Prompt = str | Sequence[int] | Messages
+"""A text, its tokens, or a chat: objects with `role` and `content`."""
+MOST_NEW_TOKENS = 256
+"""Tokens of an answer where neither max_new_tokens nor max_length is given."""
+_SAMPLING = frozenset(f.name for f in fields(Sampling))
+
+
+@dataclass
+class Completion:
+    """What was generated for a prompt.
+
+    tokens    the new tokens, with the one that ended the text
+    text      their text without special tokens; empty if the model has no tokenizer
+    logprobs  the natural logarithm of each token's probability by the model
+    reason    why it ended: "stop" (a token that ends texts, or a stop string) or "length"
+    prompt    the number of tokens of the prompt
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    reason: str = ""
+    prompt: int = 0
+
+
+class Generator:
+    """A sharded language model on its ranks. The arguments of `generate` are those of Hugging Face
+    Transformers.
+
+    par      a folder that `onnxpar shard` made of a language model's folder
+    options  those of `InferenceSession`
+
+    Errors: ModelError for a model that is no decoder with a cache; RankError if a rank does not
+    start.
+    """
+
+    def __init__(self, par: str | os.PathLike[str], **options: Any) -> None:
+        bundle = Bundle.load(par)
+        self.model = LanguageModel.of(bundle)
+        logits = bundle.outputs[self.model.logits].shape or ()
+        self._vocabulary = logits[-1] if isinstance(logits[-1], int) else 1 << 31
+        self._folder = bundle.path
+        self._session = InferenceSession(par, **options)
+        self._decoder = Decoder(self._session, bundle, self.model)
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._session.close()
+
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model. Errors: ModelError if it has none."""
+        return Tokenizer(self._folder)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Completion]:
+        """Returns a completion for each prompt, in order; `num_return_sequences` for each of them,
+        where that is given.
+
+        max_new_tokens  most tokens to generate for a prompt; or `max_length`, prompt included
+        stop_strings    texts that end an answer, which then has the text before them
+        eos_token_id    ids of tokens that end a text; default: those of the model
+        others          see `Sampling`
+
+        Errors: InputError for a prompt without tokens, one that leaves no room in the model's
+        context, or options that are wrong.
+        """
+        given = self._batch(prompts, options.pop("num_return_sequences", 1))
+        run = self._running(given, options)
+        for _ in run.steps():
+            pass
+        return run.completions
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+        """Yields the text of an answer piece by piece, as its tokens come. Options and errors as
+        for `generate`."""
+        for piece, _ in self.follow(prompt, **options):
+            if piece:
+                yield piece
+
+    def follow(self, prompt: Prompt, **options: Any) -> Iterator[tuple[str, Completion]]:
+        """Yields, for each token of an answer, the text that it completes, which may be empty, and
+        the answer up to it. Options and errors as for `generate`."""
+        run = self._running([prompt], options)
+        for pieces in run.steps():
+            yield pieces[0], run.completions[0]
+
+    def _batch(self, prompts: Prompt | Sequence[Prompt], copies: int) -> list[Prompt]:
+        """The prompts of a batch. A text, a list of numbers and a list of messages are one."""
+        if copies < 1:
+            raise InputError(f"num_return_sequences is {copies}; it must be at least 1")
+        is_one = isinstance(prompts, str) or (
+            len(prompts) > 0 and isinstance(prompts[0], (int, Mapping))
+        )
+        each: list[Any] = [prompts] if is_one else list(prompts)
+        return [prompt for prompt in each for _ in range(copies)]
+
+    def _running(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> _Run:
+        tokens = [self._tokens(prompt) for prompt in prompts]
+        return _Run(self, self._decoder, tokens, self._limits(tokens, dict(options)))
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. Errors: InputError."""
+        if isinstance(prompt, str):
+            found = self.tokenizer.encode(prompt)
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            found = self.tokenizer.chat(cast(Messages, prompt))
+        else:
+            found = [int(token) for token in cast(Sequence[int], prompt)]
+        if not found and self.model.begin is not None:
+            found = [self.model.begin]
+        if not found:
+            raise InputError("a prompt has no tokens; give a text, token ids or a chat")
+        for token in found:
+            if not 0 <= token < self._vocabulary:
+                raise InputError(
+                    f"a prompt has token {token}; ids are from 0 to {self._vocabulary - 1}"
+                )
+        return found
+
+    def _limits(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> _Limits:
+        """The options of a run. Errors: InputError."""
+        sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
+        sampling.check(self._vocabulary)
+        most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
+        ends = options.pop("eos_token_id", self.model.ends)
+        stops = options.pop("stop_strings", None) or ()
+        if options:
+            raise InputError(
+                f"generate has no option {next(iter(options))!r}; it has max_new_tokens, "
+                "max_length, stop_strings, eos_token_id, num_return_sequences, "
+                + ", ".join(sorted(_SAMPLING))
+            )
+        if most_new is None and most is None:
+            most_new = MOST_NEW_TOKENS
+        rooms = []
+        for prompt in prompts:
+            room = most_new if most_new is not None else most - len(prompt)
+            if room < 1:
+                raise InputError(
+                    f"a prompt has {len(prompt)} tokens, and at most {max(room, 0)} new ones may "
+                    "follow; give a larger max_new_tokens or max_length"
+                )
+            context = self.model.context
+            if context is not None and len(prompt) >= context:
+                raise InputError(
+                    f"a prompt has {len(prompt)} tokens, and the model's context {context}; "
+                    "give a shorter one"
+                )
+            rooms.append(room if context is None else min(room, context - len(prompt)))
+        return _Limits(
+            sampling,
+            rooms,
+            self.model.ends
+            if ends is None
+            else frozenset([ends] if isinstance(ends, int) else ends),
+            (stops,) if isinstance(stops, str) else tuple(stops),
+        )
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How tokens are chosen and when each text ends."""
+
+    sampling: Sampling
+    rooms: Sequence[int]
+    ends: frozenset[int]
+    stops: tuple[str, ...]
+
+
+class _Run:
+    """Texts that are generated together."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        limits: _Limits,
+    ) -> None:
+        self._decoder, self._prompts, self._limits = decoder, prompts, limits
+        self.completions = [Completion(prompt=len(prompt)) for prompt in prompts]
+        has_text = bool(limits.stops) or (generator._folder / "tokenizer.json").exists()
+        self._streams = [Stream(generator.tokenizer) for _ in prompts] if has_text else []
+        self._waiting = [""] * len(prompts)
+
+    def steps(self) -> Iterator[list[str]]:
+        """Generates a token of each text that has not ended, until all have; yields the new text of
+        each."""
+        if not self._prompts:
+            return
+        logits = self._decoder.start(self._prompts)
+        while True:
+            last = []
+            pieces = [""] * len(self._prompts)
+            for row, completion in enumerate(self.completions):
+                if not completion.reason:
+                    seen = [*self._prompts[row], *completion.tokens]
+                    token, logprob = self._limits.sampling.choose(
+                        logits[row], seen, row, len(completion.tokens)
+                    )
+                    completion.tokens.append(token)
+                    completion.logprobs.append(logprob)
+                    pieces[row] = self._text(row, token)
+                last.append(completion.tokens[-1])
+            yield pieces
+            if all(completion.reason for completion in self.completions):
+                return
+            logits = self._decoder.step(last)
+
+    def _text(self, row: int, token: int) -> str:
+        """The new text of a row after a token; sets the reason if it ends the text."""
+        completion, limits = self.completions[row], self._limits
+        if token in limits.ends:
+            completion.reason = "stop"
+        elif len(completion.tokens) == limits.rooms[row]:
+            completion.reason = "length"
+        if not self._streams:
+            return ""
+        new = "" if token in limits.ends else self._streams[row].add(token)
+        if completion.reason:
+            new += self._streams[row].end()
+        text = self._waiting[row] + new
+        cut = min((at for stop in limits.stops if (at := text.find(stop)) >= 0), default=None)
+        if cut is not None:
+            completion.reason, text, keep = "stop", text[:cut], 0
+        else:
+            keep = 0 if completion.reason else _begun(text, limits.stops)
+        piece, self._waiting[row] = text[: len(text) - keep], text[len(text) - keep :]
+        completion.text += piece
+        return piece
+
+
+def _begun(text: str, stops: Sequence[str]) -> int:
+    """The length of the longest end of a text that is the beginning of a stop string."""
+    lengths = (n for stop in stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
+    return max(lengths, default=0)

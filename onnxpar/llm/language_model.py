@@ -1,0 +1,134 @@
+"""The roles of a sharded language model's inputs and outputs, and its special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from onnxpar.errors import ModelError
+from onnxpar.model.model_folder import CONFIG, GENAI, genai_config, read_config
+from onnxpar.runtime.bundle import Bundle, Port
+
+_GROUPED = "GroupQueryAttention"
+"""The op of com.microsoft that reads the length of each row of a batch, and no mask."""
+_RING = "sliding_window_cache"
+"""Its attribute that is 1 if a cache is a ring buffer."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A decoder with a cache: tokens and the cache go in, logits and a longer cache come out.
+
+    tokens     the input of token ids, (batch, length)
+    mask       the input of the attention mask, (batch, past and new tokens); None if there is none
+    positions  the input of position ids, (batch, length); None if there is none
+    logits     the output of logits, (batch, length, vocabulary)
+    caches     the inputs that are the cache
+    ends       ids of the tokens that end a text
+    begin      id of the token that begins a text; None if unknown
+    context    the most tokens of a text, prompt included; None if unknown
+    is_single  True if a run reads one token of each text
+    pads_right  True if shorter rows of a batch are filled up behind their tokens, else before them
+    """
+
+    tokens: str
+    mask: str | None
+    positions: str | None
+    logits: str
+    caches: tuple[str, ...]
+    ends: frozenset[int]
+    begin: int | None
+    context: int | None
+    is_single: bool
+    pads_right: bool
+
+    @staticmethod
+    def of(bundle: Bundle) -> LanguageModel:
+        """Reads the ports and the configuration of a sharded model. Errors: ModelError if it is no
+        decoder with a cache."""
+        settings = _settings(bundle.path)
+        roles: dict[str, str] = {}
+        for port in bundle.inputs.values():
+            if port.name not in bundle.states:
+                roles[_role(port, bundle.path)] = port.name
+        logits = [o for o in bundle.outputs.values() if _is_logits(o, bundle)]
+        if "tokens" not in roles or not bundle.states or len(logits) != 1:
+            raise ModelError(
+                f"{bundle.path} is no decoder with a cache: it needs an input of token ids, an "
+                "output of logits [batch, length, vocabulary], and inputs that are the cache. It "
+                f"has {', '.join([*bundle.inputs, *bundle.outputs])}"
+            )
+        tokens = bundle.inputs[roles["tokens"]]
+        length = (tokens.shape or (None, None))[1]
+        if isinstance(length, int) and length != 1:
+            raise ModelError(
+                f"{bundle.path}: each run reads {length} tokens, because the model has a fixed "
+                f"length of {tokens.name!r}; export it with an open one"
+            )
+        return LanguageModel(
+            tokens.name,
+            roles.get("mask"),
+            roles.get("positions"),
+            logits[0].name,
+            tuple(bundle.states),
+            frozenset(_ids(settings.get("eos_token_id"))),
+            next(iter(_ids(settings.get("bos_token_id"))), None),
+            settings.get("context_length", settings.get("max_position_embeddings")),
+            length == 1,
+            _has_grouped_attention(bundle),
+        )
+
+
+def _role(port: Port, path: Path) -> str:
+    """The role of an input that is no cache. Errors: ModelError if it has none."""
+    is_row = port.shape is not None and len(port.shape) == 2 and port.dtype.kind == "i"
+    for role, part in (("positions", "position"), ("mask", "mask"), ("tokens", "ids")):
+        if is_row and part in port.name:
+            return role
+    raise ModelError(
+        f"{path}: a language model's decoder has token ids, an attention mask, position ids and a "
+        f"cache as inputs, but {port.name!r} ({port.expects()}) is none of these; export a decoder "
+        "alone, with a cache"
+    )
+
+
+def _is_logits(port: Port, bundle: Bundle) -> bool:
+    is_state = port.name in bundle.states.values()
+    return not is_state and len(port.shape or ()) == 3 and port.dtype.kind not in "iub"
+
+
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """The configuration in a folder: special tokens and the length of the context."""
+    if (folder / GENAI).exists():
+        return genai_config(folder)
+    files = [folder / CONFIG, folder / "generation_config.json"]
+    found: dict[str, Any] = {}
+    for file in files:
+        if file.exists():
+            own = read_config(file)
+            found |= {k: v for k, v in own.get("text_config", own).items() if v is not None}
+    return found
+
+
+def _ids(value: object) -> Iterable[int]:
+    """Token ids, of which a configuration has one, several or none."""
+    each = value if isinstance(value, list) else [value]
+    return [v for v in each if isinstance(v, int)]
+
+
+def _has_grouped_attention(bundle: Bundle) -> bool:
+    """True if the decoder has attention that reads the lengths of rows. Errors: ModelError if that
+    attention overwrites the oldest tokens of its caches."""
+    graph = onnx.load(str(bundle.rank_file(0)), load_external_data=False).graph
+    grouped = [node for node in graph.node if node.op_type == _GROUPED]
+    for node in grouped:
+        if any(a.name == _RING and a.i for a in node.attribute):
+            raise ModelError(
+                f"{bundle.path}: {_GROUPED} {node.name!r} overwrites the oldest tokens of its "
+                f"cache ({_RING}); text can be generated with caches that grow, and no others"
+            )
+    return bool(grouped)

@@ -1,0 +1,106 @@
+"""Folders that hold a language model: the ONNX file of its decoder, and files beside it, such as
+the tokenizer.
+
+Written by onnxruntime-genai's builder (genai_config.json), by Hugging Face Optimum, or for
+transformers.js (config.json, and the model often in a folder `onnx`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxpar.errors import ModelError
+
+GENAI = "genai_config.json"
+CONFIG = "config.json"
+CARRIED = (
+    GENAI,
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""The files beside a model that a sharded model has, too."""
+_DECODERS = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx")
+"""Names of a decoder with a cache, the likeliest first."""
+_SINGLE = re.compile(r"encoder|embed|vision|speech|vocoder")
+
+
+def model_at(path: Path) -> Path:
+    """Returns the ONNX file of a folder; any other path, and that of a sharded model, as it is.
+    Errors: ModelError."""
+    is_folder = path.is_dir() and not (path / "plan.json").exists()
+    return decoder_in(path) if is_folder else path
+
+
+def decoder_in(folder: Path) -> Path:
+    """Returns the ONNX file of a folder: the decoder that genai_config.json names, or that has one
+    of the usual names, or else the only file. Errors: ModelError."""
+    if (folder / GENAI).exists():
+        return _named_by_genai(folder)
+    places = [place for place in (folder, folder / "onnx") if place.is_dir()]
+    for place in places:
+        for name in _DECODERS:
+            if (place / name).is_file():
+                return place / name
+    files = [file for place in places for file in sorted(place.glob("*.onnx"))]
+    decoders = [file for file in files if not _SINGLE.search(file.name)]
+    if len(decoders) == 1:
+        return decoders[0]
+    if not files:
+        raise ModelError(f"{folder} is a folder without an .onnx file; give an .onnx file")
+    raise ModelError(
+        f"{folder} is a folder, and none of its {len(files)} .onnx files is called "
+        f"{', '.join(_DECODERS[:-1])} or {_DECODERS[-1]}; give an .onnx file, such as "
+        f"{(decoders or files)[0]}"
+    )
+
+
+def _named_by_genai(folder: Path) -> Path:
+    """The decoder's file by genai_config.json."""
+    decoder = genai_config(folder).get("decoder")
+    name = decoder.get("filename") if isinstance(decoder, dict) else None
+    if not isinstance(name, str):
+        raise ModelError(
+            f"{folder / GENAI} names no file of a decoder (model.decoder.filename); give the .onnx "
+            "file"
+        )
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ModelError(f"{folder / GENAI}: model.decoder.filename {name!r} is not in the folder")
+    if not (folder / name).is_file():
+        raise ModelError(f"{folder / GENAI} names the file {name!r}, which is not in the folder")
+    return folder / name
+
+
+def genai_config(folder: Path) -> Mapping[str, Any]:
+    """Returns what genai_config.json says about the model. Errors: ModelError."""
+    found = read_config(folder / GENAI).get("model")
+    if not isinstance(found, dict):
+        raise ModelError(f'{folder / GENAI} has no object "model"; write it anew with the builder')
+    return found
+
+
+def read_config(file: Path) -> Mapping[str, Any]:
+    """Returns the object in a JSON file. Errors: ModelError."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} does not hold a JSON object; copy it again")
+    return found
+
+
+def carried_files(model: Path) -> list[Path]:
+    """Returns the files beside a language model that its sharded model has, too; none if there is
+    neither genai_config.json nor tokenizer.json, so that the folder may hold anything."""
+    folder = model.parent.parent if model.parent.name == "onnx" else model.parent
+    if not any((folder / name).is_file() for name in (GENAI, "tokenizer.json")):
+        return []
+    return [folder / name for name in CARRIED if (folder / name).is_file()]

@@ -1,0 +1,201 @@
+"""Sharded language models generate what onnxruntime-genai generates of the same folder.
+
+models/llm/*/expected.json has its tokens, greedily chosen (models/language_models.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from committed import MODELS
+
+import onnxpar
+from onnxpar.errors import InputError, ModelError
+from onnxpar.llm.generator import Generator
+
+FOLDERS = sorted(path.name for path in (MODELS / "llm").iterdir())
+TIMEOUT = 30.0
+LAYOUTS = ("1", "2", "3", "4", "tp 2", "tp 3", "tp 4")
+"""Numbers of ranks: by the search, or by the preset tensor-parallel."""
+NEW = 128
+
+
+def expected(name: str) -> Mapping[str, list[int]]:
+    """The tokens of onnxruntime-genai, by prompt; with the one that ends a text."""
+    found: dict[str, list[int]] = json.loads((MODELS / "llm" / name / "expected.json").read_bytes())
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
+    par = tmp_path_factory.mktemp("llama") / "llama.par"
+    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2, preset="tensor-parallel")
+    with Generator(par, timeout=TIMEOUT) as generator:
+        yield generator
+
+
+def unsplit(folder: Path, prompt: list[int], number: int) -> list[int]:
+    """What onnxruntime generates greedily with the unsplit model."""
+    session = ort.InferenceSession(folder / "model.onnx")
+    names = [port.name for port in session.get_outputs()]
+    caches = [port for port in session.get_inputs() if port.name.startswith("past")]
+    feeds = {c.name: np.zeros((1, c.shape[1], 0, 16), np.float32) for c in caches}
+    tokens, new = list(prompt), list(prompt)
+    while len(tokens) < len(prompt) + number:
+        feeds["input_ids"] = np.array([new])
+        feeds["attention_mask"] = np.ones((1, len(tokens)), np.int64)
+        found = dict(zip(names, session.run(None, feeds), strict=True))
+        feeds |= {n.replace("present", "past_key_values"): found[n] for n in names[1:]}
+        new = [int(found["logits"][0, -1].argmax())]
+        tokens += new
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_tokens_are_those_of_genai(name: str, layout: str, tmp_path: Path) -> None:
+    preset = "tensor-parallel" if layout.startswith("tp") else None
+    par = tmp_path / "m.par"
+    onnxpar.shard(MODELS / "llm" / name, par, devices=int(layout[-1]), preset=preset)
+    wanted = expected(name)
+    with Generator(par, timeout=TIMEOUT) as generator:
+        alone = [generator.generate(p, max_new_tokens=NEW)[0].tokens for p in wanted]
+        together = [c.tokens for c in generator.generate(list(wanted), max_new_tokens=NEW)]
+    assert alone == together == list(wanted.values())
+
+
+def test_tokens_are_those_of_the_unsplit_model(llama: Generator) -> None:
+    prompt = llama.tokenizer.encode("import numpy")
+    (found,) = llama.generate(prompt, max_new_tokens=NEW, eos_token_id=[])
+    assert found.tokens == unsplit(MODELS / "llm" / "llama", prompt, NEW)
+    assert found.reason == "length" and found.prompt == len(prompt)
+
+
+@pytest.mark.parametrize("prompts", [[0, 1], [2, 0, 1], [1, 1]])
+def test_a_batch_is_each_text_alone(llama: Generator, prompts: list[int]) -> None:
+    texts = ["a", "a much longer text than the others, of several words", "of three"]
+    asked = [texts[i] for i in prompts]
+    together = llama.generate(asked, max_new_tokens=24)
+    alone = [llama.generate(text, max_new_tokens=24)[0] for text in asked]
+    assert [c.tokens for c in together] == [c.tokens for c in alone]
+    np.testing.assert_allclose(together[0].logprobs, alone[0].logprobs, atol=1e-4)
+
+
+def test_decoding_again_begins_anew(llama: Generator) -> None:
+    first = llama.generate("once", max_new_tokens=9)
+    llama.generate("something else", max_new_tokens=5)
+    stream = llama.stream("broken off", max_new_tokens=50)
+    next(stream)
+    assert llama.generate("once", max_new_tokens=9) == first
+
+
+def test_logprobs_are_those_of_the_model(llama: Generator) -> None:
+    (found,) = llama.generate("x", max_new_tokens=1)
+    session = ort.InferenceSession(MODELS / "llm" / "llama" / "model.onnx")
+    feeds = {p.name: np.zeros((1, 2, 0, 16), np.float32) for p in session.get_inputs()[2:]}
+    ids = np.array([llama.tokenizer.encode("x")])
+    feeds |= {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    logits = session.run(["logits"], feeds)[0][0, -1].astype(float)
+    wanted = logits.max() - np.log(np.exp(logits).sum())
+    assert found.logprobs == [pytest.approx(wanted, abs=1e-4)]
+
+
+def test_a_stream_is_the_text(llama: Generator) -> None:
+    (whole,) = llama.generate("def", max_new_tokens=60, eos_token_id=[])
+    pieces = list(llama.stream("def", max_new_tokens=60, eos_token_id=[]))
+    assert "".join(pieces) == whole.text == llama.tokenizer.decode(whole.tokens)
+    assert len(pieces) > 20
+
+
+def test_a_stop_string_ends_the_text_before_it(llama: Generator) -> None:
+    (whole,) = llama.generate("def", max_new_tokens=60, eos_token_id=[])
+    for stop in (whole.text[20:23], whole.text[20]):  # within a token, over several
+        (cut,) = llama.generate("def", max_new_tokens=60, eos_token_id=[], stop_strings=stop)
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert cut.reason == "stop"
+        assert "".join(llama.stream("def", eos_token_id=[], stop_strings=[stop])) == cut.text
+    never = whole.text[-1] + "\0"
+    (same,) = llama.generate("def", max_new_tokens=60, eos_token_id=[], stop_strings=[never])
+    assert (same.text, same.reason) == (whole.text, "length")
+
+
+def test_a_token_that_ends_texts(llama: Generator) -> None:
+    (whole,) = llama.generate("def", max_new_tokens=20, eos_token_id=[])
+    at = next(i for i, t in enumerate(whole.tokens) if t not in whole.tokens[:i] and i > 4)
+    for end in (whole.tokens[at], [whole.tokens[at]]):
+        (cut,) = llama.generate("def", max_new_tokens=20, eos_token_id=end)
+        assert cut.tokens == whole.tokens[: at + 1] and cut.reason == "stop"
+        assert cut.text == llama.tokenizer.decode(whole.tokens[:at])
+
+
+def test_a_chat_is_its_template(llama: Generator) -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    text = "<s>system: be brief</s><s>user: hello</s><s>assistant:"
+    tokens = llama.tokenizer.encode(text, specials=False)
+    assert tokens[0] == 0 and tokens.count(0) == 3, "special tokens are no text"
+    assert llama.generate(chat, max_new_tokens=9) == llama.generate(tokens, max_new_tokens=9)
+
+
+def test_the_same_seed_gives_the_same_texts(llama: Generator) -> None:
+    def texts(seed: int) -> list[str]:
+        found = llama.generate(
+            "x", do_sample=True, seed=seed, num_return_sequences=3, max_new_tokens=12
+        )
+        return [c.text for c in found]
+
+    assert texts(1) == texts(1)
+    assert len({*texts(1), *texts(2)}) == 6
+
+
+def test_the_context_limits_a_text(llama: Generator) -> None:
+    (found,) = llama.generate([5] * 500, max_new_tokens=100, eos_token_id=[])
+    assert len(found.tokens) == 12 and found.reason == "length"
+    with pytest.raises(InputError, match="512 tokens, and the model's context 512"):
+        llama.generate([5] * 512)
+
+
+@pytest.mark.parametrize(
+    "prompt,options,named",
+    [
+        ([320], {}, "token 320; ids are from 0 to 319"),
+        ([-1], {}, "token -1"),
+        ("x", {"max_new_tokens": 0}, "max_new_tokens or max_length"),
+        ([5, 5, 5], {"max_length": 3}, "max_new_tokens or max_length"),
+        ("x", {"tempreature": 1}, "no option 'tempreature'; it has max_new_tokens"),
+        ("x", {"num_return_sequences": 0}, "num_return_sequences is 0"),
+    ],
+)
+def test_wrong_requests_leave_the_ranks_as_they_were(
+    llama: Generator, prompt: object, options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(InputError, match=named):
+        llama.generate(prompt, **options)  # type: ignore[arg-type]
+    assert llama.generate("x", max_new_tokens=3)[0].reason
+
+
+def test_a_model_without_a_cache_is_named(tmp_path: Path) -> None:
+    par = tmp_path / "gpt2.par"
+    onnxpar.shard(MODELS / "gpt2.dynamo.static.onnx", par, devices=2, preset="tensor-parallel")
+    with pytest.raises(ModelError, match=r"gpt2.par is no decoder with a cache: .* input_ids"):
+        Generator(par)
+
+
+def test_a_decoder_of_one_token_without_mask_and_tokenizer(tmp_path: Path) -> None:
+    par = tmp_path / "decode.par"
+    model = MODELS / "llama_decode.dynamo.dynamic.onnx"
+    onnxpar.shard(model, par, devices=2, preset="tensor-parallel")
+    with Generator(par, timeout=TIMEOUT) as generator:
+        (found,) = generator.generate([7, 8, 9], max_new_tokens=6)
+        assert len(found.tokens) == 6 and found.text == ""
+        assert [c.tokens for c in generator.generate([[7, 8, 9]] * 2, max_new_tokens=6)] == [
+            found.tokens
+        ] * 2
+        with pytest.raises(InputError, match="reads one token at a time"):
+            generator.generate([[7], [8, 9]])
+        with pytest.raises(ModelError, match=r"decode.par has no tokenizer.json"):
+            generator.generate("text")
