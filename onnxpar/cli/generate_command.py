@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.quick_imports import quick_imports
-from onnxpar.cli.rank_options import add_cores, add_runtime, add_verify
+from onnxpar.cli.rank_options import add_cores, add_launcher_help, add_runtime, add_verify
 from onnxpar.errors import InputError
+from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.redirect import redirect_output
 
 _NUMBERS: Mapping[str, tuple[type, str]] = {
     "temperature": (float, "logits are divided by it (default 1); 0 is greedy"),
@@ -73,6 +75,7 @@ def add_generate(to: Any) -> None:
         metavar="X",
         help="above 1: tokens that the text has get less likely",
     )
+    add_launcher_help(command)
     add_verify(command)
     add_cores(command)
     add_runtime(command)
@@ -82,13 +85,16 @@ def generate(args: argparse.Namespace) -> int:
     """Runs `generate`. Returns the exit status."""
     prompt = _prompt(args)
     options = _options(args)
+    rank = launched_rank()
+    if rank is not None:  # all ranks generate the same, and one prints it
+        redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
     with quick_imports():
         from onnxpar.llm.generator import Generator
 
     with Generator(
         args.par,
         timeout=args.timeout,
-        log_dir=args.log_dir,
+        log_dir=args.log_dir if rank is None else None,
         verify=args.verify,
         threads=args.threads,
         bind=args.bind,

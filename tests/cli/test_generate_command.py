@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,24 @@ def test_drawn_texts(par: str, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert text("--seed=1") == text("--seed", "1") != text("--seed=2")
     assert text("--top-k=1") == text("--temperature=0") == text("--top-p=0", "--min-p=1")
+
+
+def test_under_mpirun_one_rank_prints(par: str, tmp_path: Path) -> None:
+    command = shutil.which("mpirun")
+    if command is None:
+        pytest.skip("there is no mpirun")
+    with Generator(par) as generator:
+        (wanted,) = generator.generate("import os", max_new_tokens=8)
+    options = ["--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "onnxpar"]
+    done = subprocess.run(
+        [command, *options, "generate", par, "import os", "--max-new-tokens", "8"],
+        capture_output=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert done.stdout.decode() == wanted.text + "\n"
+    assert "tokens/s" in (tmp_path / "log" / "rank.0" / "stderr.log").read_text()
 
 
 @pytest.mark.parametrize(
