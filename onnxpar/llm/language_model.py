@@ -15,6 +15,8 @@ from onnxpar.runtime.bundle import Bundle, Port
 
 _GROUPED = "GroupQueryAttention"
 """The op of com.microsoft that reads the length of each row of a batch, and no mask."""
+_CONTEXT = ("context_length", "max_position_embeddings", "n_positions")
+"""What configurations call the most tokens of a text."""
 _RING = "sliding_window_cache"
 """Its attribute that is 1 if a cache is a ring buffer."""
 
@@ -77,7 +79,7 @@ class LanguageModel:
             tuple(bundle.states),
             frozenset(_ids(settings.get("eos_token_id"))),
             next(iter(_ids(settings.get("bos_token_id"))), None),
-            settings.get("context_length", settings.get("max_position_embeddings")),
+            next((settings[name] for name in _CONTEXT if name in settings), None),
             length == 1,
             _has_grouped_attention(bundle),
         )

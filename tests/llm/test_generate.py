@@ -1,6 +1,8 @@
-"""Sharded language models generate what onnxruntime-genai generates of the same folder.
+"""Sharded language models generate what onnxruntime-genai generates of the same folder, or PyTorch
+of the model that Optimum exported.
 
-models/llm/*/expected.json has its tokens, greedily chosen (models/language_models.py)."""
+models/llm/*/expected.json has their tokens, greedily chosen (models/language_models.py,
+models/optimum_models.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NEW = 128
 
 
 def expected(name: str) -> Mapping[str, list[int]]:
-    """The tokens of onnxruntime-genai, by prompt; with the one that ends a text."""
+    """The tokens by prompt; with the one that ends a text."""
     found: dict[str, list[int]] = json.loads((MODELS / "llm" / name / "expected.json").read_bytes())
     return found
 
@@ -58,7 +60,7 @@ def unsplit(folder: Path, prompt: list[int], number: int) -> list[int]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_tokens_are_those_of_genai(name: str, layout: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_others(name: str, layout: str, tmp_path: Path) -> None:
     preset = "tensor-parallel" if layout.startswith("tp") else None
     par = tmp_path / "m.par"
     onnxpar.shard(MODELS / "llm" / name, par, devices=int(layout[-1]), preset=preset)
