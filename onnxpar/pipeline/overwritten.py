@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from onnxpar.errors import InputError, ModelError
 
 READ = {
+    "file": "the file of --file",
     "model": "the model",
     "strategy": "the file of --strategy",
     "topology": "the file of --topology",

@@ -42,8 +42,9 @@ def test_no_similar_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_as_a_model(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").touch()
-    with pytest.raises(ModelError, match=r"is a folder; give an .onnx file, such as .*model.onnx"):
+    for name in ("a.onnx", "b.onnx"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=r"is a folder, and .* give an .onnx file, .*a.onnx"):
         make_plan(tmp_path, devices=2)
     (tmp_path / "plan.json").touch()
     with pytest.raises(ModelError, match="is a sharded model; give"):
