@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,11 +24,20 @@ class Decoder:
         self._ports = bundle.inputs
         self._mask = np.zeros((0, 0), np.int64)
         self._lengths = np.zeros(0, np.int64)
+        self._lock = threading.Lock()
+        self._batch = 0
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> Array:
+    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[int, Array]:
         """Reads prompts of at least one token each, in place of all texts before; returns the
-        logits of the token after each, (batch, vocabulary). Errors: InputError for prompts of
-        different lengths, if the model cannot tell these apart."""
+        number of the batch, and the logits of the token after each prompt, (batch, vocabulary).
+        Errors: InputError for prompts of different lengths, if the model cannot tell these
+        apart."""
+        with self._lock:
+            self._batch += 1
+            return self._batch, self._read(prompts)
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> Array:
+        """Reads prompts in place of all texts before."""
         self._session.states.reset()
         self._lengths = np.array([len(p) for p in prompts])
         longest = int(self._lengths.max())
@@ -58,9 +68,16 @@ class Decoder:
         last: Array = first + self._lengths - 1
         return logits[np.arange(len(prompts)), last]
 
-    def step(self, tokens: Sequence[int]) -> Array:
-        """Appends one token to each text; returns the logits of the next, (batch, vocabulary)."""
-        return self._append(tokens, {})
+    def step(self, batch: int, tokens: Sequence[int]) -> Array:
+        """Appends one token to each text of a batch; returns the logits of the next, (batch,
+        vocabulary). Errors: InputError if the ranks have the caches of another batch."""
+        with self._lock:
+            if batch != self._batch:
+                raise InputError(
+                    "another text was begun with this generator, and the ranks keep the caches of "
+                    "the last one; finish a stream before, or generate both in one batch"
+                )
+            return self._append(tokens, {})
 
     def _append(self, tokens: Sequence[int], caches: dict[str, Array]) -> Array:
         """Appends one token to each text, with these caches or those that the ranks keep."""

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from types import TracebackType
 from typing import Any, cast
 
 from onnxpar.errors import InputError
@@ -15,6 +14,7 @@ from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
 from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.session import InferenceSession
 
 Prompt = str | Sequence[int] | Messages
@@ -42,7 +42,7 @@ class Completion:
     prompt: int = 0
 
 
-class Generator:
+class Generator(Closing):
     """A sharded language model on its ranks. The arguments of `generate` are those of Hugging Face
     Transformers.
 
@@ -65,17 +65,6 @@ class Generator:
     def close(self) -> None:
         """Ends the ranks."""
         self._session.close()
-
-    def __enter__(self) -> Generator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -102,14 +91,15 @@ class Generator:
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yields the text of an answer piece by piece, as its tokens come. Options and errors as
-        for `generate`."""
+        for `generate`; also InputError if another call has begun meanwhile, because the ranks keep
+        the caches of the last one."""
         for piece, _ in self.follow(prompt, **options):
             if piece:
                 yield piece
 
     def follow(self, prompt: Prompt, **options: Any) -> Iterator[tuple[str, Completion]]:
         """Yields, for each token of an answer, the text that it completes, which may be empty, and
-        the answer up to it. Options and errors as for `generate`."""
+        the answer up to it. Options and errors as for `stream`."""
         run = self._running([prompt], options)
         for pieces in run.steps():
             yield pieces[0], run.completions[0]
@@ -152,8 +142,12 @@ class Generator:
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
         sampling.check(self._vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
-        ends = options.pop("eos_token_id", self.model.ends)
+        ends = options.pop("eos_token_id", None)
+        ends = self.model.ends if ends is None else ends
         stops = options.pop("stop_strings", None) or ()
+        stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        if "" in stops:
+            raise InputError("a stop string is empty; leave it out")
         if options:
             raise InputError(
                 f"generate has no option {next(iter(options))!r}; it has max_new_tokens, "
@@ -162,6 +156,7 @@ class Generator:
             )
         if most_new is None and most is None:
             most_new = MOST_NEW_TOKENS
+        context = self.model.context
         rooms = []
         for prompt in prompts:
             room = most_new if most_new is not None else most - len(prompt)
@@ -170,21 +165,20 @@ class Generator:
                     f"a prompt has {len(prompt)} tokens, and at most {max(room, 0)} new ones may "
                     "follow; give a larger max_new_tokens or max_length"
                 )
-            context = self.model.context
             if context is not None and len(prompt) >= context:
                 raise InputError(
                     f"a prompt has {len(prompt)} tokens, and the model's context {context}; "
                     "give a shorter one"
                 )
             rooms.append(room if context is None else min(room, context - len(prompt)))
-        return _Limits(
-            sampling,
-            rooms,
-            self.model.ends
-            if ends is None
-            else frozenset([ends] if isinstance(ends, int) else ends),
-            (stops,) if isinstance(stops, str) else tuple(stops),
-        )
+        longest, most_steps = max(map(len, prompts), default=0), max(rooms, default=0)
+        if context is not None and longest + most_steps > context:  # only if lengths differ
+            raise InputError(
+                f"a batch goes on until its last text has ended, and so has up to {longest} tokens "
+                f"of prompts and {most_steps} new ones, but the model's context is {context}; give "
+                "a smaller max_new_tokens, or prompts of similar lengths"
+            )
+        return _Limits(sampling, rooms, frozenset([ends] if isinstance(ends, int) else ends), stops)
 
 
 @dataclass(frozen=True)
@@ -218,7 +212,7 @@ class _Run:
         each."""
         if not self._prompts:
             return
-        logits = self._decoder.start(self._prompts)
+        batch, logits = self._decoder.start(self._prompts)
         while True:
             last = []
             pieces = [""] * len(self._prompts)
@@ -235,7 +229,7 @@ class _Run:
             yield pieces
             if all(completion.reason for completion in self.completions):
                 return
-            logits = self._decoder.step(last)
+            logits = self._decoder.step(batch, last)
 
     def _text(self, row: int, token: int) -> str:
         """The new text of a row after a token; sets the reason if it ends the text."""

@@ -15,10 +15,10 @@ from onnxpar.runtime.bundle import Bundle, Port
 
 _GROUPED = "GroupQueryAttention"
 """The op of com.microsoft that reads the length of each row of a batch, and no mask."""
-_CONTEXT = ("context_length", "max_position_embeddings", "n_positions")
-"""What configurations call the most tokens of a text."""
 _RING = "sliding_window_cache"
 """Its attribute that is 1 if a cache is a ring buffer."""
+_CONTEXT = ("context_length", "max_position_embeddings", "n_positions")
+"""What configurations call the most tokens of a text."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,24 @@ def test_decoding_again_begins_anew(llama: Generator) -> None:
     stream = llama.stream("broken off", max_new_tokens=50)
     next(stream)
     assert llama.generate("once", max_new_tokens=9) == first
+    with pytest.raises(InputError, match="another text was begun with this generator"):
+        list(stream)
+    assert llama.generate("once", max_new_tokens=9) == first
+
+
+def test_threads_do_not_mix_their_texts(llama: Generator) -> None:
+    (wanted,) = llama.generate("once", max_new_tokens=20, eos_token_id=[])
+
+    def generate(_: int) -> object:
+        try:
+            return llama.generate("once", max_new_tokens=20, eos_token_id=[])[0]
+        except InputError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(generate, range(8)))
+    for each in found:
+        assert each == wanted or "another text was begun" in str(each)
 
 
 def test_logprobs_are_those_of_the_model(llama: Generator) -> None:
@@ -159,6 +178,11 @@ def test_the_context_limits_a_text(llama: Generator) -> None:
     assert len(found.tokens) == 12 and found.reason == "length"
     with pytest.raises(InputError, match="512 tokens, and the model's context 512"):
         llama.generate([5] * 512)
+    with pytest.raises(InputError, match="500 tokens of prompts and 13 new ones, but"):
+        llama.generate([[5] * 500, [7]], max_new_tokens=13)
+    both = llama.generate([[5] * 500, [7]], max_new_tokens=12, eos_token_id=[])
+    assert both[0].tokens == found.tokens
+    assert both[1].tokens == llama.generate([7], max_new_tokens=12, eos_token_id=[])[0].tokens
 
 
 @pytest.mark.parametrize(
@@ -169,6 +193,7 @@ def test_the_context_limits_a_text(llama: Generator) -> None:
         ("x", {"max_new_tokens": 0}, "max_new_tokens or max_length"),
         ([5, 5, 5], {"max_length": 3}, "max_new_tokens or max_length"),
         ("x", {"tempreature": 1}, "no option 'tempreature'; it has max_new_tokens"),
+        ("x", {"stop_strings": ["a", ""]}, "a stop string is empty"),
         ("x", {"num_return_sequences": 0}, "num_return_sequences is 0"),
     ],
 )
