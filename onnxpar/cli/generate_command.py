@@ -47,9 +47,8 @@ def add_generate(to: Any) -> None:
     command.add_argument(
         "--chat",
         action="store_true",
-        help="the prompt is a message, which the model's chat template makes a chat of; without a "
-        "prompt, messages are read from the terminal until the end of input, and all that was said "
-        "is the chat",
+        help="treat the prompt as a user's message, and put it into the model's chat template; "
+        "without a prompt, read messages from the terminal and answer each, until the end of input",
     )
     command.add_argument("--system", metavar="TEXT", help="the system message of a chat")
     command.add_argument(
@@ -60,7 +59,7 @@ def add_generate(to: Any) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the answer before a text",
+        help="end the answer before this text",
     )
     command.add_argument(
         "--sample", action="store_true", help="draw tokens; default: the likeliest (greedy)"
@@ -73,7 +72,7 @@ def add_generate(to: Any) -> None:
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="above 1: tokens that the text has get less likely",
+        help="above 1: tokens that are already in the text become less likely",
     )
     add_launcher_help(command)
     add_verify(command)

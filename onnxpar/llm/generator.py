@@ -174,9 +174,9 @@ class Generator(Closing):
         longest, most_steps = max(map(len, prompts), default=0), max(rooms, default=0)
         if context is not None and longest + most_steps > context:  # only if lengths differ
             raise InputError(
-                f"a batch goes on until its last text has ended, and so has up to {longest} tokens "
-                f"of prompts and {most_steps} new ones, but the model's context is {context}; give "
-                "a smaller max_new_tokens, or prompts of similar lengths"
+                f"the longest prompt of the batch has {longest} tokens, and {most_steps} new ones "
+                f"may follow, but the model's context is {context}; give a smaller max_new_tokens, "
+                "or prompts of similar lengths"
             )
         return _Limits(sampling, rooms, frozenset([ends] if isinstance(ends, int) else ends), stops)
 
