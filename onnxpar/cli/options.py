@@ -192,6 +192,14 @@ def _add_states(to: argparse.ArgumentParser) -> None:
         action="store_false",
         help="use only the state pairs given by --state; look for no others",
     )
+    to.add_argument(
+        "--page-size",
+        type=int,
+        metavar="N",
+        help="put the caches of a language model's decoder in pages of N tokens, so that texts of "
+        "any lengths run together, and join and leave between runs, as `serve` and `generate` do. "
+        "The model must have GroupQueryAttention",
+    )
 
 
 def add_plugin(to: argparse.ArgumentParser) -> None:

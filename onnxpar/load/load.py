@@ -17,6 +17,7 @@ from onnxpar.canonicalize.embedding_bags import add_up_bags
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.name_nodes import name_nodes
+from onnxpar.canonicalize.page_caches import page_caches
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
@@ -120,6 +121,7 @@ def load(
     shapes: Mapping[str, Sequence[int]] | None = None,
     show: Show = unseen,
     remainders: int = 0,
+    page_size: int = 0,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -135,6 +137,7 @@ def load(
     shapes  shapes of inputs, by name, in place of open sizes
     show  called with the name of each rewrite and what it leaves, for dumps
     remainders  sizes are sampled with every remainder modulo this number
+    page_size  tokens of a page, in which the caches of a decoder are put; 0: they stay as they are
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have.
@@ -159,8 +162,11 @@ def load(
         show("bodies-for-training", proto)
     proto = inlined(proto, path)
     show("inline-functions", proto)
+    if page_size:
+        states = [*states, *page_caches(proto, page_size)]
+        show("page-caches", proto)
     stored = _checked_stored(proto, path)
-    original = None if for_training else StoredModel.of(proto, path, dims or {}, shapes or {})
+    original = None if for_training or page_size else StoredModel.of(proto, path, dims or {}, shapes or {})
     refusal = check_standard(proto, path)
     with blaming(refusal, path):
         proto, defaults, fixed = _normalized(proto, path, for_training, show)

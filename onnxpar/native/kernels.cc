@@ -10,6 +10,7 @@
 #include "collective.h"
 #include "elementwise_kernel.h"
 #include "message_kernels.h"
+#include "paged_attention.h"
 #include "started.h"
 
 namespace onnxpar {
@@ -389,6 +390,7 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
   if (auto kernel = MakeMessageKernel(kind, info, world)) return kernel;
   if (kind == "Gate") return std::make_unique<Gate>();
   if (kind == "FusedElementwise") return MakeFusedElementwise(info);
+  if (kind == "PagedAttention") return MakePagedAttention(info);
   const Group& group = world->GroupOf(info.IntsOrNone("group"));
   if (kind == "Rank") return std::make_unique<Scalar>(group.me);
   return std::make_unique<Scalar>(static_cast<int64_t>(group.ranks.size()));

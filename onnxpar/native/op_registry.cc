@@ -17,7 +17,9 @@ namespace {
 
 /// The signature of an op. The last output is a token, unless the op has no inputs; the last
 /// required input is one, too. An optional input with the sizes of shards may follow. A variadic op
-/// has any number of inputs and outputs of one type, and no tokens.
+/// has any number of inputs and outputs of one type, and no tokens. An op with `operands` computes
+/// without a world, and has no tokens either: a letter for each input, I for int64 and T for any
+/// type, in lower case if it is optional.
 struct Schema {
   const char* name;
   size_t inputs;  // required ones
@@ -27,6 +29,7 @@ struct Schema {
   bool in_place;  // output 0 may overwrite input 0
   bool has_sizes = false;
   bool variadic = false;
+  const char* operands = nullptr;
 };
 
 const Schema kSchemas[] = {
@@ -50,6 +53,7 @@ const Schema kSchemas[] = {
     {"After", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
     {"FusedElementwise", 1, 1, DataType::kFloat, InferElementwise, true, false, true},
+    {"PagedAttention", 11, 3, DataType::kAny, InferPagedAttention, false, false, false, "TttTTIIIttt"},
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };
@@ -82,7 +86,7 @@ OrtStatus* NewKernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* 
   return Guard([&] {
     const KernelInfo node(info);
     const std::string name = std::string(Self(op).schema.name) + " '" + node.NodeName() + "'";
-    if (!Self(op).world) {
+    if (!Self(op).world && Self(op).schema.operands == nullptr) {
       throw std::runtime_error(
           name + ": this process is not a rank; set the session config entry onnxpar.world, or " +
           "ONNXPAR_RANK, ONNXPAR_WORLD_SIZE and ONNXPAR_STORE in the environment");
@@ -111,6 +115,7 @@ OrtStatus* InferShape(const OrtCustomOp* op, OrtShapeInferContext* context) {
 
 DataType OutputType(const OrtCustomOp* op, size_t index) {
   const Schema& schema = Self(op).schema;
+  if (schema.operands != nullptr) return DataType::kAny;
   if (schema.inputs == 0 || schema.variadic) return schema.fixed_type;
   return index + 1 == schema.outputs ? DataType::kBool : DataType::kAny;
 }
@@ -144,6 +149,9 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
   GetInputType = [](const OrtCustomOp* op, size_t index) {
     if (Self(op).schema.variadic) return Self(op).schema.fixed_type;
+    if (const char* operands = Self(op).schema.operands) {
+      return operands[index] == 'I' ? DataType::kInt64 : DataType::kAny;
+    }
     if (index == 0) return DataType::kAny;
     return index + 1 == Self(op).schema.inputs ? DataType::kBool : DataType::kInt64;
   };
@@ -155,6 +163,9 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) -> int {
     if (Self(op).schema.variadic) return kVariadic;
+    if (const char* operands = Self(op).schema.operands) {
+      return operands[index] == 't' ? kOptional : kRequired;
+    }
     return index < Self(op).schema.inputs ? kRequired : kOptional;
   };
   GetOutputCharacteristic = [](const OrtCustomOp* op, size_t) -> int {
@@ -186,19 +197,21 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
                            "' names no world of this process; create it first, and keep it open");
 }
 
-/// Returns the domain with the ops of a world, created on first use. The ops are never freed,
+/// Returns the domains with the ops of a world, created on first use. The ops are never freed,
 /// because sessions keep pointers to them and may outlive their options.
-OrtCustomOpDomain* DomainOf(const std::shared_ptr<World>& world) {
+const std::vector<OrtCustomOpDomain*>& DomainsOf(const std::shared_ptr<World>& world) {
   static std::mutex mutex;
-  static auto* domains = new std::map<std::shared_ptr<World>, OrtCustomOpDomain*>;
+  static auto* known = new std::map<std::shared_ptr<World>, std::vector<OrtCustomOpDomain*>>;
   std::lock_guard<std::mutex> lock(mutex);
-  OrtCustomOpDomain*& domain = (*domains)[world];
-  if (domain == nullptr) {
-    std::vector<OrtCustomOp*> ops;
-    for (const Schema& schema : kSchemas) ops.push_back(new Op(schema, world));
-    domain = NewDomain(ops);
+  std::vector<OrtCustomOpDomain*>& domains = (*known)[world];
+  if (domains.empty()) {
+    std::vector<OrtCustomOp*> ops, computing;
+    for (const Schema& schema : kSchemas) {
+      (schema.operands == nullptr ? ops : computing).push_back(new Op(schema, world));
+    }
+    domains = {NewDomain("onnxpar", ops), NewDomain("onnxpar.compute", computing)};
   }
-  return domain;
+  return domains;
 }
 
 }  // namespace
@@ -211,6 +224,9 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
     return onnxpar::MakeStatus(std::string("onnxpar needs onnxruntime 1.18 or later; this is ") +
                                base->GetVersionString());
   }
-  return onnxpar::Guard(
-      [&] { onnxpar::AddDomain(options, onnxpar::DomainOf(onnxpar::WorldOf(options))); });
+  return onnxpar::Guard([&] {
+    for (OrtCustomOpDomain* domain : onnxpar::DomainsOf(onnxpar::WorldOf(options))) {
+      onnxpar::AddDomain(options, domain);
+    }
+  });
 }

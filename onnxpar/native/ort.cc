@@ -169,9 +169,9 @@ std::string SessionConfigEntry(const OrtSessionOptions* options, const char* key
   return value;
 }
 
-OrtCustomOpDomain* NewDomain(const std::vector<OrtCustomOp*>& ops) {
+OrtCustomOpDomain* NewDomain(const char* name, const std::vector<OrtCustomOp*>& ops) {
   OrtCustomOpDomain* domain = nullptr;
-  Call(kCreateCustomOpDomain, "onnxpar", &domain);
+  Call(kCreateCustomOpDomain, name, &domain);
   for (OrtCustomOp* op : ops) Call(kCustomOpDomainAdd, domain, static_cast<const OrtCustomOp*>(op));
   return domain;
 }
@@ -200,6 +200,11 @@ int64_t KernelInfo::Int(const char* name) const {
 int64_t KernelInfo::Int(const char* name, int64_t otherwise) const {
   int64_t value = 0;
   return Try(kKernelInfoGetAttributeInt64, info_, name, &value) ? value : otherwise;
+}
+
+float KernelInfo::Float(const char* name, float otherwise) const {
+  float value = 0;
+  return Try(kKernelInfoGetAttributeFloat, info_, name, &value) ? value : otherwise;
 }
 
 std::string KernelInfo::String(const char* name, const char* otherwise) const {

@@ -31,8 +31,8 @@ OrtStatus* MakeStatus(const std::string& message);
 /// Returns the value of a session's config entry, or an empty string.
 std::string SessionConfigEntry(const OrtSessionOptions* options, const char* key);
 
-/// Creates the domain "onnxpar" with these ops, which must outlive it.
-OrtCustomOpDomain* NewDomain(const std::vector<OrtCustomOp*>& ops);
+/// Creates a domain with these ops, which must outlive it.
+OrtCustomOpDomain* NewDomain(const char* name, const std::vector<OrtCustomOp*>& ops);
 
 /// Adds the domain, which must outlive the session, to `options`.
 void AddDomain(OrtSessionOptions* options, OrtCustomOpDomain* domain);
@@ -44,6 +44,7 @@ class KernelInfo {
   std::string NodeName() const;
   int64_t Int(const char* name) const;
   int64_t Int(const char* name, int64_t otherwise) const;
+  float Float(const char* name, float otherwise) const;
   std::string String(const char* name, const char* otherwise) const;
   std::vector<int64_t> Ints(const char* name) const;
   /// Returns the ints of an attribute; empty if it is absent.

@@ -51,6 +51,7 @@ enum OrtFunction : size_t {
   kGetDimensions = 62,
   kGetSymbolicDimensions = 63,
   kGetTensorTypeAndShape = 65,
+  kKernelInfoGetAttributeFloat = 85,
   kKernelInfoGetAttributeInt64 = 86,
   kKernelInfoGetAttributeString = 87,
   kKernelContextGetInputCount = 88,

@@ -58,6 +58,16 @@ void InferElementwise(ShapeContext& node, const World*) {
   }
 }
 
+void InferPagedAttention(ShapeContext& node, const World*) {
+  const Dimensions keys = node.Input(3);
+  Dimensions result = node.Input(0);
+  if (result.size() == 3 && keys.size() == 4 && keys[3].size >= 0) {
+    result[2] = {node.Int("num_heads", 0) * keys[3].size, ""};
+    node.SetOutput(0, node.InputType(0), result);
+  }
+  for (size_t i : {1, 2}) node.SetOutput(i, node.InputType(2 + i), node.Input(2 + i));
+}
+
 void InferAllGather(ShapeContext& node, const World*) {
   SetToken(node, 1);
   Dimensions y = node.Input(0);

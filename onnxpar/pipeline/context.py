@@ -63,6 +63,7 @@ def load_model(
             shapes=shapes,
             show=options.show,
             remainders=sampled_remainders(options),
+            page_size=options.page_size,
         )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []

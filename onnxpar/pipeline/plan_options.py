@@ -60,6 +60,8 @@ class LayoutOptions(TypedDict, total=False):
     states          outputs that are fed back, by input, or (input, output) pairs, in addition to
                     those that are found
     find_states     find state pairs by ops and by names (default); False: use only `states`
+    page_size       puts the caches of a language model's decoder in pages of so many tokens, so that
+                    texts of any lengths run together: what `onnxpar serve` and `generate` need
     strict          True: an op without a sharding rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
     verify          check the invariants after every pass (the commands always do)
@@ -82,6 +84,7 @@ class LayoutOptions(TypedDict, total=False):
     typical: str | Mapping[str, int] | Sequence[tuple[Mapping[str, int], float]] | Typical | None
     states: Mapping[str, str] | Sequence[tuple[str, str]]
     find_states: bool
+    page_size: int | None
     strict: bool
     plugin: Sequence[str]
     verify: bool
@@ -182,6 +185,7 @@ def options_of(
         typical=Typical.given(asked.get("typical")),
         states=_pairs(asked.get("states") or ()),
         find_states=asked.get("find_states", True),
+        page_size=_page_size(asked.get("page_size")),
         fusion=asked.get("fusion"),
         overlap=asked.get("overlap"),
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
@@ -191,6 +195,13 @@ def options_of(
         passes=[parse_placed(each) if isinstance(each, str) else each for each in added],
         verify=asked.get("verify", False),
     )
+
+
+def _page_size(asked: int | None) -> int:
+    """Errors: StrategyError for a size below 1."""
+    if asked is not None and asked < 1:
+        raise StrategyError(f"a page of a cache has at least one token, not {asked}")
+    return asked or 0
 
 
 def _with_context(

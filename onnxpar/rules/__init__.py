@@ -33,6 +33,7 @@ from onnxpar.rules import movement as movement
 from onnxpar.rules import no_empty_shards as no_empty_shards
 from onnxpar.rules import normalization as normalization
 from onnxpar.rules import padding as padding
+from onnxpar.rules import paged_attention as paged_attention
 from onnxpar.rules import pooling as pooling
 from onnxpar.rules import quantization as quantization
 from onnxpar.rules import random_draws as random_draws

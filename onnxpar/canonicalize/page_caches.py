@@ -1,0 +1,235 @@
+"""Makes a decoder with caches of its own into one whose caches are in pages.
+
+GroupQueryAttention of com.microsoft becomes PagedAttention (`ir/paged_attention.py`). The tokens of
+many texts then lie one behind the other, (1, tokens), and each says its text and its position; an
+attention mask is not read any more. Logits are computed for those tokens alone that a run asks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import onnx
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
+
+from onnxpar.errors import ModelError
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
+
+TABLE, ROWS, POSITIONS, PICKS = "block_table", "token_rows", "token_positions", "picked_tokens"
+"""Inputs that the rewrite adds: the pages of each text, (texts, pages of a text); the text of each
+token, and its position there, (tokens,); and the tokens whose logits are wanted, (picks,)."""
+TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM, PICK_DIM = (
+    "new_tokens",
+    "texts",
+    "pages_of_text",
+    "pages",
+    "picks",
+)
+"""Names of the open sizes of these inputs, and of the number of pages."""
+
+_GROUPED = "GroupQueryAttention"
+_KEPT = (
+    "num_heads",
+    "kv_num_heads",
+    "scale",
+    "softcap",
+    "local_window_size",
+    "rotary_interleaved",
+    "smooth_softmax",
+)
+_IGNORED = frozenset(("do_rotary", "sliding_window_cache"))
+"""Attributes without a meaning for pages, or of which the operands say the same."""
+_COSINE, _SINE, _IDS, _SINK = 7, 8, 9, 11
+"""Indices of optional operands of GroupQueryAttention."""
+_PRODUCTS = frozenset(("MatMul", "MatMulNBits", "Gemm", "FusedMatMul"))
+_BEHIND = frozenset(("Cast", "Mul", "Div", "Tanh", "Add", "Sub"))
+"""Ops behind the product that makes logits."""
+
+
+@dataclass(frozen=True)
+class _Ports:
+    """The inputs and outputs of a decoder, by role."""
+
+    tokens: str
+    others: tuple[str, ...]
+    logits: str
+
+
+def page_caches(model: onnx.ModelProto, page_size: int) -> list[tuple[str, str]]:
+    """Rewrites a decoder in place; returns the caches, (input, output) pairs. Pages hold
+    `page_size` positions. Errors: ModelError, which says why the caches cannot be paged."""
+    if page_size < 1:
+        raise ModelError(f"a page of a cache has at least one token, not {page_size}")
+    graph = model.graph
+    attentions = [node for node in graph.node if _is_grouped(node)]
+    if not attentions:
+        raise _unpaged(f"it has no {_GROUPED} (com.microsoft)")
+    pairs = [pair for node in attentions for pair in _caches(node, graph)]
+    if len({p[0] for p in pairs}) < len(pairs):
+        raise _unpaged("two attentions share a cache")
+    ports = _ports(graph, {name for pair in pairs for name in pair})
+    for node in attentions:
+        _replace(node)
+    _set_ports(graph, ports, pairs, page_size)
+    _pick(graph, ports.logits)
+    _remove_unread(graph)
+    left = {name for node in graph.node for name in node.input} & set(ports.others)
+    _remove_inputs(graph, [name for name in ports.others if name not in left])
+    for name in left:
+        _check_positions(name, graph)
+    if not any(o.domain == COMPUTE for o in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(COMPUTE, 1))
+    return pairs
+
+
+def _unpaged(reason: str) -> ModelError:
+    return ModelError(
+        f"the caches of this model cannot be in pages, because {reason}; leave out --page-size to "
+        "keep them as the model has them"
+    )
+
+
+def _is_grouped(node: NodeProto) -> bool:
+    return node.op_type == _GROUPED and node.domain == "com.microsoft"
+
+
+def _given(node: NodeProto, index: int) -> str:
+    return node.input[index] if index < len(node.input) else ""
+
+
+def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
+    """The caches of an attention. Errors: ModelError if it has something that pages do not know."""
+    inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
+    for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
+        if past not in inputs or present not in outputs:
+            raise _unpaged(f"a cache of {node.name!r} is no input and output of the model")
+        yield past, present
+    defaults = {"qk_output": 0, "k_quant_type": b"NONE", "v_quant_type": b"NONE"}
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        known = attribute.name in _IGNORED or attribute.name in _KEPT
+        if not known and value != defaults.get(attribute.name, value) or (
+            not known and attribute.name not in defaults
+        ):
+            raise _unpaged(f"{node.name!r} has {attribute.name}={value!r}")
+    more = [i for i in (10, *range(12, len(node.input))) if _given(node, i)]
+    if more or any(node.output[3:]):
+        what = f"operand {more[0]}" if more else "a fourth result"
+        raise _unpaged(f"{node.name!r} has {what}")
+
+
+def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
+    """The ports that are no caches. Errors: ModelError."""
+    stored = {w.name for w in graph.initializer}
+    inputs = [i for i in graph.input if i.name not in caches and i.name not in stored]
+    outputs = [o for o in graph.output if o.name not in caches]
+    tokens = [i.name for i in inputs if "ids" in i.name and "position" not in i.name]
+    if len(tokens) != 1 or len(outputs) != 1:
+        names = ", ".join(p.name for p in (*inputs, *outputs))
+        raise _unpaged(
+            "besides caches, it must have one input of token ids and one output, the logits, but "
+            f"it has {names}"
+        )
+    others = tuple(i.name for i in inputs if i.name != tokens[0])
+    return _Ports(tokens[0], others, outputs[0].name)
+
+
+def _replace(node: NodeProto) -> None:
+    """Makes a GroupQueryAttention a PagedAttention."""
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    rotates = bool(values.get("do_rotary"))
+    operands = [*node.input[:5], TABLE, ROWS, POSITIONS]
+    operands += [_given(node, i) if rotates else "" for i in (_COSINE, _SINE)]
+    operands.append(_given(node, _SINK))
+    while not operands[-1]:
+        operands.pop()
+    del node.input[:], node.attribute[:]
+    node.input.extend(operands)
+    node.op_type, node.domain = PAGED_ATTENTION, COMPUTE
+    integers = ("local_window_size", "rotary_interleaved", "smooth_softmax")
+    for name in _KEPT:
+        if name in values:  # exporters write numbers of either type
+            value = int(values[name]) if name in integers else values[name]
+            node.attribute.append(helper.make_attribute(name, value))
+
+
+def _set_ports(
+    graph: GraphProto, ports: _Ports, pairs: list[tuple[str, str]], page_size: int
+) -> None:
+    """Declares the shapes of all inputs and outputs anew."""
+    for port in (*graph.input, *graph.output):
+        dims = port.type.tensor_type.shape.dim
+        if port.name in {name for pair in pairs for name in pair}:
+            dims[0].dim_param, dims[2].dim_value = PAGE_DIM, page_size
+        elif port.name == ports.logits:
+            dims[0].dim_value, dims[1].dim_param = 1, PICK_DIM
+        elif port.name == ports.tokens or len(dims) == 2:
+            dims[0].dim_value, dims[1].dim_param = 1, TOKEN_DIM
+    added: dict[str, list[str | int]] = {
+        TABLE: [TEXT_DIM, LENGTH_DIM],
+        ROWS: [TOKEN_DIM],
+        POSITIONS: [TOKEN_DIM],
+        PICKS: [PICK_DIM],
+    }
+    taken = {i.name for i in graph.input}
+    for name, shape in added.items():
+        if name in taken:
+            raise _unpaged(f"it already has an input {name!r}")
+        graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, shape))
+    del graph.value_info[:]
+
+
+def _pick(graph: GraphProto, logits: str) -> None:
+    """Takes the picked tokens before the product that makes logits. Errors: ModelError."""
+    makers = {name: node for node in graph.node for name in node.output}
+    readers = Counter(name for node in graph.node for name in node.input)
+    stored = {w.name for w in graph.initializer}
+    node = makers[logits]
+    while node.op_type in _BEHIND:
+        inner = [n for n in node.input if n in makers and not _is_constant(n, makers, stored)]
+        if len(inner) != 1 or readers[inner[0]] != 1:
+            break
+        node = makers[inner[0]]
+    if node.op_type not in _PRODUCTS:
+        raise _unpaged(f"its logits are made by {node.op_type}, not by a product with weights")
+    picked = f"{node.input[0]}/picked"
+    gather = helper.make_node("Gather", [node.input[0], PICKS], [picked], "pick_tokens", axis=1)
+    node.input[0] = picked
+    at = list(graph.node).index(node)
+    graph.node.insert(at, gather)
+
+
+def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str]) -> bool:
+    if name in stored:
+        return True
+    maker = makers.get(name)
+    return maker is not None and all(_is_constant(n, makers, stored) for n in maker.input)
+
+
+def _remove_unread(graph: GraphProto) -> None:
+    """Removes nodes whose results nobody reads, as those that reshape the mask."""
+    needed = {o.name for o in graph.output}
+    kept: list[NodeProto] = []
+    for node in reversed(graph.node):
+        if not needed.isdisjoint(node.output):
+            kept.append(node)
+            needed |= set(node.input)
+    nodes = kept[::-1]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _remove_inputs(graph: GraphProto, names: Collection[str]) -> None:
+    kept: list[ValueInfoProto] = [i for i in graph.input if i.name not in names]
+    del graph.input[:]
+    graph.input.extend(kept)
+
+
+def _check_positions(name: str, graph: GraphProto) -> None:
+    """Errors: ModelError if an input, which is neither tokens nor a cache, is no list of position
+    ids."""
+    port = next(i for i in graph.input if i.name == name)
+    if "position" not in name or len(port.type.tensor_type.shape.dim) != 2:
+        raise _unpaged(f"its input {name!r} is neither token ids, position ids nor a cache")

@@ -1,0 +1,99 @@
+"""PagedAttention, an op of the plugin: attention over caches in pages, for tokens of many texts.
+
+Tokens of a run lie one behind the other, and each says its text and its position there. The caches
+consist of pages, which hold some positions of one text; a table says which pages a text has. So
+texts of any lengths run together, and begin, grow and end on their own.
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import TypeProto
+from onnx.defs import OpSchema
+
+COMPUTE = "onnxpar.compute"
+"""The domain of the plugin's ops that communicate with nobody."""
+PAGED_ATTENTION = "PagedAttention"
+QUERY, KEY, VALUE, KEYS, VALUES, TABLE, ROWS, POSITIONS, COSINE, SINE, SINK = range(11)
+"""Indices of operands."""
+
+_FLOATS = ("tensor(float)", "tensor(float16)")
+_REQUIRED, _OPTIONAL = OpSchema.FormalParameterOption.Single, OpSchema.FormalParameterOption.Optional
+_OPERANDS = (
+    ("query", "T", _REQUIRED, "(1, tokens, heads * width), or with keys and values behind"),
+    ("key", "T", _OPTIONAL, "(1, tokens, kv heads * width)"),
+    ("value", "T", _OPTIONAL, "(1, tokens, kv heads * width)"),
+    ("key_cache", "C", _REQUIRED, "(pages, kv heads, page size, width)"),
+    ("value_cache", "C", _REQUIRED, "(pages, kv heads, page size, width)"),
+    ("block_table", "I", _REQUIRED, "(texts, pages of a text): the pages of each text, in order"),
+    ("rows", "I", _REQUIRED, "(tokens,): the text of each token, a row of block_table"),
+    ("positions", "I", _REQUIRED, "(tokens,): the position of each token in its text"),
+    ("cos_cache", "T", _OPTIONAL, "(positions, rotated width / 2)"),
+    ("sin_cache", "T", _OPTIONAL, "(positions, rotated width / 2)"),
+    ("head_sink", "T", _OPTIONAL, "(heads,): a score of each head without a value"),
+)
+_RESULTS = (
+    ("output", "T", "(1, tokens, heads * width)"),
+    ("new_key_cache", "C", "key_cache, with the new tokens"),
+    ("new_value_cache", "C", "value_cache, with the new tokens"),
+)
+_ATTRIBUTES: tuple[tuple[str, float | int | None, str], ...] = (
+    ("num_heads", None, "heads of queries"),
+    ("kv_num_heads", None, "heads of keys and values"),
+    ("scale", 0.0, "factor of scores; 0: 1 / sqrt(width)"),
+    ("softcap", 0.0, "scores become softcap * tanh(score / softcap); 0: they stay"),
+    ("local_window_size", -1, "a token sees as many positions up to its own; -1: all"),
+    ("rotary_interleaved", 0, "1: pairs of neighbors are rotated; 0: of halves"),
+    ("smooth_softmax", 0, "1: there is one more score, 0, without a value"),
+)
+
+
+def _schema() -> OpSchema:
+    kinds = OpSchema.AttrType
+    attributes = [
+        OpSchema.Attribute(name, kinds.INT, text, required=True)
+        if default is None
+        else OpSchema.Attribute(name, onnx.helper.make_attribute(name, default), text)
+        for name, default, text in _ATTRIBUTES
+    ]
+    return OpSchema(
+        PAGED_ATTENTION,
+        COMPUTE,
+        1,
+        __doc__ or "",
+        inputs=[OpSchema.FormalParameter(n, t, d, param_option=o) for n, t, o, d in _OPERANDS],
+        outputs=[OpSchema.FormalParameter(n, t, d) for n, t, d in _RESULTS],
+        type_constraints=[
+            ("T", _FLOATS, "types of tokens"),
+            ("C", _FLOATS, "types of caches"),
+            ("I", ("tensor(int64)",), "indices"),
+        ],
+        attributes=attributes,
+    )
+
+
+def _infer(context: onnx.shape_inference.InferenceContext) -> None:
+    """Sets the types of results."""
+    query, caches = context.get_input_type(QUERY), [context.get_input_type(i) for i in (KEYS, VALUES)]
+    result = TypeProto()
+    result.CopyFrom(query)
+    heads = context.get_attribute("num_heads")
+    if query.tensor_type.HasField("shape") and caches[0].tensor_type.HasField("shape"):
+        width = caches[0].tensor_type.shape.dim[3]
+        size = result.tensor_type.shape.dim[2]
+        size.Clear()
+        if heads is not None and width.HasField("dim_value"):
+            size.dim_value = heads.i * width.dim_value
+    for i, type_ in enumerate((result, *caches)):
+        context.set_output_type(i, type_)
+
+
+def register() -> None:
+    """Makes the op known to ONNX's checker and shape inference."""
+    schema = _schema()
+    schema.set_type_and_shape_inference_function(_infer)
+    onnx.defs.register_schema(schema)
+
+
+if not onnx.defs.has(PAGED_ATTENTION, COMPUTE):
+    register()

@@ -1,0 +1,60 @@
+// Attention of one query over keys and values that lie in pages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace onnxpar {
+
+/// How scores become weights.
+struct Scores {
+  float softcap;  // scores are cap * tanh(score / cap); 0: they stay
+  bool has_sink;  // one more score, whose weight goes to no value
+  float sink;
+};
+
+/// The positions that a query sees, `begin` to `end` - 1.
+struct Seen {
+  int64_t begin;
+  int64_t end;
+};
+
+/// Attention of queries that read the same keys and values, block by block. A query's result does
+/// not depend on the others, nor on the blocks that it does not see.
+class Attending {
+ public:
+  /// The number of positions of a block; block i begins at position i * kBlock.
+  static constexpr int64_t kBlock = 128;
+
+  Attending(size_t queries, size_t width);
+
+  /// Begins: `query` has the elements of each query, times the scale.
+  void Start(const float* query, const Scores* scores, const Seen* seen);
+
+  /// Takes a block of keys and values that begins at `position`: rows of `width` elements, of which
+  /// `rows` gives the place of each position.
+  void Take(int64_t position, const float* const* keys, const float* const* values, int64_t count);
+
+  /// Writes the result of each query.
+  void End(float* const* results);
+
+ private:
+  void Weigh(size_t query, int64_t position, int64_t count);
+
+  const size_t queries_, width_;
+  const float* query_ = nullptr;
+  const Scores* scores_ = nullptr;
+  const Seen* seen_ = nullptr;
+  std::vector<float> weights_;  // queries, kBlock
+  std::vector<float> sums_;     // queries, width: of values times weights
+  std::vector<float> largest_;  // the largest score of each query so far
+  std::vector<float> totals_;   // the sum of its weights
+};
+
+/// Rotates pairs of the first 2 * `half` of `width` elements: (i, i + half), or (2i, 2i + 1) if
+/// `interleaved`. `x` and `y` may be the same.
+void Rotate(const float* x, const float* cosine, const float* sine, size_t half, size_t width,
+            bool interleaved, float* y);
+
+}  // namespace onnxpar

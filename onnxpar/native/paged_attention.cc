@@ -1,0 +1,353 @@
+#include "paged_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attend.h"
+#include "half.h"
+
+namespace onnxpar {
+namespace {
+
+enum Operand : size_t {
+  kQuery,
+  kKey,
+  kValue,
+  kKeyCache,
+  kValueCache,
+  kBlockTable,
+  kRows,
+  kPositions,
+  kCosine,
+  kSine,
+  kSink,
+};
+
+/// The most tokens whose queries attend together.
+constexpr size_t kTogether = 8;
+
+/// Reads elements of a tensor as float32.
+void Read(const Tensor& x, size_t begin, size_t count, float* out) {
+  if (x.type == DataType::kFloat) {
+    std::memcpy(out, static_cast<const float*>(x.data) + begin, count * sizeof(float));
+  } else {
+    Widen(static_cast<const Float16*>(x.data) + begin, out, count);
+  }
+}
+
+/// Writes float32 as elements of a tensor.
+void Write(const float* in, size_t count, const Tensor& x, size_t begin) {
+  if (x.type == DataType::kFloat) {
+    std::memcpy(static_cast<float*>(x.data) + begin, in, count * sizeof(float));
+  } else {
+    Round(in, static_cast<Float16*>(x.data) + begin, count);
+  }
+}
+
+/// Throws unless a tensor has one of the types that are computed.
+void CheckType(const char* name, const Tensor& x) {
+  if (x.type == DataType::kFloat || x.type == DataType::kFloat16) return;
+  throw std::runtime_error(std::string(name) + " is " + TypeName(x.type) +
+                           "; it must be float32 or float16");
+}
+
+void CheckShape(const char* name, const Tensor& x, const Shape& expected) {
+  bool fits = x.shape.size() == expected.size();
+  for (size_t i = 0; fits && i < expected.size(); ++i) {
+    fits = expected[i] < 0 || expected[i] == x.shape[i];
+  }
+  if (fits) return;
+  throw std::runtime_error(std::string(name) + " has shape " + ToText(x.shape) + ", not " +
+                           ToText(expected) + " (-1: any size)");
+}
+
+/// Some tokens of one text in a row, in the order of their positions.
+struct Run {
+  size_t begin;
+  size_t count;
+};
+
+/// The operands of one run of the node, checked.
+class Step {
+ public:
+  Step(KernelContext& context, size_t heads, size_t shared, int64_t window)
+      : heads_(heads),
+        shared_(shared),
+        window_(window),
+        query_(context.Input(kQuery)),
+        key_(context.Has(kKey) ? context.Input(kKey) : query_),
+        value_(context.Has(kValue) ? context.Input(kValue) : query_),
+        packed_(!context.Has(kKey)),
+        keys_(context.Input(kKeyCache)),
+        values_(context.Input(kValueCache)) {
+    CheckType("query", query_);
+    CheckType("key_cache", keys_);
+    CheckType("value_cache", values_);
+    CheckShape("key_cache", keys_, {-1, static_cast<int64_t>(shared), -1, -1});
+    CheckShape("value_cache", values_, keys_.shape);
+    page_ = keys_.shape[2];
+    width_ = static_cast<size_t>(keys_.shape[3]);
+    const auto wide = static_cast<int64_t>(width_);
+    const auto own = static_cast<int64_t>(heads) * wide, other = static_cast<int64_t>(shared) * wide;
+    CheckShape("query", query_, {1, -1, packed_ ? own + 2 * other : own});
+    const int64_t tokens = query_.shape[1];
+    if (!packed_) CheckShape("key", key_, {1, tokens, other});
+    if (!packed_) CheckShape("value", value_, {1, tokens, other});
+    ReadPlaces(context, tokens);
+    if (context.Has(kCosine)) {
+      cosine_ = context.Input(kCosine);
+      sine_ = context.Input(kSine);
+      CheckType("cos_cache", cosine_);
+      CheckShape("sin_cache", sine_, cosine_.shape);
+      if (2 * HalfTurned() > width_) throw std::runtime_error("cos_cache is wider than a head");
+    }
+    sinks_.resize(heads);
+    if (context.Has(kSink)) {
+      const Tensor sink = context.Input(kSink);
+      CheckType("head_sink", sink);
+      CheckShape("head_sink", sink, {static_cast<int64_t>(heads)});
+      Read(sink, 0, heads, sinks_.data());
+    }
+    CheckPositions();
+    new_keys_ = keys_;
+    new_values_ = values_;
+    new_keys_.data = Successor(context, 1, keys_);
+    new_values_.data = Successor(context, 2, values_);
+  }
+
+  size_t tokens() const { return tokens_; }
+  size_t width() const { return width_; }
+  /// The positions that a token sees: those up to its own, of which a window has the last ones.
+  Seen SeenBy(size_t token) const {
+    const int64_t end = positions_[token] + 1;
+    return {window_ < 0 ? 0 : std::max<int64_t>(end - window_, 0), end};
+  }
+  const std::vector<float>& sinks() const { return sinks_; }
+  DataType type() const { return query_.type; }
+  Shape ResultShape() const {
+    return {1, static_cast<int64_t>(tokens_), static_cast<int64_t>(heads_ * width_)};
+  }
+
+  /// Divides the tokens into runs of at most kTogether.
+  std::vector<Run> Runs() const {
+    std::vector<Run> runs;
+    for (size_t t = 0; t < tokens_; ++t) {
+      const bool next = t > 0 && rows_[t] == rows_[t - 1] && positions_[t] == positions_[t - 1] + 1;
+      if (next && runs.back().count < kTogether) {
+        ++runs.back().count;
+      } else {
+        runs.push_back({t, 1});
+      }
+    }
+    return runs;
+  }
+
+  /// Reads the query of a token and a head, rotated.
+  void Query(size_t token, size_t head, bool interleaved, float* out) const {
+    Read(query_, (token * Stride() + head) * width_, width_, out);
+    Turn(token, interleaved, out);
+  }
+
+  /// Writes the key and the value of a token, of all heads, to the caches.
+  void Keep(size_t token, bool interleaved) const {
+    std::vector<float> x(width_);
+    for (size_t head = 0; head < shared_; ++head) {
+      const size_t to = Place(token, head);
+      const size_t stride = packed_ ? Stride() : shared_;
+      const size_t key = packed_ ? heads_ + head : head;
+      const size_t value = packed_ ? heads_ + shared_ + head : head;
+      Read(key_, (token * stride + key) * width_, width_, x.data());
+      Turn(token, interleaved, x.data());
+      Write(x.data(), width_, new_keys_, to);
+      Read(value_, (token * stride + value) * width_, width_, x.data());
+      Write(x.data(), width_, new_values_, to);
+    }
+  }
+
+  /// Gives the rows of one head's keys and values from `position` on. Those that are not float32
+  /// are converted into `scratch`.
+  void Rows(size_t token, size_t head, int64_t position, int64_t count, std::vector<float>& scratch,
+            const float** keys, const float** values) const {
+    const size_t half = Attending::kBlock * width_;
+    scratch.resize(2 * half);
+    for (int64_t j = 0; j < count; ++j) {
+      const size_t at = At(rows_[token], position + j, head);
+      keys[j] = Row(new_keys_, at, scratch.data() + j * width_);
+      values[j] = Row(new_values_, at, scratch.data() + half + j * width_);
+    }
+  }
+
+ private:
+  void ReadPlaces(KernelContext& context, int64_t tokens) {
+    const Tensor table = context.Input(kBlockTable), rows = context.Input(kRows);
+    const Tensor positions = context.Input(kPositions);
+    CheckShape("block_table", table, {-1, -1});
+    CheckShape("rows", rows, {tokens});
+    CheckShape("positions", positions, {tokens});
+    tokens_ = static_cast<size_t>(tokens);
+    texts_ = table.shape[0];
+    pages_ = table.shape[1];
+    table_ = static_cast<const int64_t*>(table.data);
+    rows_ = static_cast<const int64_t*>(rows.data);
+    positions_ = static_cast<const int64_t*>(positions.data);
+  }
+
+  void CheckPositions() const {
+    for (size_t t = 0; t < tokens_; ++t) {
+      const int64_t row = rows_[t], position = positions_[t];
+      if (row < 0 || row >= texts_ || position < 0 || position >= pages_ * page_) {
+        throw std::runtime_error("token " + std::to_string(t) + " has row " + std::to_string(row) +
+                                 " and position " + std::to_string(position) +
+                                 ", but block_table has " + std::to_string(texts_) +
+                                 " rows and room for " + std::to_string(pages_ * page_) +
+                                 " positions in each");
+      }
+      if (cosine_.data != nullptr && position >= cosine_.shape[0]) {
+        throw std::runtime_error("position " + std::to_string(position) +
+                                 " is outside of cos_cache, which has " +
+                                 std::to_string(cosine_.shape[0]) + " rows");
+      }
+      for (int64_t i = SeenBy(t).begin / page_; i <= position / page_; ++i) {
+        const int64_t page = table_[row * pages_ + i];
+        if (page >= 0 && page < keys_.shape[0]) continue;
+        throw std::runtime_error("block_table names page " + std::to_string(page) +
+                                 ", but the caches have " + std::to_string(keys_.shape[0]));
+      }
+    }
+  }
+
+  /// Returns the memory of a cache after the run: its own if onnxruntime is given the same memory
+  /// for both, else a copy.
+  static void* Successor(KernelContext& context, size_t output, const Tensor& cache) {
+    void* const data = context.Output(output, cache.shape);
+    if (data != cache.data) std::memcpy(data, cache.data, cache.Bytes());
+    return data;
+  }
+
+  const float* Row(const Tensor& cache, size_t at, float* scratch) const {
+    if (cache.type == DataType::kFloat) return static_cast<const float*>(cache.data) + at;
+    Read(cache, at, width_, scratch);
+    return scratch;
+  }
+
+  size_t Stride() const { return packed_ ? heads_ + 2 * shared_ : heads_; }
+  size_t HalfTurned() const { return static_cast<size_t>(cosine_.shape[1]); }
+
+  /// Where the elements of a position and a head begin in a cache.
+  size_t At(int64_t row, int64_t position, size_t head) const {
+    const int64_t page = table_[row * pages_ + position / page_];
+    const int64_t line = (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * page_;
+    return static_cast<size_t>(line + position % page_) * width_;
+  }
+  size_t Place(size_t token, size_t head) const { return At(rows_[token], positions_[token], head); }
+
+  void Turn(size_t token, bool interleaved, float* x) const {
+    if (cosine_.data == nullptr) return;
+    const size_t half = HalfTurned();
+    std::vector<float> turn(2 * half);
+    const size_t at = static_cast<size_t>(positions_[token]) * half;
+    Read(cosine_, at, half, turn.data());
+    Read(sine_, at, half, turn.data() + half);
+    Rotate(x, turn.data(), turn.data() + half, half, width_, interleaved, x);
+  }
+
+  const size_t heads_, shared_;
+  const int64_t window_;
+  const Tensor query_, key_, value_;
+  const bool packed_;
+  const Tensor keys_, values_;
+  Tensor new_keys_{}, new_values_{}, cosine_{}, sine_{};
+  int64_t page_ = 0, texts_ = 0, pages_ = 0;
+  size_t width_ = 0, tokens_ = 0;
+  const int64_t *table_ = nullptr, *rows_ = nullptr, *positions_ = nullptr;
+  std::vector<float> sinks_;
+};
+
+class PagedAttention : public Kernel {
+ public:
+  explicit PagedAttention(const KernelInfo& info)
+      : heads_(Count(info, "num_heads")),
+        shared_(Count(info, "kv_num_heads")),
+        window_(info.Int("local_window_size", -1)),
+        interleaved_(info.Int("rotary_interleaved", 0) != 0),
+        smooth_(info.Int("smooth_softmax", 0) != 0),
+        scale_(info.Float("scale", 0)),
+        softcap_(info.Float("softcap", 0)) {
+    if (heads_ % shared_ == 0) return;
+    throw std::runtime_error("num_heads=" + std::to_string(heads_) +
+                             " is not a multiple of kv_num_heads=" + std::to_string(shared_));
+  }
+
+  void Compute(KernelContext& context) override {
+    const Step step(context, heads_, shared_, window_);
+    void* const data = context.Output(0, step.ResultShape());
+    const Tensor result{step.type(), step.ResultShape(), data};
+    const bool has_sink = smooth_ || context.Has(kSink);
+    const std::vector<Run> runs = step.Runs();
+    context.ParallelFor(step.tokens(), [&](size_t token) { step.Keep(token, interleaved_); });
+    context.ParallelFor(runs.size() * shared_, [&](size_t i) {
+      Attend(step, runs[i / shared_], i % shared_, has_sink, result);
+    });
+  }
+
+ private:
+  static size_t Count(const KernelInfo& info, const char* name) {
+    const int64_t count = info.Int(name);
+    if (count > 0) return static_cast<size_t>(count);
+    throw std::runtime_error(std::string(name) + "=" + std::to_string(count) + " is not positive");
+  }
+
+  /// Computes the results of a run's queries that read one head of keys and values.
+  void Attend(const Step& step, const Run& run, size_t shared, bool has_sink,
+              const Tensor& result) const {
+    const size_t group = heads_ / shared_, width = step.width(), queries = run.count * group;
+    const float scale = scale_ != 0 ? scale_ : 1 / std::sqrt(static_cast<float>(width));
+    std::vector<float> query(queries * width), means(queries * width);
+    std::vector<Scores> scores;
+    std::vector<Seen> seen;
+    std::vector<float*> places;
+    for (size_t n = 0; n < queries; ++n) {
+      const size_t token = run.begin + n / group, head = shared * group + n % group;
+      float* const own = query.data() + n * width;
+      step.Query(token, head, interleaved_, own);
+      for (size_t i = 0; i < width; ++i) own[i] *= scale;
+      scores.push_back({softcap_, has_sink, step.sinks()[head]});
+      seen.push_back(step.SeenBy(token));
+      places.push_back(means.data() + n * width);
+    }
+    Attending attending(queries, width);
+    attending.Start(query.data(), scores.data(), seen.data());
+    std::vector<float> scratch;
+    const float *keys[Attending::kBlock], *values[Attending::kBlock];
+    const int64_t end = seen.back().end;
+    int64_t at = seen.front().begin / Attending::kBlock * Attending::kBlock;
+    for (; at < end; at += Attending::kBlock) {
+      const int64_t first = std::max(at, seen.front().begin);
+      const int64_t count = std::min(end, at + Attending::kBlock) - first;
+      step.Rows(run.begin, shared, first, count, scratch, keys, values);
+      attending.Take(first, keys, values, count);
+    }
+    attending.End(places.data());
+    for (size_t n = 0; n < queries; ++n) {
+      const size_t token = run.begin + n / group, head = shared * group + n % group;
+      Write(means.data() + n * width, width, result, (token * heads_ + head) * width);
+    }
+  }
+
+  const size_t heads_, shared_;
+  const int64_t window_;
+  const bool interleaved_, smooth_;
+  const float scale_, softcap_;
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> MakePagedAttention(const KernelInfo& info) {
+  return std::make_unique<PagedAttention>(info);
+}
+
+}  // namespace onnxpar
