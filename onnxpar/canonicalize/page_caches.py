@@ -29,6 +29,12 @@ TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM, PICK_DIM = (
 )
 """Names of the open sizes of these inputs, and of the number of pages."""
 
+USUAL = (
+    ({TOKEN_DIM: 8, TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8}, 0.9),
+    ({TOKEN_DIM: 256, TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8}, 0.1),
+)
+"""Usual sizes and their weights: most steps generate some texts, the others read a prompt, too."""
+
 _GROUPED = "GroupQueryAttention"
 _KEPT = (
     "num_heads",

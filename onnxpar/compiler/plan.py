@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -197,6 +197,7 @@ class Plan(Shown):
     proof         how far the plan may be from the best; None if there was no search
     loads         what each rank holds and computes, if the devices of ranks differ
     initial       the first value of each state, by input name: STORED with the model, or ZERO
+    in_place      the states that runs change in their own memory, by input name
     on_host       the weights and states that stay in files; None if there are none
     row_outputs   as in LoweredState
     step          the roles of the ports, if the model is a training step
@@ -226,6 +227,7 @@ class Plan(Shown):
     fixed: Sequence[str] = ()
     example: Mapping[str, int] = field(default_factory=dict)
     initial: Mapping[str, str] = field(default_factory=dict)
+    in_place: Collection[str] = ()
     on_host: OnHost | None = None
     row_outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     step: Step | None = None
@@ -290,6 +292,8 @@ class Plan(Shown):
     def _state(self, source: str, result: str) -> dict[str, Any]:
         rows = self.row_outputs.get(source)
         found = {"input": source, "output": result, "initial": self.initial.get(source)}
+        if source in self.in_place:
+            found["in_place"] = True
         return found if rows is None else {**found, "rows": list(rows)}
 
     def text(self) -> str:

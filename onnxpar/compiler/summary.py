@@ -14,6 +14,7 @@ from onnxpar.compiler.ranges import integer_ranges, lookups
 from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.lazy_values import stacked_parts
 from onnxpar.ir.reshards import is_reshard, operands_of
+from onnxpar.ir.paged_attention import written_in_place
 from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
 from onnxpar.ir.tensors import numpy_dtype, tensor_shape
 from onnxpar.layout.layout import Layout, leaves
@@ -50,6 +51,7 @@ def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) 
         integer_ranges(graph),
         ctx.model.fixed,
         initial=initial,
+        in_place=written_in_place(graph, ctx.model.states),
         on_host=_on_host(graph, ctx),
         step=ctx.model.step,
         lookups=lookups(graph, ctx.model.sizes is not None),

@@ -7,7 +7,10 @@ texts of any lengths run together, and begin, grow and end on their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import onnx
+import onnx_graphsurgeon as gs
 from onnx import TypeProto
 from onnx.defs import OpSchema
 
@@ -46,6 +49,14 @@ _ATTRIBUTES: tuple[tuple[str, float | int | None, str], ...] = (
     ("rotary_interleaved", 0, "1: pairs of neighbors are rotated; 0: of halves"),
     ("smooth_softmax", 0, "1: there is one more score, 0, without a value"),
 )
+
+
+def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """The inputs of those states, (input, output) pairs, that the op writes where they are."""
+    pairs = set(states)
+    paged = [n for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE]
+    found = [(n.inputs[KEYS + i].name, n.outputs[1 + i].name) for n in paged for i in (0, 1)]
+    return frozenset(before for before, after in found if (before, after) in pairs)
 
 
 def _schema() -> OpSchema:

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 
+from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import ModelError
 from onnxpar.model.model_folder import CONFIG, GENAI, genai_config, read_config
 from onnxpar.runtime.bundle import Bundle, Port
@@ -17,6 +18,8 @@ _GROUPED = "GroupQueryAttention"
 """The op of com.microsoft that reads the length of each row of a batch, and no mask."""
 _RING = "sliding_window_cache"
 """Its attribute that is 1 if a cache is a ring buffer."""
+PAGING = frozenset((TABLE, ROWS, POSITIONS, PICKS))
+"""The inputs of a decoder whose caches are in pages, besides tokens and position ids."""
 _CONTEXT = ("context_length", "max_position_embeddings", "n_positions")
 """What configurations call the most tokens of a text."""
 
@@ -34,6 +37,7 @@ class LanguageModel:
     begin      id of the token that begins a text; None if unknown
     context    the most tokens of a text, prompt included; None if unknown
     is_single  True if a run reads one token of each text
+    page_size   tokens of a page, if the caches are in pages, else 0
     pads_right  True if shorter rows of a batch are filled up behind their tokens, else before them
     """
 
@@ -47,6 +51,7 @@ class LanguageModel:
     context: int | None
     is_single: bool
     pads_right: bool
+    page_size: int
 
     @staticmethod
     def of(bundle: Bundle) -> LanguageModel:
@@ -54,8 +59,9 @@ class LanguageModel:
         decoder with a cache."""
         settings = _settings(bundle.path)
         roles: dict[str, str] = {}
+        paging = PAGING if PAGING <= bundle.inputs.keys() else frozenset()
         for port in bundle.inputs.values():
-            if port.name not in bundle.states:
+            if port.name not in bundle.states and port.name not in paging:
                 roles[_role(port, bundle.path)] = port.name
         logits = [o for o in bundle.outputs.values() if _is_logits(o, bundle)]
         if "tokens" not in roles or not bundle.states or len(logits) != 1:
@@ -81,8 +87,18 @@ class LanguageModel:
             next(iter(_ids(settings.get("bos_token_id"))), None),
             next((settings[name] for name in _CONTEXT if name in settings), None),
             length == 1,
-            _has_grouped_attention(bundle),
+            not paging and _has_grouped_attention(bundle),
+            _page_size(bundle) if paging else 0,
         )
+
+
+def _page_size(bundle: Bundle) -> int:
+    """The tokens of a page. Errors: ModelError if caches differ."""
+    sizes = {(bundle.inputs[name].shape or (None,) * 4)[2] for name in bundle.states}
+    size = sizes.pop()
+    if sizes or not isinstance(size, int):
+        raise ModelError(f"{bundle.path}: its caches have pages of different sizes")
+    return size
 
 
 def _role(port: Port, path: Path) -> str:

@@ -23,6 +23,10 @@ class Constraint(Protocol):
         ...
 
 
+class Busy(OnnxparError):
+    """An engine that takes no request now: its queue is full, it ends, or its ranks start anew."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How a request's tokens are chosen, and when it ends.

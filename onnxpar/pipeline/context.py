@@ -10,11 +10,13 @@ from pathlib import Path
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.pass_times import ANALYSE, LOAD
+from onnxpar.canonicalize.page_caches import USUAL
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
 from onnxpar.compiler.replay import opened, variants
 from onnxpar.ir.training_spec import Step
 from onnxpar.load.load import InferTypes, Model, load
 from onnxpar.manual.manual import MANUAL, refuse_collectives
+from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.balance import balanced, sampled_remainders
 from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.dataset import with_dataset
@@ -49,6 +51,9 @@ def load_model(
 
     load_entry_points()
     least = least_size(options)
+    typical = options.typical
+    if options.page_size and not typical.profiles:
+        typical = Typical(USUAL)
     with options.times.of(LOAD):
         model = load(
             path,
@@ -58,7 +63,7 @@ def load_model(
             own_types=own_types,
             for_training=for_training,
             untied=untied,
-            typical=options.typical,
+            typical=typical,
             find_others=options.find_states,
             shapes=shapes,
             show=options.show,

@@ -62,6 +62,11 @@ class Binding:
             bind_output(self.native, name, array)
             self._placed[name] = at
 
+    def put_value(self, name: str, value: ort.OrtValue) -> None:
+        """Binds an output to the memory of a value."""
+        self._placed.pop(name, None)
+        self.native.bind_ortvalue_output(name, value)
+
     @property
     def results(self) -> dict[str, ort.OrtValue]:
         """The outputs of the last run."""

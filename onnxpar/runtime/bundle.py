@@ -127,6 +127,7 @@ class Bundle:
     fixed    inputs of the unsplit model whose default values are now constants
     symbols  names of the open sizes
     initial  the kind of initial value of each state, by input: "stored" or "zero"
+    in_place  the states that runs change in their own memory, by input
     row_outputs  of each state that is a table on the host, by input: the outputs of a rank's graph
              that are the indices and the values of the rows that change
     step     the roles of ports, if the model is a training step
@@ -141,6 +142,7 @@ class Bundle:
     fixed: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
     initial: Mapping[str, str] = field(default_factory=dict)
+    in_place: frozenset[str] = frozenset()
     row_outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     step: Step | None = None
     lookups: tuple[Lookup, ...] = ()
@@ -160,6 +162,7 @@ class Bundle:
             pairs = plan.get("states", [])
             states = {pair["input"]: pair["output"] for pair in pairs}
             initial = {p["input"]: p["initial"] for p in pairs if p.get("initial")}
+            in_place = frozenset(p["input"] for p in pairs if p.get("in_place"))
             rows = {p["input"]: (p["rows"][0], p["rows"][1]) for p in pairs if p.get("rows")}
             lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
             step = Step.from_json(plan["step"]) if plan.get("step") else None
@@ -180,7 +183,7 @@ class Bundle:
                 "shard`"
             )
         _check_together(inputs, outputs)
-        given = (fixed, symbols, initial, rows, step, lookups, plan)
+        given = (fixed, symbols, initial, in_place, rows, step, lookups, plan)
         return Bundle(folder, mesh, inputs, outputs, states, *given)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str] = ()) -> Sizes:

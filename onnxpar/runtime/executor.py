@@ -85,6 +85,7 @@ class Executor:
         self._ports = self._own.ports
         self._has_sizes = bool(bundle.symbols)
         self._states = bundle.states
+        self._in_place = bundle.in_place
         self._row_outputs = {bundle.states[n]: (n, *o) for n, o in bundle.row_outputs.items()}
         self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
         self._kept = KeptStates(bundle, world.rank, spec)
@@ -145,7 +146,7 @@ class Executor:
         order = self._order(request)
         self._binding.start(order, [name for name in self._defaults if name not in feeds])
         self._bind_inputs(feeds, request.sizes)
-        bound_slots = self._bind_outputs(order, request, room)
+        bound_slots = self._bind_outputs(order, request, feeds, room)
         slots = dict(bound_slots)
         with self._kept.trimming():
             self.session.run_with_iobinding(self._binding.native, options)
@@ -158,7 +159,11 @@ class Executor:
             if name not in slots and self._own.are_given(name):
                 slots[name] = self._shipped(name, values[name], feeds, room)
         if request.keep:
-            lasting = {i: self._lasting(o, values[o]) for i, o in self._states.items()}
+            in_place = self._changed_in_place(feeds)
+            lasting = {
+                i: self._state(i) if i in in_place else self._lasting(o, values[o])
+                for i, o in self._states.items()
+            }
             self._kept.keep(lasting, feeds)
             self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
             # In onnxruntime up to at least 1.25, kept values share the memory of the binding's
@@ -233,6 +238,11 @@ class Executor:
     def write_state(self, name: str, part: Array) -> None:
         """Keeps a copy of `part`, this rank's shard of a state."""
         self._kept.put(name, part)
+
+    def clear_state(self, name: str, sizes: Sizes) -> None:
+        """Keeps zeros as this rank's shard of a state."""
+        self._own.at(sizes)
+        self._kept.clear(name, self._own[name])
 
     def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
         """Writes this rank's shards of states to a folder, without those that a lower rank writes
@@ -340,16 +350,27 @@ class Executor:
         host, the rows that change."""
         return self._row_outputs[name][1:] if name in self._row_outputs else (name,)
 
-    def _bind_outputs(self, order: Sequence[str], request: Request, room: Room) -> dict[str, Slot]:
-        """Binds the outputs: to memory of `room` where possible, else to new memory of onnxruntime.
-        Returns the slots of the room."""
+    def _bind_outputs(
+        self, order: Sequence[str], request: Request, feeds: Mapping[str, Array], room: Room
+    ) -> dict[str, Slot]:
+        """Binds the outputs: to memory of `room` where possible, to that of a kept state which the
+        run changes in place, else to new memory of onnxruntime. Returns the slots of the room."""
         kept = set(self._states.values()) if request.keep else set()
         names = [name for name in order if name not in kept]
         specs = {n: s for n in names if (s := self._own.direct(n)) is not None}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
+        in_place = self._changed_in_place(feeds) if request.keep else ()
+        held = {self._states[name]: name for name in in_place}
         for name in order:
-            self._binding.put(name, slots[name].array if name in slots else None)
+            if name in held:
+                self._binding.put_value(name, self._state(held[name]))
+            else:
+                self._binding.put(name, slots[name].array if name in slots else None)
         return slots
+
+    def _changed_in_place(self, feeds: Mapping[str, Array]) -> frozenset[str]:
+        """Returns the kept states that a run with these feeds changes in their own memory."""
+        return self._in_place - feeds.keys()
 
     def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
         """Copies a tensor from onnxruntime's memory to a room."""

@@ -20,7 +20,7 @@ from onnxpar.runtime.host_table import HostTable, RowCache, RowUpdate
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.shards import Shards
 from onnxpar.runtime.state_files import PartFiles, StateFiles, write_parts
-from onnxpar.runtime.tensors import copy_of, view_of
+from onnxpar.runtime.tensors import copy_of, view_of, zeros
 
 
 class KeptStates:
@@ -85,6 +85,12 @@ class KeptStates:
     def put(self, name: str, part: Array) -> None:
         """Keeps a copy of this rank's shard of a state."""
         self._change({**self._kept, name: self._of(name, part)})
+
+    def clear(self, name: str, parts: Shards) -> None:
+        """Keeps zeros as this rank's shard of a state; `parts` are its shards."""
+        shape = parts.local_shape(self._rank)
+        assert shape is not None, "sizes of states are known"
+        self._change({**self._kept, name: zeros(shape, self._ports[name].dtype)})
 
     def reset(self) -> None:
         """Forgets all states."""

@@ -128,6 +128,12 @@ class LaunchedRank:
             self._executor.write_state(name, parts.take(array, self._rank))
             self._agree()
 
+    def clear_state(self, name: str, sizes: Sizes) -> None:
+        """Makes each rank keep zeros as its shard of a state."""
+        with self._failing_together(f"clearing state {name!r}"):
+            self._executor.clear_state(name, sizes)
+            self._agree()
+
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
         """Writes this rank's shards of all states to a folder that all ranks share. Returns after
         all ranks have written, with the digests of all ranks' files."""

@@ -59,6 +59,7 @@ class Ranks(Protocol):
     def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf: ...
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf: ...
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None: ...
+    def clear_state(self, name: str, sizes: Sizes) -> None: ...
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]: ...
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
@@ -202,6 +203,10 @@ class ProcessRanks:
         places, _ = self._hand_over({name: array}, sizes)
         message = {"do": "write", "feeds": places, **self._file_sizes()}
         self._ask(message, f"writing state {name!r}")
+
+    def clear_state(self, name: str, sizes: Sizes) -> None:
+        """Makes each rank keep zeros as its shard of a state."""
+        self._ask({"do": "clear", "name": name, "sizes": sizes}, f"clearing state {name!r}")
 
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
         """Makes each rank write its shards of all states to a folder; returns the files'

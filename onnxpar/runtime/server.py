@@ -79,6 +79,7 @@ class Server:
             "run": self._run,
             "read": self._read,
             "write": self._write,
+            "clear": self._clear,
             "reset": self._reset,
             "save": self._save,
             "load": self._load,
@@ -138,6 +139,10 @@ class Server:
     def _write(self, message: Message) -> Message:
         for name, array in self._feeds(message).items():
             self._executor.write_state(name, array)
+        return {}
+
+    def _clear(self, message: Message) -> Message:
+        self._executor.clear_state(message["name"], tuple(message["sizes"]))
         return {}
 
     def _reset(self, message: Message) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,6 +101,23 @@ class States:
             shape = () if port.is_value else np.shape(array)
             session._ranks.write_state(name, array, session._bundle.sizes({name: shape}))
             session._kept[name] = shape
+
+    def clear(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Sets states to zeros of these global shapes, by input name; each rank makes its own
+        shards. Errors: InputError for a shape that the model does not take."""
+        session = self._session
+        ports = {name: state_port(session._bundle, name) for name in shapes}
+        given = {name: tuple(shape) for name, shape in shapes.items()}
+        for name, shape in given.items():
+            if not ports[name].admits(shape):
+                raise InputError(
+                    f"state {name!r} is {ports[name].expects()}; it cannot have shape {list(shape)}"
+                )
+        with session._lock:
+            sizes = session._bundle.sizes(given)
+            for name, shape in given.items():
+                session._ranks.clear_state(name, sizes)
+                session._kept[name] = shape
 
     @property
     def on_host(self) -> list[str]:

@@ -114,6 +114,13 @@ def copy_of(array: Array) -> ort.OrtValue:
     return value
 
 
+def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ort.OrtValue:
+    """Returns a new OrtValue of zeros. Its memory is taken page by page, when it is written."""
+    if dtype.isbuiltin != 1:
+        return copy_of(np.zeros(shape, dtype))
+    return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype))
+
+
 def _element(dtype: np.dtype[Any]) -> Any:
     """Returns the element type for onnxruntime's calls: NumPy's type, or ONNX's number if NumPy
     lacks the dtype."""

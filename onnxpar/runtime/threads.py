@@ -113,6 +113,10 @@ class ThreadRanks:
             lambda r: self._executors[r].write_state(name, parts.take(array, r)), "writing a state"
         )
 
+    def clear_state(self, name: str, sizes: Sizes) -> None:
+        """Makes each rank keep zeros as its shard of a state."""
+        self._all(lambda r: self._executors[r].clear_state(name, sizes), "clearing a state")
+
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
         """Makes each rank write its shards of all states to a folder; returns the files'
         digests."""

@@ -1,0 +1,79 @@
+"""The pages of the caches: which are free, and which have tokens that another text may begin
+with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import count
+
+_Key = tuple[int, tuple[int, ...]]
+"""The number of the page before (0 for none), and the tokens of a page."""
+
+
+class PagePool:
+    """Pages by number, from 0. A full page keeps its tokens after its texts have ended, until it is
+    needed: then a text with the same beginning takes it as it is."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        self.pages, self.page_size = pages, page_size
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages))
+        self._users = [0] * pages
+        self._serials = count(1)
+        self._known: dict[_Key, int] = {}
+        self._keys: dict[int, tuple[_Key, int]] = {}
+
+    @property
+    def used(self) -> int:
+        """The number of pages that texts have."""
+        return self.pages - len(self._free)
+
+    def take(self) -> int | None:
+        """Returns a page for new tokens, the one that has been free longest; None if none is
+        free."""
+        if not self._free:
+            return None
+        page, _ = self._free.popitem(last=False)
+        known = self._keys.pop(page, None)
+        if known is not None:
+            del self._known[known[0]]
+        self._users[page] = 1
+        return page
+
+    def beginning(self, tokens: Sequence[int]) -> list[int]:
+        """Takes the full pages with which a text begins that are known, and returns them, in order.
+        At least one token is left over, whose logits are wanted."""
+        found: list[int] = []
+        before = 0
+        for at in range(0, len(tokens) - self.page_size, self.page_size):
+            page = self._known.get((before, tuple(tokens[at : at + self.page_size])))
+            if page is None:
+                break
+            found.append(page)
+            before = self._keys[page][1]
+        for page in found:
+            self._free.pop(page, None)
+            self._users[page] += 1
+        return found
+
+    def publish(self, pages: Sequence[int], at: int, tokens: Sequence[int]) -> None:
+        """Makes the page `at` of a text known, which has these tokens. If another page has the same
+        beginning, that one stays known."""
+        before = 0
+        if at:
+            known = self._keys.get(pages[at - 1])
+            if known is None:  # an equal page is known instead
+                return
+            before = known[1]
+        key, page = (before, tuple(tokens)), pages[at]
+        if key not in self._known and page not in self._keys:
+            self._known[key] = page
+            self._keys[page] = key, next(self._serials)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives pages back. The last ones of a text are needed first, as fewer texts begin with
+        them."""
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free[page] = None

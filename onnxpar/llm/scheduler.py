@@ -1,0 +1,141 @@
+"""Decides which tokens of which texts a step computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from onnxpar.llm.page_pool import PagePool
+from onnxpar.llm.requests import Limits, Listener
+
+
+@dataclass(eq=False)
+class Text:
+    """A text that is generated.
+
+    tokens    its prompt and what was generated
+    prompt    the number of tokens of the prompt
+    most      the most tokens that it may have
+    pages     its pages of the caches, in order
+    done      how many of its tokens are in the caches
+    cached    how many of them an earlier text had put there
+    """
+
+    tokens: list[int]
+    prompt: int
+    most: int
+    limits: Limits
+    listen: Listener
+    pages: list[int] = field(default_factory=list)
+    done: int = 0
+    cached: int = 0
+    is_cancelled: bool = False
+
+    @property
+    def left(self) -> int:
+        """How many tokens are not in the caches yet."""
+        return len(self.tokens) - self.done
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next `count` tokens of a text, which one step reads."""
+
+    text: Text
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """True if the text then is complete, so that its next token can be chosen."""
+        return self.count == self.text.left
+
+
+class Scheduler:
+    """The texts that run, and those that wait, the oldest first.
+
+    Each step computes a token of every text that is generated, and fills up with tokens of prompts.
+    If there are too few pages, the texts that began last wait again.
+    """
+
+    def __init__(self, pool: PagePool, max_running: int, step_tokens: int) -> None:
+        self.pool = pool
+        self.max_running, self.step_tokens = max_running, step_tokens
+        self.running: list[Text] = []
+        self.waiting: deque[Text] = deque()
+        self.preemptions = 0
+
+    def next(self) -> list[Piece]:
+        """Returns the pieces of the next step, and takes pages for them."""
+        budget = max(self.step_tokens, len(self.running))
+        pieces: list[Piece] = []
+        for text in sorted(self.running, key=lambda text: text.left > 1):
+            room = budget - sum(piece.count for piece in pieces)
+            if text in self.running and room and self._reserve(text, min(text.left, room)):
+                pieces.append(Piece(text, min(text.left, room)))
+        pieces = [piece for piece in pieces if piece.text in self.running]
+        room = budget - sum(piece.count for piece in pieces)
+        while room and self.waiting and len(self.running) < self.max_running:
+            piece = self._admitted(self.waiting[0], room)
+            if piece is None:
+                break
+            pieces.append(piece)
+            room -= piece.count
+        return pieces
+
+    def advance(self, piece: Piece) -> None:
+        """Notes that a step has computed a piece."""
+        text, size = piece.text, self.pool.page_size
+        before = text.done // size
+        text.done += piece.count
+        for at in range(before, text.done // size):
+            self.pool.publish(text.pages, at, text.tokens[at * size : (at + 1) * size])
+
+    def remove(self, text: Text) -> None:
+        """Ends a text."""
+        if text in self.running:
+            self.running.remove(text)
+        else:
+            self.waiting.remove(text)
+        self._release(text)
+
+    def _release(self, text: Text) -> None:
+        self.pool.release(text.pages)
+        text.pages, text.done = [], 0
+
+    def _reserve(self, text: Text, count: int) -> bool:
+        """Takes the pages for the next tokens of a running text, from those that began after it if
+        none is free. Returns False if the text itself has to wait."""
+        while not self._extend(text, count):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is text:
+                return False
+        return True
+
+    def _extend(self, text: Text, count: int) -> bool:
+        """Takes free pages for the next tokens of a text; returns False if there are too few, and
+        keeps those that there are."""
+        while len(text.pages) * self.pool.page_size < text.done + count:
+            page = self.pool.take()
+            if page is None:
+                return False
+            text.pages.append(page)
+        return True
+
+    def _preempt(self, text: Text) -> None:
+        self.running.remove(text)
+        self._release(text)
+        self.waiting.appendleft(text)
+        self.preemptions += 1
+
+    def _admitted(self, text: Text, room: int) -> Piece | None:
+        """Lets a waiting text begin, if there are pages for its tokens and the next one."""
+        text.pages = self.pool.beginning(text.tokens)
+        text.done = len(text.pages) * self.pool.page_size
+        if not self._extend(text, text.left + 1):
+            self._release(text)
+            return None
+        text.cached = max(text.cached, min(text.done, text.prompt))
+        self.waiting.popleft()
+        self.running.append(text)
+        return Piece(text, min(text.left, room))
