@@ -26,6 +26,7 @@ from onnxpar.pipeline.dump import Dump
 from onnxpar.pipeline.named_passes import run_named
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.overwritten import refuse_overwriting
+from onnxpar.pipeline.paging import paged_by_default
 from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
 from onnxpar.pipeline.plugins import load_plugin
 from onnxpar.pipeline.predicted_times import Reckon
@@ -73,7 +74,7 @@ def shard(
 
     Errors: OnnxparError, which names the cause and the remedy; nothing is left half-written.
     """
-    asked = timed(options_of(options, "shard"), time_passes)
+    asked = paged_by_default(model, timed(options_of(options, "shard"), time_passes))
     refuse_overwriting({**options, "model": model, "save_strategy": save_strategy, "dump": dump})
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
@@ -99,7 +100,7 @@ def make_plan(
     Printing the plan shows the text of `onnxpar plan`; a notebook shows the plan's page, which is
     also written to the file `html` if it is given. Errors: OnnxparError.
     """
-    asked = timed(options_of(options, "plan"), time_passes)
+    asked = paged_by_default(model, timed(options_of(options, "plan"), time_passes))
     refuse_overwriting(
         {**options, "model": model, "save_strategy": save_strategy, "dump": dump, "html": html}
     )

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnxpar.errors import ModelError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
+from onnxpar.model.model_folder import carried_files, decoder_in
 
 TABLE, ROWS, POSITIONS, PICKS = "block_table", "token_rows", "token_positions", "picked_tokens"
 """Inputs that the rewrite adds: the pages of each text, (texts, pages of a text); the text of each
@@ -29,6 +32,8 @@ TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM, PICK_DIM = (
 )
 """Names of the open sizes of these inputs, and of the number of pages."""
 
+PAGE_SIZE = 16
+"""Tokens of a page, unless the user asks for other ones."""
 USUAL = (
     ({TOKEN_DIM: 8, TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8}, 0.9),
     ({TOKEN_DIM: 256, TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8}, 0.1),
@@ -61,6 +66,21 @@ class _Ports:
     tokens: str
     others: tuple[str, ...]
     logits: str
+
+
+def usual_page_size(folder: Path) -> int:
+    """Returns PAGE_SIZE for a folder that holds a language model whose caches can be in pages, else
+    0. Errors: ModelError."""
+    if not folder.is_dir():
+        return 0
+    file = decoder_in(folder)
+    if not carried_files(file):
+        return 0
+    try:
+        page_caches(onnx.load(str(file), load_external_data=False), PAGE_SIZE)
+    except (ModelError, DecodeError, ValueError):
+        return 0  # reading it again gives a good message
+    return PAGE_SIZE
 
 
 def page_caches(model: onnx.ModelProto, page_size: int) -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.context import load_model
 from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.paging import refuse_paging
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_array, check_timeout
@@ -130,6 +131,7 @@ def _checked(
     progress: Callable[[int], None] | None,
     tell: Callable[[str], None],
 ) -> Check:
+    refuse_paging(options, "check")
     is_manual = options.preset == MANUAL
     close = _tolerance(way, is_manual)
     if way.train:

@@ -30,6 +30,7 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.named_passes import run_named
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_registry import LIST, pass_lines
+from onnxpar.pipeline.paging import paged_by_default
 from onnxpar.pipeline.plan_options import Kind, LayoutOptions, PlanOptions, option_names, options_of
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
@@ -61,7 +62,7 @@ def _with_times(command: Command) -> Command:
 def shard(args: argparse.Namespace) -> int:
     """Runs `shard`: writes a model.par."""
     output = output_of(args.given_model) if args.output is None else args.output
-    options = _options(args)
+    options = paged_by_default(args.given_model, _options(args))
     saver = saver_of(args.save_strategy, options)
     shown, watch = watched(options, saver, args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
@@ -84,7 +85,7 @@ def plan(args: argparse.Namespace) -> int:
         return _print(compare_with_trace(args.model, _options(args), args.compare), args.json)
     if args.candidates or args.html:
         return _explain(args)
-    options = _options(args)
+    options = paged_by_default(args.given_model, _options(args))
     saver = saver_of(args.save_strategy, options)
     made, _ = pipeline.plan(args.model, *watched(options, saver, args.dump))
     saved = saver.write()

@@ -197,8 +197,9 @@ def _add_states(to: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="put the caches of a language model's decoder in pages of N tokens, so that texts of "
-        "any lengths run together, and join and leave between runs, as `serve` and `generate` do. "
-        "The model must have GroupQueryAttention",
+        "any lengths run together, and join and leave between runs, as in `serve`. Default for a "
+        "folder of a language model with GroupQueryAttention: 16; else 0, which leaves caches as "
+        "the model has them",
     )
 
 

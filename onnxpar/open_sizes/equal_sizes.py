@@ -11,6 +11,16 @@ from itertools import combinations
 
 from onnx import NodeProto, helper
 
+from onnxpar.ir.paged_attention import (
+    KEY,
+    KEYS,
+    PAGED_ATTENTION,
+    POSITIONS,
+    QUERY,
+    ROWS,
+    VALUES,
+)
+
 Shape = tuple[int | None, ...]
 Shapes = Sequence[Shape | None]
 Place = tuple[int, int]
@@ -177,6 +187,16 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
             yield from (((i, axis), n) for axis, n in ((1, heads), (3, of_cache)) if n)
 
 
+def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:
+    """Heads have the width of the caches; each token has a row and a position."""
+    query, caches = shapes[QUERY], (KEYS, VALUES)
+    if query and len(query) == 3:
+        heads, width = _heads(_attributes(node), query, is_packed=not shapes[KEY])
+        yield from (((cache, axis), n) for cache in caches for axis, n in ((1, heads), (3, width)))
+        yield from (((QUERY, 1), (i, 0)) for i in (ROWS, POSITIONS))
+    yield from (((KEYS, axis), (VALUES, axis)) for axis in (0, 2))
+
+
 def _attention_of_one(node: NodeProto, shapes: Shapes) -> Pairs:
     """The pairs of `_attention`, for an op that requires one query for each sequence of the
     batch."""
@@ -228,4 +248,5 @@ _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "GroupQueryAttention": _attention,
     "MultiHeadAttention": _attention,
     "DecoderMaskedMultiHeadAttention": _attention_of_one,
+    PAGED_ATTENTION: _paged_attention,
 }

@@ -68,7 +68,7 @@ def load_model(
             shapes=shapes,
             show=options.show,
             remainders=sampled_remainders(options),
-            page_size=options.page_size,
+            page_size=options.page_size or 0,
         )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []

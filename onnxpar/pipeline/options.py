@@ -42,7 +42,8 @@ class Options:
                what it has proved (`proof`)
     reckon_at  sizes at which costs are computed; if empty, the `typical` ones
     place      where tables are, by glob: HOST
-    page_size  tokens of a page, in which a decoder's caches are; 0: they stay as the model has them
+    page_size  tokens of a page, in which a decoder's caches are; 0 or None: they stay as the model
+               has them
     compared   true if the plan is one of several that are compared by the objective
     host       called when costs are needed and there is no `topology`; if it returns None, costs
                are those of the default topology
@@ -57,7 +58,7 @@ class Options:
     dims: Mapping[str, int | str] | None = None
     states: Sequence[tuple[str, str]] = ()
     find_states: bool = True
-    page_size: int = 0
+    page_size: int | None = None
     strict: bool = False
     verify: bool = False
     configuration: str | None = None

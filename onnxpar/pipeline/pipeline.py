@@ -41,6 +41,7 @@ from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
+from onnxpar.pipeline.paging import refuse_paging
 from onnxpar.pipeline.predicted_times import (
     Reckon,
     Reckoning,
@@ -253,6 +254,7 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
             "a manual program is one rank's graph, and annotations describe the graph of all "
             "ranks; annotate the original model with another preset"
         )
+    refuse_paging(options, "annotate")
     output = Path(output)
     annotated: list[onnx.ModelProto] = []  # by each attempt at the plan; the last one counts
     names: Operands = {}

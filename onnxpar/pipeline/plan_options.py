@@ -61,7 +61,9 @@ class LayoutOptions(TypedDict, total=False):
                     those that are found
     find_states     find state pairs by ops and by names (default); False: use only `states`
     page_size       puts the caches of a language model's decoder in pages of so many tokens, so that
-                    texts of any lengths run together: what `onnxpar serve` and `generate` need
+                    texts of any lengths run together, as in `onnxpar serve`. Default for a folder
+                    of a language model with GroupQueryAttention: 16; else 0, which leaves caches
+                    as the model has them
     strict          True: an op without a sharding rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
     verify          check the invariants after every pass (the commands always do)
@@ -197,11 +199,11 @@ def options_of(
     )
 
 
-def _page_size(asked: int | None) -> int:
-    """Errors: StrategyError for a size below 1."""
-    if asked is not None and asked < 1:
-        raise StrategyError(f"a page of a cache has at least one token, not {asked}")
-    return asked or 0
+def _page_size(asked: int | None) -> int | None:
+    """Errors: StrategyError for a negative size."""
+    if asked is not None and asked < 0:
+        raise StrategyError(f"--page-size {asked}: a page has at least one token; 0 is for none")
+    return asked
 
 
 def _with_context(

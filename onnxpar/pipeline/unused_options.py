@@ -81,7 +81,7 @@ def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
             "typical": bool(options.typical.profiles),
             "state": bool(options.states),
             "only-given-states": not options.find_states,
-            "page-size": options.page_size > 0,
+            "page-size": bool(options.page_size),
             "strict": options.strict,
             "place": bool(options.place),
         }
