@@ -1,0 +1,79 @@
+"""What an engine is asked for, and what it tells of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import OnnxparError
+from onnxpar.llm.sampling import Sampling
+
+
+class Constraint(Protocol):
+    """Decides which tokens may come next, as a grammar does."""
+
+    def allowed(self) -> Array:
+        """True for each token that may come next, (vocabulary,)."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Appends a token."""
+        ...
+
+
+class Busy(OnnxparError):
+    """An engine that takes no request now: its queue is full, it ends, or its ranks start anew."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a request's tokens are chosen, and when it ends.
+
+    sampling        how each token is chosen
+    max_new_tokens  most new tokens, at least 1
+    ends            ids of tokens that end the text
+    top_logprobs    how many of the likeliest tokens are told with each token
+    row             tells requests of one seed apart, which then draw different tokens
+    constraint      which tokens may come next; None: all
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 256
+    ends: frozenset[int] = frozenset()
+    top_logprobs: int = 0
+    row: int = 0
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token of a request, the natural logarithm of its probability by the model, and the
+    likeliest tokens with theirs, as `Limits.top_logprobs` asks."""
+
+    id: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a request: "stop" after a token that ends the text, "length" after
+    max_new_tokens, "cancelled". `cached` tokens of the prompt were read for an earlier request."""
+
+    reason: str
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a request that cannot be finished, as its ranks are gone."""
+
+    error: OnnxparError
+
+
+Event = Token | End | Failure
+Listener = Callable[[Event], None]
+"""Called with each event of a request, in order, in the engine's own thread. It must return soon,
+and not raise."""

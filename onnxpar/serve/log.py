@@ -1,0 +1,16 @@
+"""What a server prints for the people who run it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from onnxpar.errors import wants_traceback
+
+
+def log_error(error: BaseException) -> None:
+    """Prints an error of a request in one line; with the traceback if the user asked for it."""
+    if wants_traceback():
+        traceback.print_exception(error)
+    text = " ".join(str(error).split())
+    print(f"onnxpar: error: a request failed: {type(error).__name__}: {text}", file=sys.stderr)

@@ -1,0 +1,90 @@
+"""Servers of scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from serve.scripted_engine import Engine
+
+from onnxpar.serve.application import application
+from onnxpar.serve.server import bind, url_of
+from onnxpar.serve.settings import Settings
+
+TIMEOUT = 30.0
+
+
+class Served:
+    """A server at a free port, with clients."""
+
+    def __init__(self, engine: Engine, url: str, service: Any) -> None:
+        self.engine, self.url, self.service = engine, url, service
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT)
+        self.openai = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=TIMEOUT
+        )
+
+    def post(self, path: str = "chat/completions", **body: Any) -> httpx.Response:
+        """The response to a request; without a prompt or messages, there is one."""
+        if path == "chat/completions":
+            body = {"messages": [{"role": "user", "content": "hello"}], **body}
+        else:
+            body = {"prompt": "hello", **body}
+        return self.http.post(f"/v1/{path}", json=body)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits until something holds."""
+    end = time.monotonic() + TIMEOUT
+    while not holds():
+        assert time.monotonic() < end, "it does not come to pass"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Starts servers with settings, which end with the test."""
+    ends: list[Callable[[], None]] = []
+
+    def start(**settings: Any) -> Served:
+        engine = Engine()
+        app = application(engine, Settings(**{"model_name": "llama", **settings}))
+        bound = bind("127.0.0.1", 0)
+        url = url_of(bound)
+        server = uvicorn.Server(
+            uvicorn.Config(app, http="h11", lifespan="off", ws="none", log_level="error")
+        )
+        thread = threading.Thread(
+            target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True
+        )
+        thread.start()
+        until(lambda: server.started)
+        made = Served(engine, url, app.state.service)
+
+        def end() -> None:
+            made.http.close()
+            made.openai.close()
+            server.should_exit = server.force_exit = True
+            thread.join(TIMEOUT)
+            engine.close()
+            bound.close()
+
+        ends.append(end)
+        return made
+
+    yield start
+    for end in ends:
+        end()
+
+
+@pytest.fixture
+def served(serve: Callable[..., Served]) -> Served:
+    """A server with default settings."""
+    return serve()
