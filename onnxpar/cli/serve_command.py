@@ -194,7 +194,7 @@ def _keys(args: argparse.Namespace) -> tuple[bytes, ...]:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{where}: cannot read it as text: {error}") from None
-        keys = [line.strip() for line in lines if line.strip()]
+        keys = [line for line in lines if line.strip()]
     elif args.api_key is not None:
         keys = [args.api_key]
     else:
@@ -202,6 +202,7 @@ def _keys(args: argparse.Namespace) -> tuple[bytes, ...]:
         keys = [os.environ[KEY]] if os.environ.get(KEY) else []
         if not keys:
             return ()
+    keys = [key.strip() for key in keys]
     if not keys or not all(key and key.isascii() and key.isprintable() for key in keys):
         raise InputError(f"{where}: a key is a line of printable ASCII characters")
-    return tuple(key.strip().encode() for key in keys)
+    return tuple(key.encode() for key in keys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import anyio
 from anyio.to_thread import run_sync
@@ -15,7 +14,7 @@ from onnxpar.serve.body import Fields, Gone, fields_of, read_body
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.formats import Format
 from onnxpar.serve.gate import Visit, ending
-from onnxpar.serve.prompts import Prepared, limits_of, prepare
+from onnxpar.serve.prompts import Prepared, prepare
 from onnxpar.serve.service import Service
 from onnxpar.serve.settings import Settings
 from onnxpar.serve.wanted import Wanted
@@ -89,8 +88,7 @@ class Answering:
             self._service.grammars.bytes_of,
             prepared.echoes,
         )
-        limits = partial(limits_of, self._service, wanted, prepared)
-        with Answers(self._service, wanted, prepared.prompts, limits) as answers:
+        with Answers(self._service, wanted, prepared) as answers:
             if wanted.is_stream:
                 await _stream(answers, form, wanted, stream)
                 return

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from onnxpar.errors import InputError, OnnxparError
-from onnxpar.llm.requests import Busy, End, Event, Failure, Limits, Token
+from onnxpar.llm.requests import Busy, End, Event, Failure, Token
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Stream
 from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.gate import RETRY
 from onnxpar.serve.log import log_error
+from onnxpar.serve.prompts import Prepared, limits_of
 from onnxpar.serve.served_engine import ServedGeneration
 from onnxpar.serve.service import Service
 from onnxpar.serve.wanted import Wanted
@@ -63,35 +64,29 @@ class _Answer:
 class Answers:
     """The answers of a request. Use it in a `with`, whose end cancels what still runs.
 
-    prompts  the tokens of each prompt
-    limits   of each answer, by its number
+    prepared  the tokens of each prompt, and what goes with them
     """
 
-    def __init__(
-        self,
-        service: Service,
-        wanted: Wanted,
-        prompts: Sequence[Sequence[int]],
-        limits: Callable[[int], Limits],
-    ) -> None:
-        self._service, self._wanted, self._prompts, self._limits = service, wanted, prompts, limits
+    def __init__(self, service: Service, wanted: Wanted, prepared: Prepared) -> None:
+        self._service, self._wanted, self._prepared = service, wanted, prepared
         self._ends = service.engine.model.ends
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._start = time.perf_counter()
         tokenizer = service.engine.tokenizer
         self._answers = [
-            _Answer(Stream(tokenizer), StopStrings(wanted.stops))
-            for _ in range(len(prompts) * wanted.number)
+            _Answer(Stream(tokenizer), StopStrings(wanted.stops)) for _ in prepared.echoes
         ]
 
     def __enter__(self) -> Answers:
         """Submits all. Errors: ApiError if the engine does not take one of them."""
         try:
             for index, answer in enumerate(self._answers):
-                prompt = self._prompts[index // self._wanted.number]
-                listen = partial(self._listen, index)
-                answer.generation = self._service.engine.submit(prompt, self._limits(index), listen)
+                answer.generation = self._service.engine.submit(
+                    self._prepared.prompts[index // self._wanted.number],
+                    limits_of(self._service, self._wanted, self._prepared, index),
+                    partial(self._listen, index),
+                )
         except OnnxparError as error:
             self.__exit__()
             if isinstance(error, InputError):
@@ -132,7 +127,7 @@ class Answers:
             self._answers[at : at + number] for at in range(0, len(self._answers), number)
         ]
         return Usage(
-            sum(map(len, self._prompts)),
+            sum(map(len, self._prepared.prompts)),
             sum(answer.new for answer in self._answers),
             sum(min(answer.cached for answer in each) for each in of_prompts),
         )
@@ -147,6 +142,8 @@ class Answers:
         if isinstance(event, End):
             if event.reason not in ("stop", "length"):
                 raise self._service.busy()  # the engine ended it
+            if self._prepared.constraints:
+                self._prepared.constraints[index].check()
             text = answer.stops.add(answer.text.end(), is_last=True)
             answer.is_done = True
             return Piece(index, text, None, "stop" if answer.stops.found else event.reason)

@@ -38,6 +38,12 @@ class JsonConstraint:
         if token not in self._ends:
             self._matcher.consume_token(token)
 
+    def check(self) -> None:
+        """Errors: ApiError if the text does not fit the schema, because the library could not
+        follow it to the end."""
+        if self._matcher.is_error():
+            raise _wrong(self._matcher.get_error())
+
 
 class Grammars:
     """The vocabulary of a model, as bytes, and constraints over it."""
@@ -82,11 +88,15 @@ class Grammars:
         matcher = llguidance.LLMatcher(vocabulary, text, log_level=0)
         if matcher.is_error():
             raise _wrong(matcher.get_error())
+        if not any(matcher.compute_logit_bias()):
+            raise _wrong("NoExtension")
         return [JsonConstraint(matcher.deep_copy(), ends) for _ in range(number)]
 
 
 def _wrong(why: str) -> ApiError:
-    text = f"response_format has a schema that cannot be followed: {why[:300]}"
+    """The error of a schema; of the library's reasons, the first line is for users."""
+    reason = "no text fits it" if why.startswith("NoExtension") else why.partition("\n<state>")[0]
+    text = f"response_format has a schema that cannot be followed: {' '.join(reason.split())[:300]}"
     return ApiError(text, param="response_format")
 
 

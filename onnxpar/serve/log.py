@@ -10,6 +10,10 @@ from onnxpar.errors import wants_traceback
 
 def log_error(error: BaseException) -> None:
     """Prints an error of a request in one line; with the traceback if the user asked for it."""
+    inner = getattr(error, "exceptions", ())  # anyio puts errors of tasks into groups
+    if len(inner) == 1:
+        log_error(inner[0])
+        return
     if wants_traceback():
         traceback.print_exception(error)
     text = " ".join(str(error).split())

@@ -76,10 +76,10 @@ def run_server(
     except (KeyboardInterrupt, Terminated):
         _end_at_next_signal()
         service.gate.close()
-        if not service.gate.wait(drain_timeout):
-            service.gate.stop(ENDING)
-            service.gate.wait(_GRACE)
+        service.gate.wait(drain_timeout)
     finally:
+        service.gate.stop(ENDING)
+        service.gate.wait(_GRACE)
         server.end()
 
 
@@ -105,7 +105,7 @@ class _Server:
             loop="asyncio",
             ws="none",
             lifespan="off",
-            log_level="error",
+            log_level="critical",
             access_log=False,
             proxy_headers=False,
             server_header=False,

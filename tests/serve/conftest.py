@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -48,40 +49,31 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@contextmanager
+def serving(**settings: Any) -> Iterator[Served]:
+    """A server with settings, as long as the block."""
+    engine = Engine()
+    app = application(engine, Settings(**{"model_name": "llama", **settings}))
+    bound = bind("127.0.0.1", 0)
+    config = uvicorn.Config(app, http="h11", lifespan="off", ws="none", log_level="error")
+    server = uvicorn.Server(config)
+    run = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), daemon=True)
+    with bound, engine:
+        run.start()
+        until(lambda: server.started)
+        served = Served(engine, url_of(bound), app.state.service)
+        yield served
+        served.http.close()
+        served.openai.close()
+        server.should_exit = server.force_exit = True
+        run.join(TIMEOUT)
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
     """Starts servers with settings, which end with the test."""
-    ends: list[Callable[[], None]] = []
-
-    def start(**settings: Any) -> Served:
-        engine = Engine()
-        app = application(engine, Settings(**{"model_name": "llama", **settings}))
-        bound = bind("127.0.0.1", 0)
-        url = url_of(bound)
-        server = uvicorn.Server(
-            uvicorn.Config(app, http="h11", lifespan="off", ws="none", log_level="error")
-        )
-        thread = threading.Thread(
-            target=lambda: asyncio.run(server.serve(sockets=[bound])), daemon=True
-        )
-        thread.start()
-        until(lambda: server.started)
-        made = Served(engine, url, app.state.service)
-
-        def end() -> None:
-            made.http.close()
-            made.openai.close()
-            server.should_exit = server.force_exit = True
-            thread.join(TIMEOUT)
-            engine.close()
-            bound.close()
-
-        ends.append(end)
-        return made
-
-    yield start
-    for end in ends:
-        end()
+    with ExitStack() as ends:
+        yield lambda **settings: ends.enter_context(serving(**settings))
 
 
 @pytest.fixture
