@@ -37,6 +37,7 @@ report        tables and pages for people
 trainer       training runs: the loop, data, checkpoints
 checking      comparison of sharded results with those of the unsplit model
 llm           language models: text in, text out
+serve         language models over HTTP
 api           the Python functions
 hvd           Horovod's API
 cli           the command line

@@ -38,14 +38,14 @@ class Browser:
 
     def open(
         self,
-        file: Path,
+        place: Path | str,
         width: int = DESKTOP,
         height: int = 800,
         dark: bool = False,
         scale: int = 1,
     ) -> None:
-        """Shows a file in a window of this size in CSS pixels, each of `scale` on the screen, as a
-        phone does where it is narrow."""
+        """Shows a file or a URL in a window of this size in CSS pixels, each of `scale` on the
+        screen, as a phone does where it is narrow."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -56,7 +56,8 @@ class Browser:
         mode = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[mode])
         self._events.clear()
-        self._call("Page.navigate", url=file.resolve().as_uri())
+        url = place if isinstance(place, str) else place.resolve().as_uri()
+        self._call("Page.navigate", url=url)
         until = time.monotonic() + TIMEOUT
         while "Page.loadEventFired" not in self._events:
             self._events.append(self._message("Page.navigate", until).get("method", ""))

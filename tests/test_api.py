@@ -23,6 +23,7 @@ from onnxpar.cli.parser import parser
 from onnxpar.errors import InputError, ModelError, StrategyError
 from onnxpar.llm.sampling import Sampling
 from onnxpar.pipeline.plan_options import Kind, option_names, options_of
+from onnxpar.serve.settings import Settings
 from onnxpar.training.optimizers import OPTIMIZERS
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -45,6 +46,13 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     "generate": (
         [onnxpar.InferenceSession, Sampling],
         {"par", "prompt", "file", "chat", "system", "max_new_tokens", "stop", "sample"},
+    ),
+    "serve": (
+        [onnxpar.InferenceSession, Settings],
+        {
+            *("par", "host", "port", "api_key", "api_key_file", "drain_timeout"),
+            *("kv_memory", "max_running", "max_waiting", "step_tokens"),
+        },
     ),
     "check": ([onnxpar.check], set()),
     "inspect": ([onnxpar.inspect], set()),

@@ -17,12 +17,17 @@ from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
 from onnxpar.cli.generate_command import add_generate
 from onnxpar.cli.run_command import add_run
+from onnxpar.cli.serve_command import add_serve
 from onnxpar.errors import OnnxparError
 from onnxpar.files.write_file import cause
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.runtime.redirect import report_for_all_ranks
 
-QUICK: Mapping[str, Callable[[Any], None]] = {"run": add_run, "generate": add_generate}
+QUICK: Mapping[str, Callable[[Any], None]] = {
+    "run": add_run,
+    "generate": add_generate,
+    "serve": add_serve,
+}
 """The commands that run a sharded model, and so need no compiler, with what adds their arguments to
 a parser."""
 

@@ -21,6 +21,7 @@ from onnxpar.cli.options import (
     add_time_passes,
 )
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
+from onnxpar.cli.serve_command import add_serve
 from onnxpar.cli.training_parser import add_grad, add_merge, add_train
 from onnxpar.pipeline.pass_registry import passes_help
 
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     _annotate(to)
     run_command.add_run(to)
     add_generate(to)
+    add_serve(to)
     _check(to)
     _inspect(to)
     _grad(to)

@@ -12,6 +12,7 @@ from onnxpar.errors import InputError
 from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.sampling import Sampling
+from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
@@ -205,7 +206,7 @@ class _Run:
         self.completions = [Completion(prompt=len(prompt)) for prompt in prompts]
         has_text = bool(limits.stops) or (generator._folder / "tokenizer.json").exists()
         self._streams = [Stream(generator.tokenizer) for _ in prompts] if has_text else []
-        self._waiting = [""] * len(prompts)
+        self._stops = [StopStrings(limits.stops) for _ in prompts]
 
     def steps(self) -> Iterator[list[str]]:
         """Generates a token of each text that has not ended, until all have; yields the new text of
@@ -243,18 +244,8 @@ class _Run:
         new = "" if token in limits.ends else self._streams[row].add(token)
         if completion.reason:
             new += self._streams[row].end()
-        text = self._waiting[row] + new
-        cut = min((at for stop in limits.stops if (at := text.find(stop)) >= 0), default=None)
-        if cut is not None:
-            completion.reason, text, keep = "stop", text[:cut], 0
-        else:
-            keep = 0 if completion.reason else _begun(text, limits.stops)
-        piece, self._waiting[row] = text[: len(text) - keep], text[len(text) - keep :]
+        piece = self._stops[row].add(new, is_last=bool(completion.reason))
+        if self._stops[row].found:
+            completion.reason = "stop"
         completion.text += piece
         return piece
-
-
-def _begun(text: str, stops: Sequence[str]) -> int:
-    """The length of the longest end of a text that is the beginning of a stop string."""
-    lengths = (n for stop in stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
-    return max(lengths, default=0)

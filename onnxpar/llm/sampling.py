@@ -23,6 +23,8 @@ class Sampling:
     min_p         of tokens with at least this fraction of the likeliest token's probability
     repetition_penalty  logits of tokens that the text has are divided by it if they are above 0,
                   else multiplied
+    frequency_penalty  subtracted from a token's logit for each time that it was generated
+    presence_penalty   subtracted once from the logits of tokens that were generated
     logit_bias    added to logits, by token id
     seed          the same seed draws the same tokens
     """
@@ -33,6 +35,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
 
@@ -43,6 +47,8 @@ class Sampling:
             ("top_k", self.top_k, 0, math.inf),
             ("top_p", self.top_p, 0, 1),
             ("min_p", self.min_p, 0, 1),
+            ("frequency_penalty", self.frequency_penalty, -2, 2),
+            ("presence_penalty", self.presence_penalty, -2, 2),
             ("seed", self.seed, 0, 2**64 - 1),
         )
         for name, value, least, most in limits:
@@ -69,7 +75,7 @@ class Sampling:
         model.
 
         logits  of the vocabulary, in any float dtype
-        seen    the tokens of the text, prompt included
+        seen    the tokens of the text, prompt included; the last `step` of them were generated
         row, step  the number of the text and of the token in it, which decide what is drawn
         """
         scores = logits.astype(np.float64)
@@ -80,6 +86,9 @@ class Sampling:
             scores[at] *= np.where(
                 scores[at] > 0, 1 / self.repetition_penalty, self.repetition_penalty
             )
+        if step and (self.frequency_penalty or self.presence_penalty):
+            at, counts = np.unique(np.asarray(seen[-step:], np.int64), return_counts=True)
+            scores[at] -= self.frequency_penalty * counts + self.presence_penalty
         for token, bias in self.logit_bias.items():
             scores[token] += bias
         token = int(scores.argmax()) if self.is_greedy else self._draw(scores, row, step)

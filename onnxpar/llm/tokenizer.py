@@ -52,6 +52,16 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def as_json(self) -> str:
+        """Returns tokenizer.json for other libraries, without limits on lengths."""
+        found = json.loads(self._tokenizer.to_str())
+        return json.dumps({**found, "truncation": None, "padding": None})
+
+    @property
+    def has_chat(self) -> bool:
+        """True if there is a chat template."""
+        return self._template is not None
+
     def special(self, name: str) -> str | None:
         """Returns the text of a special token, such as eos_token; None if there is none."""
         found = self._config.get(name)

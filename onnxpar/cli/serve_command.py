@@ -1,0 +1,208 @@
+"""The command `serve`: its arguments, and the server that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from onnxpar.base.quick_imports import quick_imports
+from onnxpar.cli.rank_options import add_cores, add_runtime, add_verify
+from onnxpar.errors import InputError, OnnxparError
+from onnxpar.runtime.launch import launched_rank
+
+KEY = "ONNXPAR_API_KEY"
+"""The environment variable that holds the API key."""
+_ENGINE = ("kv_memory", "max_running", "max_waiting", "step_tokens")
+_LIMITS = ("max_body", "max_tokens", "max_choices", "max_requests", "request_timeout")
+_RANKS = ("timeout", "log_dir", "verify", "threads", "bind", "ranks_per_numa")
+
+
+def add_serve(to: Any) -> None:
+    """Adds the command to the commands of a parser."""
+    text = "serve a sharded language model over HTTP, in the API of OpenAI"
+    command = to.add_parser(
+        "serve",
+        help=text,
+        description=f"{text.capitalize()}: /v1/chat/completions, /v1/completions and /v1/models; "
+        "/health and /metrics; a page to chat at /. SIGTERM and SIGINT end it once running "
+        "requests are finished; a second one ends it at once.",
+    )
+    command.set_defaults(command=serve)
+    command.add_argument("par", metavar="llm.par", help="folder that shard wrote")
+    _add_address(command)
+    _add_limits(command)
+    _add_engine(command)
+    add_verify(command)
+    add_cores(command)
+    add_runtime(command)
+
+
+def _add_address(command: Any) -> None:
+    """Adds where the server is, and for whom."""
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address to listen at; default %(default)s, which only this machine reaches; 0.0.0.0: "
+        "all addresses",
+    )
+    command.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port to listen at; default %(default)d; 0: any free one",
+    )
+    command.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that each request must have; default: {KEY} in the environment, which other "
+        "users of the machine do not see",
+    )
+    command.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a key in each line; any of them is accepted",
+    )
+    command.add_argument(
+        "--model-name",
+        metavar="NAME",
+        help="the model's id in requests and answers; default: the folder's name without .par",
+    )
+    command.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        dest="cors_origins",
+        metavar="ORIGIN",
+        help="let pages of this origin, such as https://chat.example.com, use the server; '*': of "
+        "any",
+    )
+
+
+def _add_limits(command: Any) -> None:
+    """Adds what requests may do."""
+    limits: tuple[tuple[str, type, Any, str], ...] = (
+        ("max-body", int, 2 << 20, "most bytes of a request"),
+        ("max-choices", int, 16, "most answers of a request: prompts times n"),
+        ("max-requests", int, 256, "most requests that are answered or wait at once"),
+        ("request-timeout", float, 600.0, "longest time of a request, in seconds"),
+        ("drain-timeout", float, 30.0, "longest time to finish requests at the end, in seconds"),
+    )
+    for name, kind, default, meaning in limits:
+        metavar = "N" if kind is int else "S"
+        text = f"{meaning}; default %(default)g"
+        command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+    command.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="most new tokens of an answer; default: as many as the model's context allows",
+    )
+
+
+def _add_engine(command: Any) -> None:
+    """Adds how requests share the ranks."""
+    command.add_argument(
+        "--kv-memory",
+        metavar="SIZE",
+        help="memory of each rank for keys and values, such as 4GB; default: what is free",
+    )
+    command.add_argument(
+        "--max-running",
+        type=int,
+        default=16,
+        metavar="N",
+        help="most answers whose tokens are computed together; default %(default)d",
+    )
+    command.add_argument(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most answers in the queue; more are refused with status 429; default %(default)d",
+    )
+    command.add_argument(
+        "--step-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most tokens that a step of the model reads; default %(default)d",
+    )
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Runs `serve`. Returns the exit status."""
+    if launched_rank() is not None:
+        raise InputError("serve starts its ranks itself; run it without a launcher")
+    if args.drain_timeout < 0:
+        raise InputError(f"--drain-timeout {args.drain_timeout:g}: it must be at least 0")
+    if not 0 <= args.port < 2**16:
+        raise InputError(f"--port {args.port}: a port is from 0 to 65535")
+    keys = _keys(args)
+    try:
+        with quick_imports():
+            from onnxpar.llm.engine import Engine
+            from onnxpar.serve import server
+            from onnxpar.serve.application import application
+            from onnxpar.serve.settings import Settings
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("onnxpar"):
+            raise
+        raise OnnxparError(
+            f"serve needs the package {error.name}: pip install 'onnxpar[serve]'"
+        ) from None
+    bound = server.bind(args.host, args.port)
+    is_local = server.is_local(bound)
+    name = args.model_name or Path(args.par).resolve().name.removesuffix(".par")
+    settings = Settings(
+        model_name=name,
+        api_keys=keys,
+        cors_origins=tuple(args.cors_origins),
+        only_loopback=is_local and not keys,
+        **{limit: getattr(args, limit) for limit in _LIMITS},
+    )
+    settings.check()
+    if not is_local and not keys:
+        warnings.warn(
+            f"anyone who reaches {server.url_of(bound)} can use the model; give --api-key-file",
+            stacklevel=1,
+        )
+    options = {option: getattr(args, option) for option in (*_ENGINE, *_RANKS)}
+    with bound, Engine(args.par, **options) as engine:
+        engine.tokenizer  # noqa: B018  (is read now, and not by the first request)
+        app = application(engine, settings)
+        text = f"onnxpar: {name} is served at {server.url_of(bound)}"
+        server.run_server(app, bound, args.drain_timeout, lambda: print(text, flush=True))
+    print("onnxpar: ended", file=sys.stderr)
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> tuple[bytes, ...]:
+    """The API keys. Errors: InputError."""
+    if args.api_key is not None and args.api_key_file is not None:
+        raise InputError("give --api-key or --api-key-file, not both")
+    where = "--api-key"
+    if args.api_key_file is not None:
+        where = f"--api-key-file {args.api_key_file}"
+        try:
+            lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{where}: cannot read it as text: {error}") from None
+        keys = [line for line in lines if line.strip()]
+    elif args.api_key is not None:
+        keys = [args.api_key]
+    else:
+        where = KEY
+        keys = [os.environ[KEY]] if os.environ.get(KEY) else []
+        if not keys:
+            return ()
+    keys = [key.strip() for key in keys]
+    if not keys or not all(key and key.isascii() and key.isprintable() for key in keys):
+        raise InputError(f"{where}: a key is a line of printable ASCII characters")
+    return tuple(key.encode() for key in keys)

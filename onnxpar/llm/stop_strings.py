@@ -1,0 +1,42 @@
+"""Ends a text before any of its stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The text of an answer that comes in pieces, and ends before the first stop string in it.
+
+    found  True once there was a stop string; what follows is dropped
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._waiting = ""
+        self.found = False
+
+    def add(self, text: str, is_last: bool = False) -> str:
+        """Adds a piece; returns the text that no stop string can cut any more. Text that may be the
+        beginning of one waits for the next piece, or for the last."""
+        if self.found:
+            return ""
+        text = self._waiting + text
+        cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if cut is not None:
+            self.found, self._waiting = True, ""
+            return text[:cut]
+        keep = 0 if is_last else _begun(text, self._stops)
+        self._waiting = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _begun(text: str, stops: Sequence[str]) -> int:
+    """The length of the longest end of a text that is the beginning of a stop string."""
+    lengths = (
+        n
+        for stop in stops
+        for n in range(min(len(stop) - 1, len(text)), 0, -1)
+        if text.endswith(stop[:n])
+    )
+    return max(lengths, default=0)

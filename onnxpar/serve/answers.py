@@ -1,0 +1,176 @@
+"""The answers of a request, as their tokens come from the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from onnxpar.errors import InputError, OnnxparError
+from onnxpar.llm.requests import Busy, End, Event, Failure, Token
+from onnxpar.llm.stop_strings import StopStrings
+from onnxpar.llm.tokenizer import Stream
+from onnxpar.serve.api_error import ApiError
+from onnxpar.serve.gate import RETRY
+from onnxpar.serve.log import log_error
+from onnxpar.serve.prompts import Prepared, limits_of
+from onnxpar.serve.served_engine import ServedGeneration
+from onnxpar.serve.service import Service
+from onnxpar.serve.wanted import Wanted
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What an event adds to an answer.
+
+    index   the number of the answer
+    text    new text, which may be empty
+    token   the new token; None if there is none, or if it ended the text
+    finish  why the answer ended: "stop" or "length"; None if it goes on
+    """
+
+    index: int
+    text: str
+    token: Token | None = None
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The numbers of tokens of a request."""
+
+    prompt: int
+    new: int
+    cached: int
+
+
+class _Answer:
+    """One answer: its text, and what is known of its generation."""
+
+    def __init__(self, text: Stream, stops: StopStrings) -> None:
+        self.text, self.stops = text, stops
+        self.generation: ServedGeneration | None = None
+        self.new, self.cached = 0, 0
+        self.last = 0.0
+        self.is_done = False
+        """Its text is complete."""
+        self.has_ended = False
+        """The engine tells nothing more of it."""
+
+
+class Answers:
+    """The answers of a request. Use it in a `with`, whose end cancels what still runs.
+
+    prepared  the tokens of each prompt, and what goes with them
+    """
+
+    def __init__(self, service: Service, wanted: Wanted, prepared: Prepared) -> None:
+        self._service, self._wanted, self._prepared = service, wanted, prepared
+        self._ends = service.engine.model.ends
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._start = time.perf_counter()
+        tokenizer = service.engine.tokenizer
+        self._answers = [
+            _Answer(Stream(tokenizer), StopStrings(wanted.stops)) for _ in prepared.echoes
+        ]
+
+    def __enter__(self) -> Answers:
+        """Submits all. Errors: ApiError if the engine does not take one of them."""
+        try:
+            for index, answer in enumerate(self._answers):
+                answer.generation = self._service.engine.submit(
+                    self._prepared.prompts[index // self._wanted.number],
+                    limits_of(self._service, self._wanted, self._prepared, index),
+                    partial(self._listen, index),
+                )
+        except OnnxparError as error:
+            self.__exit__()
+            if isinstance(error, InputError):
+                raise ApiError(str(error)) from None
+            raise self._service.busy() if isinstance(error, Busy) else _failed(error) from None
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for answer in self._answers:
+            if answer.generation is not None and not answer.has_ended:
+                answer.generation.cancel()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yields what comes, until all answers have ended. Errors: ApiError if one cannot be
+        finished."""
+        left = len(self._answers)
+        while left:
+            index, event = await self._events.get()
+            answer = self._answers[index]
+            if isinstance(event, Failure):
+                answer.has_ended = True
+                raise _failed(event.error)
+            if isinstance(event, End):
+                left -= 1
+                answer.has_ended, answer.cached = True, event.cached
+            if not answer.is_done:
+                yield self._piece(index, answer, event)
+
+    @property
+    def usage(self) -> Usage:
+        """The numbers of tokens, once all answers have ended. Tokens of a prompt are cached if they
+        were for all of its answers."""
+        number = self._wanted.number
+        of_prompts = [
+            self._answers[at : at + number] for at in range(0, len(self._answers), number)
+        ]
+        return Usage(
+            sum(map(len, self._prepared.prompts)),
+            sum(answer.new for answer in self._answers),
+            sum(min(answer.cached for answer in each) for each in of_prompts),
+        )
+
+    def _listen(self, index: int, event: Event) -> None:
+        """Takes an event, in the engine's thread."""
+        with suppress(RuntimeError):  # the loop has ended, and with it the request
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def _piece(self, index: int, answer: _Answer, event: Token | End) -> Piece:
+        """What an event adds to an answer that is not complete."""
+        if isinstance(event, End):
+            if event.reason not in ("stop", "length"):
+                raise self._service.busy()  # the engine ended it
+            if self._prepared.constraints:
+                self._prepared.constraints[index].check()
+            text = answer.stops.add(answer.text.end(), is_last=True)
+            answer.is_done = True
+            return Piece(index, text, None, "stop" if answer.stops.found else event.reason)
+        self._measure(answer)
+        answer.new += 1
+        if event.id in self._ends:
+            return Piece(index, "")
+        text = answer.stops.add(answer.text.add(event.id))
+        if not answer.stops.found:
+            return Piece(index, text, event)
+        answer.is_done = True
+        assert answer.generation is not None, "an answer has tokens after it was submitted"
+        answer.generation.cancel()
+        return Piece(index, text, event, "stop")
+
+    def _measure(self, answer: _Answer) -> None:
+        """Measures the time of a token."""
+        now = time.perf_counter()
+        if answer.new:
+            self._service.metrics.each.observe(now - answer.last)
+        else:
+            self._service.metrics.first.observe(now - self._start)
+        answer.last = now
+
+
+def _failed(error: OnnxparError) -> ApiError:
+    """Logs an error of the engine; returns what the client is told of it."""
+    log_error(error)
+    text = "the model cannot finish the answer; try again later"
+    return ApiError(text, 503, code="model_failed", headers=RETRY)

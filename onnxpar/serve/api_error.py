@@ -1,0 +1,67 @@
+"""Errors in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_LONGEST = 100
+"""Most characters of a value that a message quotes."""
+
+
+class ApiError(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON of the error."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, kind)
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        """Returns the response that tells the error."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def json_bytes(value: object) -> bytes:
+    """Returns JSON. What is no valid Unicode becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Returns a response of JSON."""
+    return Response(json_bytes(value), status, dict(headers or {}), "application/json")
+
+
+def quoted(value: object) -> str:
+    """Returns a value as messages quote it: not more than its beginning."""
+    if isinstance(value, (str, int, float)) or value is None:
+        text = repr(value[: _LONGEST + 1] if isinstance(value, str) else value)
+        return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return "an array" if isinstance(value, list) else "an object"

@@ -1,0 +1,114 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from onnxpar.serve.answering import Answering
+from onnxpar.serve.api_error import ApiError, json_response
+from onnxpar.serve.chat_page import chat_page
+from onnxpar.serve.chat_request import chat_request
+from onnxpar.serve.completion_request import completion_request
+from onnxpar.serve.formats import ChatFormat, CompletionFormat
+from onnxpar.serve.guards import Guards, Measured
+from onnxpar.serve.metrics import CONTENT_TYPE
+from onnxpar.serve.served_engine import ServedEngine
+from onnxpar.serve.service import Service
+from onnxpar.serve.settings import Settings
+from onnxpar.serve.wanted import unknown_model
+
+
+def application(engine: ServedEngine, settings: Settings) -> Starlette:
+    """Returns the ASGI application that serves an engine; `state.service` is its `Service`.
+    Errors: InputError for settings that are wrong."""
+    service = Service(engine, settings)
+    pages = _Pages(service)
+    chat = Answering(service, chat_request, ChatFormat)
+    completion = Answering(service, completion_request, CompletionFormat)
+    routes = [
+        Route("/", pages.chat),
+        Route("/health", pages.health),
+        Route("/metrics", pages.metrics),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{name:path}", pages.model),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+    ]
+    paths = [route.path for route in routes]
+    middleware = [Middleware(Measured, metrics=service.metrics, routes=paths)]
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
+    middleware.append(Middleware(Guards, settings=settings))
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _http_error, ApiError: _api_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+class _Pages:
+    """The routes that generate nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: Request) -> Response:
+        return chat_page()
+
+    async def health(self, request: Request) -> Response:
+        status = self._service.status
+        return json_response({"status": status}, 200 if status == "ready" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._service.settings.model_name:
+            raise unknown_model(name, self._service.settings)
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, object]:
+        service = self._service
+        return {
+            "id": service.settings.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "onnxpar",
+            "max_model_len": service.engine.model.context,
+        }
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError), "it is the handler of these"
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """The response to a path or a method that there is not."""
+    assert isinstance(error, HTTPException), "it is the handler of these"
+    path = request.url.path[:100]
+    text = {404: f"there is no {path}", 405: f"{path} has no method {request.method}"}
+    found = ApiError(
+        text.get(error.status_code, error.detail), error.status_code, headers=error.headers
+    )
+    return found.response()

@@ -1,0 +1,104 @@
+"""Reads requests of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onnxpar.serve.api_error import quoted
+from onnxpar.serve.body import Fields
+from onnxpar.serve.settings import Settings
+from onnxpar.serve.wanted import MOST_LOGPROBS, Wanted, check_model, common, max_tokens
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of messages, as chat templates call them."""
+
+
+def chat_request(fields: Fields, settings: Settings) -> Wanted:
+    """Returns what a request wants. Errors: ApiError."""
+    check_model(fields, settings)
+    _refuse_unsupported(fields)
+    messages = _messages(fields)
+    top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    wants_logprobs = fields.flag("logprobs")
+    if top is not None and not wants_logprobs:
+        fields.refuse("top_logprobs", "needs logprobs: true")
+    most = max_tokens(fields, "max_completion_tokens", settings)
+    if most is None:
+        most = max_tokens(fields, "max_tokens", settings)
+    return Wanted(
+        prompts=[messages],
+        max_tokens=most,
+        logprobs=(top or 0) if wants_logprobs else None,
+        schema=_schema(fields),
+        **common(fields, settings, 1),
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Errors: ApiError for what would change an answer, and is not there."""
+    for name in ("tools", "functions"):
+        if fields.array(name):
+            fields.refuse(name, "is not supported; leave it out")
+    for name in ("tool_choice", "function_call"):
+        if fields.get(name) not in (None, "none", "auto"):
+            fields.refuse(name, "is not supported; leave it out")
+    for kind in fields.array("modalities") or ():
+        if kind != "text":
+            fields.refuse("modalities", f"has {quoted(kind)}; the model writes text")
+    if fields.get("audio") is not None:
+        fields.refuse("audio", "is not supported; the model writes text")
+
+
+def _messages(fields: Fields) -> list[dict[str, str]]:
+    """The messages of the chat, with one text each."""
+    found = fields.array("messages")
+    if not found:
+        fields.refuse("messages", "is missing or empty; give at least one message")
+    return [_message(fields, at, each) for at, each in enumerate(found)]
+
+
+def _message(fields: Fields, at: int, found: object) -> dict[str, str]:
+    name = f"messages[{at}]"
+    if not isinstance(found, dict):
+        fields.refuse(name, f"must be an object, not {quoted(found)}")
+    message = Fields(found, f"{name}.")
+    role = message.text("role")
+    if role not in _ROLES:
+        message.refuse("role", f"is {quoted(role)}; it must be one of {', '.join(_ROLES)}")
+    if message.get("tool_calls"):
+        message.refuse("tool_calls", "is not supported; leave it out")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [_part(message, index, part) for index, part in enumerate(content)]
+        return {"role": _ROLES[role], "content": "\n".join(parts)}
+    if content is None:
+        message.refuse("content", "is missing; give a text")
+    return {"role": _ROLES[role], "content": message.valid_text("content", content)}
+
+
+def _part(message: Fields, at: int, found: object) -> str:
+    """The text of a part of a message."""
+    name = f"content[{at}]"
+    if not isinstance(found, dict) or found.get("type") != "text":
+        message.refuse(name, "is no text; the model reads parts of type text")
+    return message.valid_text(name, found.get("text"))
+
+
+def _schema(fields: Fields) -> Mapping[str, Any] | None:
+    """The JSON schema that answers must fit."""
+    form = fields.inner("response_format")
+    if form is None:
+        return None
+    kind = form.text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        form.refuse("type", f"is {quoted(kind)}; it must be text, json_object or json_schema")
+    inner = form.inner("json_schema")
+    schema = None if inner is None else inner.get("schema")
+    if not isinstance(schema, dict):
+        form.refuse("json_schema", "has no schema; give an object")
+    return schema

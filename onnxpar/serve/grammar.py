@@ -1,0 +1,113 @@
+"""Answers in JSON: which tokens a JSON schema allows next, by the library llguidance."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.serve.api_error import ApiError
+from onnxpar.serve.served_engine import ServedEngine
+
+_DEEPEST = 64
+"""Most objects and arrays inside each other in a schema."""
+_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,20}", "lenient": False}
+"""A model may not write white space for ever. What the library does not know of a schema is an
+error, not ignored."""
+
+
+class JsonConstraint:
+    """Allows the tokens that continue a text of a JSON schema; see `Constraint`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+
+    def allowed(self) -> Array:
+        """True for each token that may come next, (vocabulary,)."""
+        mask: Array = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0
+        if not mask.any():  # the text is complete, or the schema is beyond the library's limits
+            mask[list(self._ends)] = True
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Appends a token."""
+        if token not in self._ends:
+            self._matcher.consume_token(token)
+
+    def check(self) -> None:
+        """Errors: ApiError if the text does not fit the schema, because the library could not
+        follow it to the end."""
+        if self._matcher.is_error():
+            raise _wrong(self._matcher.get_error())
+
+
+class Grammars:
+    """The vocabulary of a model, as bytes, and constraints over it."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._made: llguidance.LLTokenizer | None = None
+
+    def load(self) -> llguidance.LLTokenizer:
+        """Returns the vocabulary; the first call takes a second. Errors: ApiError if the library
+        cannot read the model's tokenizer."""
+        with self._lock:
+            if self._made is None:
+                ends = sorted(self._engine.model.ends)
+                text = self._engine.tokenizer.as_json()
+                try:
+                    self._made = llguidance.LLTokenizer(
+                        text, n_vocab=self._engine.vocabulary, eos_token=ends or None
+                    )
+                except Exception as error:  # the library raises several kinds
+                    raise ApiError(
+                        f"response_format and logprobs cannot be used: the library llguidance "
+                        f"does not know the model's tokenizer: {error}"
+                    ) from None
+            return self._made
+
+    def bytes_of(self, token: int) -> bytes:
+        """Returns the bytes of a token's text."""
+        found: bytes = self.load().decode_bytes([token])
+        return found
+
+    def constraints(self, schema: Mapping[str, Any], number: int) -> list[JsonConstraint]:
+        """Returns as many constraints for a schema. Errors: ApiError if it is wrong, or uses what
+        the library lacks."""
+        _check_depth(schema)
+        vocabulary, ends = self.load(), self._engine.model.ends
+        try:
+            text = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_OPTIONS)
+        except (ValueError, UnicodeError) as error:
+            raise _wrong(str(error)) from None
+        matcher = llguidance.LLMatcher(vocabulary, text, log_level=0)
+        if matcher.is_error():
+            raise _wrong(matcher.get_error())
+        if not any(matcher.compute_logit_bias()):
+            raise _wrong("NoExtension")
+        return [JsonConstraint(matcher.deep_copy(), ends) for _ in range(number)]
+
+
+def _wrong(why: str) -> ApiError:
+    """The error of a schema; of the library's reasons, the first line is for users."""
+    reason = "no text fits it" if why.startswith("NoExtension") else why.partition("\n<state>")[0]
+    text = f"response_format has a schema that cannot be followed: {' '.join(reason.split())[:300]}"
+    return ApiError(text, param="response_format")
+
+
+def _check_depth(schema: object) -> None:
+    """Errors: ApiError if a schema is nested too deeply for the library."""
+    level, depth = [schema], 0
+    while level:
+        if depth > _DEEPEST:
+            raise _wrong(f"it is nested more than {_DEEPEST} levels deep")
+        inner: list[object] = []
+        for value in level:
+            inner += value.values() if isinstance(value, dict) else []
+            inner += value if isinstance(value, list) else []
+        level, depth = inner, depth + 1

@@ -1,0 +1,130 @@
+"""What every request passes on its way to its route."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onnxpar.serve.api_error import ApiError
+from onnxpar.serve.log import log_error
+from onnxpar.serve.metrics import Metrics
+from onnxpar.serve.settings import Settings
+
+_ABANDONED = 499
+"""The status, in metrics, of requests whose clients did not wait."""
+_OPEN = ("/", "/health")
+"""Paths that need no key."""
+
+
+class Measured:
+    """Counts requests and their time. A bug becomes a response with status 500.
+
+    routes  the paths that are told apart
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[str]) -> None:
+        self._app, self._metrics, self._routes = app, metrics, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, start = _ABANDONED, time.perf_counter()
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:  # the outermost boundary: no traceback reaches a client
+            log_error(error)
+            if status == _ABANDONED:
+                response = ApiError("the server has failed; its log says more", 500).response()
+                await response(scope, receive, noted)
+        finally:
+            route = scope["path"] if scope["path"] in self._routes else "other"
+            self._metrics.requests.labels(route, str(status)).inc()
+            if route != "other":
+                self._metrics.duration.observe(time.perf_counter() - start)
+
+
+class Guards:
+    """Refuses requests of clients that may not send any."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or answers it by an error."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope["path"], Headers(scope=scope))
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        """Errors: ApiError."""
+        settings, host = self._settings, headers.get("host", "")
+        if settings.only_loopback and not is_loopback(_host_name(host)):
+            raise ApiError(
+                "the Host of the request is not localhost; start the server with --api-key to "
+                "use other names",
+                403,
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not _is_allowed(origin, host, settings.cors_origins):
+            raise ApiError(
+                "pages of other origins may not use this server; start it with --cors-origin",
+                403,
+                code="origin_not_allowed",
+            )
+        if settings.api_keys and path not in _OPEN:
+            _check_key(headers.get("authorization", ""), settings.api_keys)
+
+
+def is_loopback(host: str) -> bool:
+    """True for names and addresses of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_allowed(origin: str, host: str, allowed: Sequence[str]) -> bool:
+    """True for a page of this server itself, or of an origin that may use it."""
+    return "*" in allowed or origin in allowed or origin.partition("://")[2] == host
+
+
+def _check_key(authorization: str, keys: Sequence[bytes]) -> None:
+    """Errors: ApiError if the header has none of the keys. Takes equally long for all keys."""
+    kind, _, key = authorization.partition(" ")
+    given = key.strip().encode("latin-1", "replace")
+    found = [hmac.compare_digest(given, each) for each in keys]
+    if kind.lower() != "bearer" or not any(found):
+        missing = "needs an API key" if not authorization else "has a wrong API key"
+        raise ApiError(
+            f"the request {missing}; send the header Authorization: Bearer KEY",
+            401,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )

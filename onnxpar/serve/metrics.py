@@ -1,0 +1,74 @@
+"""Numbers for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from onnxpar.serve.served_engine import ServedEngine
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+_GAUGES = {
+    "running": ("running_requests", "Generations whose tokens are computed in each step."),
+    "waiting": ("waiting_requests", "Generations in the queue."),
+    "pages": ("cache_pages", "Pages of the cache of keys and values."),
+    "used_pages": ("cache_pages_used", "Pages of the cache that hold tokens."),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "cached_tokens": ("prefix_cached_tokens", "Tokens of prompts that were in the cache already."),
+    "generated_tokens": ("generated_tokens", "New tokens."),
+    "preemptions": ("preemptions", "Generations that gave their pages to others and began anew."),
+    "steps": ("steps", "Runs of the model."),
+    "restarts": ("restarts", "Starts of new ranks after a failure."),
+}
+
+
+class Metrics:
+    """What is counted and measured of a server and its engine, in a registry of its own."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_OfEngine(engine))
+        self.requests = Counter(
+            "onnxpar_requests",
+            "Requests by route and status.",
+            ("route", "status"),
+            registry=self._registry,
+        )
+        self.duration = self._histogram(
+            "request_duration", "Time from a request to the end of its answer.", _LONG
+        )
+        self.first = self._histogram(
+            "time_to_first_token", "Time from a request to its first token.", _LONG
+        )
+        self.each = self._histogram(
+            "time_per_output_token", "Time from a token of an answer to the next.", _SHORT
+        )
+
+    def text(self) -> bytes:
+        """Returns all numbers in the format of Prometheus."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        full = f"onnxpar_{name}_seconds"
+        return Histogram(full, meaning, buckets=buckets, registry=self._registry)
+
+
+class _OfEngine(Collector):
+    """The counts of an engine, as they are when they are asked for."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._engine.counts
+        for member, (name, meaning) in _GAUGES.items():
+            yield GaugeMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))
+        for member, (name, meaning) in _COUNTERS.items():
+            yield CounterMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))

@@ -1,0 +1,123 @@
+"""Turns the prompts of a request into tokens, and its wishes into the engine's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from onnxpar.errors import InputError
+from onnxpar.llm.requests import Limits
+from onnxpar.llm.tokenizer import Messages
+from onnxpar.serve.api_error import ApiError
+from onnxpar.serve.grammar import JsonConstraint
+from onnxpar.serve.service import Service
+from onnxpar.serve.wanted import Prompt, Wanted
+
+_DEFAULT_TOKENS = 4096
+"""Most new tokens where neither the request nor the model's context limits them."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that the engine can take.
+
+    prompts      the tokens of each prompt
+    echoes       the text in front of each answer
+    rooms        the most new tokens after each prompt
+    constraints  of each answer, where its form is asked for
+    """
+
+    prompts: Sequence[Sequence[int]]
+    echoes: Sequence[str]
+    rooms: Sequence[int]
+    constraints: Sequence[JsonConstraint]
+
+
+def prepare(service: Service, wanted: Wanted) -> Prepared:
+    """Returns the tokens of a request and what goes with them; may take a while. Errors: ApiError
+    for what the model cannot read."""
+    try:
+        wanted.sampling.check(service.engine.vocabulary)
+    except InputError as error:
+        raise ApiError(str(error)) from None
+    prompts = [_tokens(service, prompt) for prompt in wanted.prompts]
+    rooms = [_room(service, wanted, prompt) for prompt in prompts]
+    number = len(prompts) * wanted.number
+    echoes = [""] * len(prompts)
+    if wanted.echo:
+        decode = service.engine.tokenizer.decode
+        each = zip(wanted.prompts, prompts, strict=True)
+        echoes = [text if isinstance(text, str) else decode(tokens) for text, tokens in each]
+    constraints: Sequence[JsonConstraint] = ()
+    if wanted.schema is not None:
+        constraints = service.grammars.constraints(wanted.schema, number)
+    if wanted.logprobs is not None:
+        service.grammars.load()
+    return Prepared(
+        prompts, [echoes[index // wanted.number] for index in range(number)], rooms, constraints
+    )
+
+
+def limits_of(service: Service, wanted: Wanted, prepared: Prepared, index: int) -> Limits:
+    """Returns the engine's limits of an answer, by its number."""
+    return Limits(
+        sampling=wanted.sampling,
+        max_new_tokens=prepared.rooms[index // wanted.number],
+        ends=service.engine.model.ends,
+        top_logprobs=wanted.logprobs or 0,
+        row=index,
+        constraint=prepared.constraints[index] if prepared.constraints else None,
+    )
+
+
+def _tokens(service: Service, prompt: Prompt) -> Sequence[int]:
+    """The tokens of a prompt."""
+    engine = service.engine
+    if isinstance(prompt, str):
+        found: Sequence[int] = engine.tokenizer.encode(prompt)
+    elif prompt and not isinstance(prompt[0], int):
+        found = _chat_tokens(service, cast(Messages, prompt))
+    else:
+        found = cast(Sequence[int], prompt)
+    if not found and engine.model.begin is not None:
+        found = [engine.model.begin]
+    if not found:
+        raise ApiError("prompt has no tokens; give a text or token ids", param="prompt")
+    if min(found) < 0 or max(found) >= engine.vocabulary:
+        last = engine.vocabulary - 1
+        raise ApiError(f"prompt has a token that is not from 0 to {last}", param="prompt")
+    return found
+
+
+def _chat_tokens(service: Service, messages: Messages) -> Sequence[int]:
+    """The tokens of a chat."""
+    tokenizer = service.engine.tokenizer
+    if not tokenizer.has_chat:
+        raise ApiError(
+            "the model has no chat template; use /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    try:
+        return tokenizer.chat(messages)
+    except InputError as error:
+        raise ApiError(str(error), param="messages") from None
+    except Exception as error:  # a template is a program, which may fail in any way
+        text = f"the chat template fails on the messages: {error}"
+        raise ApiError(text, param="messages") from None
+
+
+def _room(service: Service, wanted: Wanted, prompt: Sequence[int]) -> int:
+    """The most new tokens after a prompt."""
+    context = service.engine.model.context
+    most = wanted.max_tokens or service.settings.max_tokens
+    if context is None:
+        return most or _DEFAULT_TOKENS
+    if len(prompt) >= context:
+        raise ApiError(
+            f"the prompt has {len(prompt)} tokens, and the model's context {context}; give a "
+            "shorter one",
+            code="context_length_exceeded",
+        )
+    return min(most or context, context - len(prompt))

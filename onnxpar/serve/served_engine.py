@@ -1,0 +1,87 @@
+"""What the server needs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from onnxpar.llm.requests import Limits, Listener
+from onnxpar.llm.tokenizer import Tokenizer
+
+
+class ServedModel(Protocol):
+    """What the server needs to know of a model; see `LanguageModel`."""
+
+    @property
+    def ends(self) -> frozenset[int]: ...
+
+    @property
+    def begin(self) -> int | None: ...
+
+    @property
+    def context(self) -> int | None: ...
+
+
+class ServedCounts(Protocol):
+    """Numbers of requests, pages and tokens, now or since the start; see `Counts`."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def pages(self) -> int: ...
+
+    @property
+    def used_pages(self) -> int: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    @property
+    def generated_tokens(self) -> int: ...
+
+    @property
+    def preemptions(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+
+class ServedGeneration(Protocol):
+    """A request that the engine has taken."""
+
+    def cancel(self) -> None:
+        """Ends it soon; the listener then gets its End."""
+        ...
+
+
+class ServedEngine(Protocol):
+    """An engine; see `Engine`. Neither `submit` nor `cancel` waits for a step."""
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def counts(self) -> ServedCounts: ...
+
+    def submit(
+        self, prompt: Sequence[int], limits: Limits, listen: Listener
+    ) -> ServedGeneration: ...

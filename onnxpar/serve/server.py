@@ -1,0 +1,144 @@
+"""Runs the server: its socket, its thread, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from onnxpar.base.interrupts import STATUSES, Terminated, end_now, raise_for
+from onnxpar.errors import InputError, OnnxparError
+from onnxpar.files.write_file import cause
+from onnxpar.serve.answering import ENDING
+from onnxpar.serve.service import Service
+
+_MOST_HEADERS = 64 << 10
+"""Most bytes of a request's headers."""
+_GRACE = 2.0
+"""Seconds in which stopped requests tell their clients so."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket at an address, which does not listen yet. Errors: InputError if the address
+    cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise InputError(f"--host {host}: {error}; give an address of this machine") from None
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        why = f"cannot listen at {host} port {port}: {cause(error)}"
+        raise InputError(f"{why}; give another --port or --host") from None
+    return made
+
+
+def is_local(bound: socket.socket) -> bool:
+    """True if only this machine reaches a socket."""
+    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def url_of(bound: socket.socket) -> str:
+    """Returns the URL of a socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_server(
+    app: Starlette, bound: socket.socket, drain_timeout: float, ready: Callable[[], None]
+) -> None:
+    """Serves until a signal comes; then refuses requests, finishes those that run, and returns. A
+    second signal ends at once, with its usual exception. Call it in the main thread.
+
+    drain_timeout  longest time, in seconds, to finish requests
+    ready          is called once requests are answered
+    """
+    service: Service = app.state.service
+    server = _Server(app, bound)
+    server.start()
+    try:
+        server.wait_until_ready()
+        ready()
+        server.join()
+    except (KeyboardInterrupt, Terminated):
+        _end_at_next_signal()
+        service.gate.close()
+        service.gate.wait(drain_timeout)
+    finally:
+        service.gate.stop(ENDING)
+        service.gate.wait(_GRACE)
+        server.end()
+
+
+def _end_at_next_signal() -> None:
+    """Makes the next signal end the command, and the one behind it kill it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in STATUSES:
+            signal.signal(each, end_now)
+        raise_for(number)
+
+    for each in STATUSES:
+        signal.signal(each, end)
+
+
+class _Server:
+    """uvicorn in a thread of its own, so that signals stay with the main thread."""
+
+    def __init__(self, app: Starlette, bound: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=1024,
+            h11_max_incomplete_event_size=_MOST_HEADERS,
+        )
+        self._server, self._bound = uvicorn.Server(config), bound
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="onnxpar-serve", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def wait_until_ready(self) -> None:
+        """Waits until the server accepts connections. Errors: OnnxparError if it fails."""
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+        if not self._server.started:
+            self.join()
+
+    def join(self) -> None:
+        """Waits for the end of the server, which only a failure brings. Errors: OnnxparError."""
+        self._thread.join()
+        raise OnnxparError(f"the HTTP server has failed: {self._failure}") from self._failure
+
+    def end(self) -> None:
+        """Closes all connections, and ends the thread."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(_GRACE)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._bound]))
+        except BaseException as error:  # also SystemExit, which uvicorn raises
+            self._failure = error

@@ -1,0 +1,50 @@
+"""What a server allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxpar.errors import InputError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The name of the model, who may use it, and how much.
+
+    model_name       the model's id in requests and answers
+    api_keys         any of them must come as `Authorization: Bearer KEY`; empty: no key is needed
+    cors_origins     origins, such as https://chat.example.com, whose pages may send requests; `*`
+                     is any
+    only_loopback    refuse requests to other hosts than localhost, which a web page could send by
+                     DNS rebinding
+    max_body         most bytes of a request
+    max_tokens       most new tokens of an answer; None: as many as the model's context allows
+    max_choices      most answers of a request: prompts times n
+    max_requests     most requests that are answered or wait at once
+    request_timeout  longest time of a request, in seconds
+    """
+
+    model_name: str = "model"
+    api_keys: tuple[bytes, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    only_loopback: bool = False
+    max_body: int = 2 << 20
+    max_tokens: int | None = None
+    max_choices: int = 16
+    max_requests: int = 256
+    request_timeout: float = 600.0
+
+    def check(self) -> None:
+        """Errors: InputError for a setting out of its range."""
+        if not self.model_name or not self.model_name.isprintable():
+            raise InputError(f"model_name is {self.model_name!r}; give a printable name")
+        for name in ("max_body", "max_tokens", "max_choices", "max_requests", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"{name} is {value}; it must be above 0")
+        for origin in self.cors_origins:
+            scheme, _, host = origin.partition("://")
+            if origin != "*" and (scheme not in ("http", "https") or not host or "/" in host):
+                raise InputError(
+                    f"cors_origins has {origin!r}; an origin is such as https://chat.example.com"
+                )

@@ -1,0 +1,139 @@
+"""What a request wants: the fields that chats and completions share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onnxpar.llm.sampling import Sampling
+from onnxpar.llm.tokenizer import Messages
+from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.body import Fields
+from onnxpar.serve.settings import Settings
+
+Prompt = str | Sequence[int] | Messages
+"""A text, its tokens, or a chat."""
+MOST_LOGPROBS = 20
+_MOST_STOPS = 4
+_LONGEST_STOP = 512
+_MOST_BIASES = 1024
+_GREEDY_BELOW = 1e-5
+"""Below this temperature, the likeliest token is drawn anyway, and logits would overflow."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The answers that a request wants.
+
+    prompts        what is continued, one or several
+    number         answers for each prompt
+    sampling       how tokens are chosen
+    max_tokens     most new tokens; None: the server decides
+    stops          strings before which an answer ends
+    logprobs       how many of the likeliest tokens are told with each; None: no probabilities
+    is_stream      True if text is sent as it comes
+    wants_usage    True if a stream ends with the numbers of tokens
+    echo           True if each answer begins with its prompt
+    schema         the JSON schema of answers; None: any text
+    """
+
+    prompts: Sequence[Prompt]
+    number: int
+    sampling: Sampling
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    logprobs: int | None
+    is_stream: bool
+    wants_usage: bool
+    echo: bool = False
+    schema: Mapping[str, Any] | None = None
+
+
+def check_model(fields: Fields, settings: Settings) -> None:
+    """Errors: ApiError if the request names another model; it may leave the name out."""
+    name = fields.text("model")
+    if name is not None and name != settings.model_name:
+        raise unknown_model(name, settings)
+
+
+def unknown_model(name: str, settings: Settings) -> ApiError:
+    """Returns the error of a model that is not served here."""
+    text = f"there is no model {quoted(name)}; this server has {settings.model_name!r}"
+    return ApiError(text, 404, param="model", code="model_not_found")
+
+
+def common(fields: Fields, settings: Settings, prompts: int) -> dict[str, Any]:
+    """Returns the members of `Wanted` that chats and completions have in common."""
+    most = settings.max_choices
+    number = fields.whole("n", 1, most)
+    number = 1 if number is None else number
+    if number * prompts > most:
+        fields.refuse("n", f"asks for {number * prompts} answers; at most {most} are allowed")
+    is_stream = fields.flag("stream")
+    options = fields.inner("stream_options")
+    if options is not None and not is_stream:
+        fields.refuse("stream_options", "is for streams: add stream")
+    return {
+        "number": number,
+        "sampling": _sampling(fields),
+        "stops": _stops(fields),
+        "is_stream": is_stream,
+        "wants_usage": options is not None and options.flag("include_usage"),
+    }
+
+
+def _sampling(fields: Fields) -> Sampling:
+    """How tokens are chosen. OpenAI's defaults: drawn of all tokens, another one each time."""
+    temperature = fields.number("temperature", 1, 0, 2)
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    top_k = fields.whole("top_k", -1, 2**31)
+    return Sampling(
+        do_sample=temperature >= _GREEDY_BELOW,
+        temperature=temperature,
+        top_k=max(top_k or 0, 0),
+        top_p=fields.number("top_p", 1, 0, 1),
+        min_p=fields.number("min_p", 0, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 1, 0.01, 100),
+        frequency_penalty=fields.number("frequency_penalty", 0, -2, 2),
+        presence_penalty=fields.number("presence_penalty", 0, -2, 2),
+        logit_bias=_biases(fields),
+        seed=secrets.randbits(64) if seed is None else seed % 2**64,
+    )
+
+
+def _biases(fields: Fields) -> dict[int, float]:
+    """What is added to the logits of tokens."""
+    value = fields.get("logit_bias")
+    inner = fields.inner("logit_bias")
+    if inner is None:
+        return {}
+    if len(value) > _MOST_BIASES:
+        fields.refuse("logit_bias", f"has {len(value)} tokens; at most {_MOST_BIASES} are allowed")
+    found = {}
+    for key in value:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            fields.refuse("logit_bias", f"has {quoted(key)}, which is no id of a token")
+        found[int(key)] = inner.number(key, 0, -100, 100)
+    return found
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    """The strings before which an answer ends."""
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    each = value if isinstance(value, list) else [value]
+    if len(each) > _MOST_STOPS:
+        fields.refuse("stop", f"has {len(each)} strings; at most {_MOST_STOPS} are allowed")
+    stops = tuple(fields.valid_text("stop", stop) for stop in each)
+    for stop in stops:
+        if not 0 < len(stop) <= _LONGEST_STOP:
+            fields.refuse("stop", f"has a string of {len(stop)} characters; 1 to {_LONGEST_STOP}")
+    return stops
+
+
+def max_tokens(fields: Fields, name: str, settings: Settings) -> int | None:
+    """Returns the most new tokens, of a field of this name."""
+    return fields.whole(name, 1, settings.max_tokens or 2**31)

@@ -1,0 +1,30 @@
+"""`onnxpar serve` with a scripted engine, in a process of its own: arguments are those of the
+command; the answers last as long as the environment says."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from serve import scripted_engine
+
+from onnxpar.cli import main
+
+
+class Engine(scripted_engine.Engine):
+    """An engine whose answers take a while."""
+
+    def __init__(self, par: object, **options: object) -> None:
+        super().__init__(par, **options)
+        self.script, self.delay = scripted_engine.forever, float(os.environ["DELAY"])
+
+
+if __name__ == "__main__":
+    module = types.ModuleType("onnxpar.llm.engine")
+    module.Engine = Engine  # type: ignore[attr-defined]
+    sys.modules["onnxpar.llm.engine"] = module
+    sys.exit(main(["serve", *sys.argv[1:]]))

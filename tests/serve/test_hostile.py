@@ -1,0 +1,234 @@
+"""Requests that are wrong, or made to do harm, are refused in OpenAI's shape, and never break the
+server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serve.conftest import TIMEOUT, Served, serving
+from serve.scripted_engine import forever
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """A server for many requests."""
+    with serving(max_body=100_000) as served:
+        served.engine.script = forever
+        yield served
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response, which has OpenAI's shape."""
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and len(error["message"]) < 1000
+    assert isinstance(error["type"], str) and "Traceback" not in response.text
+    found: dict[str, Any] = error
+    return found
+
+
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"x"',
+    b"\xff\xfe",
+    b'{"prompt": NaN}',
+    b'{"prompt": "x", "temperature": Infinity}',
+    b'{"prompt": "x", "temperature": -Infinity}',
+    b"[" * 50_000,
+    b'{"a":' * 16_000,
+    b'{"prompt": "\\ud800"}',
+    b'{"model": "\\ud800", "prompt": "x"}',
+    b'{"prompt": "x", "seed": ' + b"9" * 50_000 + b"}",
+    b'{"prompt": "x", "temperature": 1e999}',
+    b'{"prompt": [' + b"9" * 5000 + b"]}",
+    b"\xef\xbb\xbf{}",
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_bodies_that_are_wrong(shared: Served, path: str, body: bytes) -> None:
+    error_of(shared.http.post(path, content=body), 400)
+
+
+WRONG: list[tuple[str, dict[str, Any], str | None]] = [
+    (TEXT, {"prompt": None}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": {}}, "prompt"),
+    (TEXT, {"prompt": 5}, "prompt"),
+    (TEXT, {"prompt": True}, "prompt"),
+    (TEXT, {"prompt": ["x", 5]}, "prompt"),
+    (TEXT, {"prompt": [5, "x"]}, "prompt"),
+    (TEXT, {"prompt": [5, True]}, "prompt"),
+    (TEXT, {"prompt": [[5], 5]}, "prompt"),
+    (TEXT, {"prompt": [[[5]]]}, "prompt"),
+    (TEXT, {"prompt": [5.5]}, "prompt"),
+    (TEXT, {"prompt": [-1]}, "prompt"),
+    (TEXT, {"prompt": [320]}, "prompt"),
+    (TEXT, {"prompt": [2**63]}, "prompt"),
+    (TEXT, {"prompt": ["x"] * 17}, "n"),
+    (TEXT, {"prompt": ["x"] * 9, "n": 2}, "n"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+    (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": 1, "echo": True}, "echo"),
+    (TEXT, {"prompt": "x", "echo": "yes"}, "echo"),
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "x"}, "messages"),
+    (CHAT, {"messages": ["x"]}, "messages[0]"),
+    (CHAT, {"messages": [{}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0]",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, None),
+    (CHAT, {"tools": [{}]}, "tools"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"functions": [{}]}, "functions"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
+    (CHAT, {"audio": {}}, "audio"),
+    (CHAT, {"n": 0}, "n"),
+    (CHAT, {"n": 10**9}, "n"),
+    (CHAT, {"n": 1.5}, "n"),
+    (CHAT, {"n": "1"}, "n"),
+    (CHAT, {"n": True}, "n"),
+    (CHAT, {"temperature": -1}, "temperature"),
+    (CHAT, {"temperature": "hot"}, "temperature"),
+    (CHAT, {"temperature": [1]}, "temperature"),
+    (CHAT, {"top_p": 1.5}, "top_p"),
+    (CHAT, {"top_k": -5}, "top_k"),
+    (CHAT, {"min_p": 2}, "min_p"),
+    (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
+    (CHAT, {"frequency_penalty": 3}, "frequency_penalty"),
+    (CHAT, {"presence_penalty": -3}, "presence_penalty"),
+    (CHAT, {"seed": 2**64}, "seed"),
+    (CHAT, {"seed": 1e30}, "seed"),
+    (CHAT, {"max_tokens": -1}, "max_tokens"),
+    (CHAT, {"max_completion_tokens": 1e308}, "max_completion_tokens"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"logprobs": 1}, "logprobs"),
+    (CHAT, {"stream": "true"}, "stream"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"stream": True, "stream_options": []}, "stream_options"),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, None),
+    (CHAT, {"stop": ""}, "stop"),
+    (CHAT, {"stop": [""]}, "stop"),
+    (CHAT, {"stop": ["a"] * 5}, "stop"),
+    (CHAT, {"stop": "a" * 513}, "stop"),
+    (CHAT, {"stop": [5]}, "stop"),
+    (CHAT, {"stop": {}}, "stop"),
+    (CHAT, {"logit_bias": []}, "logit_bias"),
+    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"\u0665": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"9999": 1}}, None),
+    (CHAT, {"logit_bias": {"5": 101}}, "logit_bias.5"),
+    (CHAT, {"logit_bias": {"5": "x"}}, "logit_bias.5"),
+    (CHAT, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    (CHAT, {"response_format": "json"}, "response_format"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+]
+
+
+@pytest.mark.parametrize("path,body,param", WRONG, ids=range(len(WRONG)))
+def test_fields_that_are_wrong(
+    shared: Served, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    if path == CHAT:
+        body = {"messages": USER, **body}
+    found = error_of(shared.http.post(path, json=body), 400)
+    assert param is None or found["param"] == param
+    assert found["type"] == "invalid_request_error"
+
+
+HARMLESS: list[dict[str, Any]] = [
+    {"unknown": [1], "user": "x", "store": True, "metadata": {}, "service_tier": "auto"},
+    {"tools": [], "tool_choice": "none", "functions": None, "modalities": ["text"]},
+    {"n": None, "stop": None, "temperature": None, "logit_bias": None, "stream": None},
+    {"n": 1.0, "temperature": 1e-300, "logit_bias": {"5": -100}, "stop": []},
+    {"response_format": {"type": "text"}, "top_k": -1},
+]
+
+
+@pytest.mark.parametrize("body", HARMLESS, ids=range(len(HARMLESS)))
+def test_fields_that_are_harmless(shared: Served, body: dict[str, Any]) -> None:
+    response = shared.http.post(CHAT, json={"messages": USER, "max_tokens": 2, **body})
+    assert response.status_code == 200, response.text
+
+
+def test_a_body_that_is_too_large(shared: Served) -> None:
+    body = json.dumps({"prompt": "x" * 100_000}).encode()
+    found = error_of(shared.http.post(TEXT, content=body), 413)
+    assert found["message"] == "the request is larger than 100000 bytes"
+
+    def chunks() -> Iterator[bytes]:  # without a length
+        yield from [b" " * 10_000] * 20
+
+    error_of(shared.http.post(TEXT, content=chunks()), 413)
+
+
+def test_paths_and_methods_that_there_are_not(shared: Served) -> None:
+    error_of(shared.http.get("/v1/nothing"), 404)
+    error_of(shared.http.get("/../../etc/passwd"), 404)
+    error_of(shared.http.post("/v1/models/"), 405)
+    error_of(shared.http.get(CHAT), 405)
+    error_of(shared.http.post("/v1/models", json={}), 405)
+    assert "POST" in shared.http.get(TEXT).headers["Allow"]
+
+
+NAMES = """model prompt messages n stream stop temperature top_p top_k min_p seed logit_bias
+logprobs top_logprobs max_tokens max_completion_tokens echo suffix best_of stream_options tools
+response_format frequency_penalty repetition_penalty role content type json_schema schema"""
+FIELDS = st.sampled_from(NAMES.split())
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=()), max_size=8)
+    | st.sampled_from(["llama", "user", "text", "json_schema", "json_object"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(FIELDS | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from([CHAT, TEXT]), st.dictionaries(FIELDS, VALUES, max_size=8))
+def test_random_bodies_never_fail(shared: Served, path: str, body: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {"max_tokens": 2}
+    if len(body) % 2:  # so that some requests get further
+        usual |= {"messages": USER, "prompt": "x"}
+        body = {name: value for name, value in body.items() if name not in usual}
+    body = {**body, **usual}
+    response = shared.http.post(path, content=json.dumps(body).encode())
+    if response.status_code != 200:
+        assert response.status_code in (400, 404), response.text
+        error_of(response, response.status_code)
+    assert shared.http.get("/health", timeout=TIMEOUT).status_code == 200
