@@ -102,7 +102,7 @@ def _add_limits(command: Any) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="most new tokens of an answer; default: as many as the model's context allows",
+        help="most new tokens of an answer; default: as many as the model has room for",
     )
 
 
@@ -111,7 +111,8 @@ def _add_engine(command: Any) -> None:
     command.add_argument(
         "--kv-memory",
         metavar="SIZE",
-        help="memory of each rank for keys and values, such as 4GB; default: what is free",
+        help="memory of each rank for keys and values, such as 4GB; default: room for "
+        "--max-running texts, at most a quarter of the free memory",
     )
     command.add_argument(
         "--max-running",

@@ -94,7 +94,7 @@ class _Pages:
             "object": "model",
             "created": service.created,
             "owned_by": "onnxpar",
-            "max_model_len": service.engine.model.context,
+            "max_model_len": service.engine.longest,
         }
 
 

@@ -15,6 +15,8 @@ from onnxpar.serve.served_engine import ServedEngine
 
 _DEEPEST = 64
 """Most objects and arrays inside each other in a schema."""
+_MOST_TOKENS = 1 << 24
+"""Tokens of a vocabulary; more means that their number is unknown."""
 _OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,20}", "lenient": False}
 """A model may not write white space for ever. What the library does not know of a schema is an
 error, not ignored."""
@@ -57,6 +59,11 @@ class Grammars:
         """Returns the vocabulary; the first call takes a second. Errors: ApiError if the library
         cannot read the model's tokenizer."""
         with self._lock:
+            if self._engine.vocabulary > _MOST_TOKENS:
+                raise ApiError(
+                    "response_format and logprobs cannot be used: the model does not say how many "
+                    "tokens it has"
+                )
             if self._made is None:
                 ends = sorted(self._engine.model.ends)
                 text = self._engine.tokenizer.as_json()

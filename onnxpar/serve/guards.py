@@ -53,8 +53,7 @@ class Measured:
         finally:
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.requests.labels(route, str(status)).inc()
-            if route != "other":
-                self._metrics.duration.observe(time.perf_counter() - start)
+            self._metrics.duration.labels(route).observe(time.perf_counter() - start)
 
 
 class Guards:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 
 from onnxpar.errors import wants_traceback
 
 
 def log_error(error: BaseException) -> None:
     """Prints an error of a request in one line; with the traceback if the user asked for it."""
-    inner = getattr(error, "exceptions", ())  # anyio puts errors of tasks into groups
+    inner: Sequence[BaseException] = getattr(
+        error, "exceptions", []
+    )  # anyio groups errors of tasks
     if len(inner) == 1:
         log_error(inner[0])
         return

@@ -42,7 +42,7 @@ class Metrics:
             registry=self._registry,
         )
         self.duration = self._histogram(
-            "request_duration", "Time from a request to the end of its answer.", _LONG
+            "request_duration", "Time from a request to the end of its answer.", _LONG, "route"
         )
         self.first = self._histogram(
             "time_to_first_token", "Time from a request to its first token.", _LONG
@@ -55,9 +55,11 @@ class Metrics:
         """Returns all numbers in the format of Prometheus."""
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(
+        self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
         full = f"onnxpar_{name}_seconds"
-        return Histogram(full, meaning, buckets=buckets, registry=self._registry)
+        return Histogram(full, meaning, labels, buckets=buckets, registry=self._registry)
 
 
 class _OfEngine(Collector):

@@ -14,9 +14,6 @@ from onnxpar.serve.grammar import JsonConstraint
 from onnxpar.serve.service import Service
 from onnxpar.serve.wanted import Prompt, Wanted
 
-_DEFAULT_TOKENS = 4096
-"""Most new tokens where neither the request nor the model's context limits them."""
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -110,14 +107,12 @@ def _chat_tokens(service: Service, messages: Messages) -> Sequence[int]:
 
 def _room(service: Service, wanted: Wanted, prompt: Sequence[int]) -> int:
     """The most new tokens after a prompt."""
-    context = service.engine.model.context
-    most = wanted.max_tokens or service.settings.max_tokens
-    if context is None:
-        return most or _DEFAULT_TOKENS
-    if len(prompt) >= context:
+    longest = service.engine.longest
+    most = wanted.max_tokens or service.settings.max_tokens or longest
+    if len(prompt) >= longest:
         raise ApiError(
-            f"the prompt has {len(prompt)} tokens, and the model's context {context}; give a "
+            f"the prompt has {len(prompt)} tokens, and the model has room for {longest}; give a "
             "shorter one",
             code="context_length_exceeded",
         )
-    return min(most or context, context - len(prompt))
+    return min(most, longest - len(prompt))

@@ -18,9 +18,6 @@ class ServedModel(Protocol):
     @property
     def begin(self) -> int | None: ...
 
-    @property
-    def context(self) -> int | None: ...
-
 
 class ServedCounts(Protocol):
     """Numbers of requests, pages and tokens, now or since the start; see `Counts`."""
@@ -72,6 +69,9 @@ class ServedEngine(Protocol):
 
     @property
     def vocabulary(self) -> int: ...
+
+    @property
+    def longest(self) -> int: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...

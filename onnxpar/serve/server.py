@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from onnxpar.base.interrupts import STATUSES, Terminated, end_now, raise_for
+from onnxpar.base.interrupts import Terminated, end_now, raise_for
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.files.write_file import cause
 from onnxpar.serve.answering import ENDING
@@ -87,11 +87,11 @@ def _end_at_next_signal() -> None:
     """Makes the next signal end the command, and the one behind it kill it."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        for each in STATUSES:
+        for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, end_now)
         raise_for(number)
 
-    for each in STATUSES:
+    for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, end)
 
 

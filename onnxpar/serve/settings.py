@@ -18,7 +18,7 @@ class Settings:
     only_loopback    refuse requests to other hosts than localhost, which a web page could send by
                      DNS rebinding
     max_body         most bytes of a request
-    max_tokens       most new tokens of an answer; None: as many as the model's context allows
+    max_tokens       most new tokens of an answer; None: as many as the model has room for
     max_choices      most answers of a request: prompts times n
     max_requests     most requests that are answered or wait at once
     request_timeout  longest time of a request, in seconds

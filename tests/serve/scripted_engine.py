@@ -30,7 +30,6 @@ class Model:
 
     ends: frozenset[int] = frozenset([END])
     begin: int | None = 0
-    context: int | None = 512
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Engine(Closing):
         self.options = options
         self.script: Callable[[Sequence[int], Limits], Iterator[int]] = says("Hello, world!")
         self.delay, self.fails, self.most, self.state = 0.0, False, 1000, "ready"
-        self.model, self.vocabulary = Model(), 320
+        self.model, self.vocabulary, self.longest = Model(), 320, 512
         self.tokenizer = Tokenizer(FOLDER if par is None else Path(str(par)))
         self.counts = Counts()
         self.generations: list[Generation] = []

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from serve.conftest import TIMEOUT, Served, until
 from serve.scripted_engine import forever
+from serve.servers import TIMEOUT, Served, until
 
 from onnxpar.serve.answering import ENDING
 

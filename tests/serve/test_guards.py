@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from serve.conftest import Served
 from serve.scripted_engine import Engine
+from serve.servers import Served
 
 from onnxpar.errors import InputError
 from onnxpar.serve.application import application

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serve.conftest import TIMEOUT, Served, serving
 from serve.scripted_engine import forever
+from serve.servers import TIMEOUT, Served, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "x"}]

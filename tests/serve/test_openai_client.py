@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from serve.conftest import Served
 from serve.scripted_engine import END, FOLDER, forever, says
+from serve.servers import Served
 
 from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.tokenizer import Tokenizer

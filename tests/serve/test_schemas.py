@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from serve.conftest import Served
 from serve.scripted_engine import forever
+from serve.servers import Served
 
 PERSON = {
     "type": "object",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve.conftest import TIMEOUT, until
 from serve.scripted_engine import FOLDER
+from serve.servers import TIMEOUT, until
 
 COMMAND = Path(__file__).with_name("scripted_command.py")
 BODY = {"prompt": "x", "max_tokens": 30}
