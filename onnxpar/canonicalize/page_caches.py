@@ -136,7 +136,7 @@ def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
     for attribute in node.attribute:
         value = helper.get_attribute_value(attribute)
         known = attribute.name in _IGNORED or attribute.name in _KEPT
-        if not known and value != defaults.get(attribute.name, value) or (
+        if (not known and value != defaults.get(attribute.name, value)) or (
             not known and attribute.name not in defaults
         ):
             raise _unpaged(f"{node.name!r} has {attribute.name}={value!r}")

@@ -29,8 +29,8 @@ from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.named_passes import run_named
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_registry import LIST, pass_lines
 from onnxpar.pipeline.paging import paged_by_default
+from onnxpar.pipeline.pass_registry import LIST, pass_lines
 from onnxpar.pipeline.plan_options import Kind, LayoutOptions, PlanOptions, option_names, options_of
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates

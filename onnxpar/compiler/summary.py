@@ -13,8 +13,8 @@ from onnxpar.compiler.plan import OnHost, Plan, Port, RankLoad, Weight, Whole, o
 from onnxpar.compiler.ranges import integer_ranges, lookups
 from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.lazy_values import stacked_parts
-from onnxpar.ir.reshards import is_reshard, operands_of
 from onnxpar.ir.paged_attention import written_in_place
+from onnxpar.ir.reshards import is_reshard, operands_of
 from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
 from onnxpar.ir.tensors import numpy_dtype, tensor_shape
 from onnxpar.layout.layout import Layout, leaves

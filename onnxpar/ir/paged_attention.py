@@ -21,7 +21,10 @@ QUERY, KEY, VALUE, KEYS, VALUES, TABLE, ROWS, POSITIONS, COSINE, SINE, SINK = ra
 """Indices of operands."""
 
 _FLOATS = ("tensor(float)", "tensor(float16)")
-_REQUIRED, _OPTIONAL = OpSchema.FormalParameterOption.Single, OpSchema.FormalParameterOption.Optional
+_REQUIRED, _OPTIONAL = (
+    OpSchema.FormalParameterOption.Single,
+    OpSchema.FormalParameterOption.Optional,
+)
 _OPERANDS = (
     ("query", "T", _REQUIRED, "(1, tokens, heads * width), or with keys and values behind"),
     ("key", "T", _OPTIONAL, "(1, tokens, kv heads * width)"),
@@ -85,7 +88,10 @@ def _schema() -> OpSchema:
 
 def _infer(context: onnx.shape_inference.InferenceContext) -> None:
     """Sets the types of results."""
-    query, caches = context.get_input_type(QUERY), [context.get_input_type(i) for i in (KEYS, VALUES)]
+    query, caches = (
+        context.get_input_type(QUERY),
+        [context.get_input_type(i) for i in (KEYS, VALUES)],
+    )
     result = TypeProto()
     result.CopyFrom(query)
     heads = context.get_attribute("num_heads")

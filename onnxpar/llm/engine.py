@@ -1,4 +1,4 @@
-"""Runs many requests on the ranks of a sharded language model: they join and leave between steps."""
+"""Runs many requests on a sharded language model: they join and leave between steps."""
 
 from __future__ import annotations
 
@@ -10,28 +10,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from onnxpar.base.arrays import Array
-from onnxpar.base.units import quantity
 from onnxpar.errors import InputError, ModelError, OnnxparError, RankError
+from onnxpar.llm.batching import Batching
 from onnxpar.llm.language_model import LanguageModel
-from onnxpar.llm.page_pool import PagePool
-from onnxpar.llm.paged_decoder import PagedDecoder, page_bytes
-from onnxpar.llm.requests import Busy, End, Event, Failure, Limits, Listener, Token
-from onnxpar.llm.scheduler import Piece, Scheduler, Text
+from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
+from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener
+from onnxpar.llm.scheduler import Piece, Text
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.session import InferenceSession
 
-LONGEST = 4096
-"""Tokens of a text for which the default size of the caches has room, if the context is longer."""
-SHARE = 0.25
-"""The most of the memory that is free at the start which the caches take by default."""
 READY, STARTING, DRAINING, FAILED, CLOSED = "ready", "starting", "draining", "failed", "closed"
-_RESTARTS = 3
-"""How often ranks are started again in a row without a step between."""
+_STARTS = 3
+"""How often it is tried to start ranks again."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +101,14 @@ class Engine(Closing):
                 f"{self._bundle.path} has caches as its model has them; shard the model again with "
                 "--page-size 16, so that texts of any lengths run together"
             )
-        self.vocabulary = _vocabulary(self._bundle, self.model)
-        self._pages = self._count_pages(kv_memory, max_running)
+        self.vocabulary = self.model.vocabulary
+        self._pages = count_pages(self._bundle, self.model, kv_memory, max_running)
         self._max_running, self._max_waiting = max_running, max_waiting
         self._step_tokens = step_tokens
-        self._scheduler = self._new_scheduler()
-        self._counts = Counts()
+        self._before = Counts()
         self._changed = threading.Condition()  # a listener may cancel requests
         self._status = STARTING
-        self._session, self._decoder = self._start()
+        self._session, self._batching = self._start()
         self._status = READY
         self._thread = threading.Thread(target=self._serve, name="onnxpar-engine", daemon=True)
         self._thread.start()
@@ -142,14 +133,16 @@ class Engine(Closing):
     def counts(self) -> Counts:
         """What the engine does, and has done."""
         with self._changed:
-            scheduler = self._scheduler
+            scheduler, done = self._batching.scheduler, vars(self._batching.done)
+            since = {name: getattr(self._before, name) + count for name, count in done.items()}
             return replace(
-                self._counts,
+                self._before,
+                **since,
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 pages=scheduler.pool.pages,
                 used_pages=scheduler.pool.used,
-                preemptions=self._counts.preemptions + scheduler.preemptions,
+                preemptions=self._before.preemptions + scheduler.preemptions,
             )
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
@@ -163,10 +156,11 @@ class Engine(Closing):
         with self._changed:
             if self._status in (DRAINING, FAILED, CLOSED):
                 raise Busy(f"the server is {self._status}; send the request to another one")
-            free = self._max_running - len(self._scheduler.running)
-            if len(self._scheduler.waiting) >= self._max_waiting + max(free, 0):
-                raise Busy(f"{len(self._scheduler.waiting)} requests wait already; try again later")
-            self._scheduler.waiting.append(text)
+            scheduler = self._batching.scheduler
+            free = max(self._max_running - len(scheduler.running), 0)
+            if len(scheduler.waiting) >= self._max_waiting + free:
+                raise Busy(f"{len(scheduler.waiting)} requests wait already; try again later")
+            self._batching.add(text)
             self._changed.notify_all()
         return Generation(self, text)
 
@@ -176,13 +170,13 @@ class Engine(Closing):
         with self._changed:
             if self._status in (READY, STARTING):
                 self._status = DRAINING
-            return self._changed.wait_for(lambda: not self._has_texts(), timeout)
+            return self._changed.wait_for(lambda: not self._batching.texts, timeout)
 
     def close(self) -> None:
         """Cancels all requests, and ends the ranks."""
         with self._changed:
             self._status = CLOSED
-            for text in (*self._scheduler.running, *self._scheduler.waiting):
+            for text in self._batching.texts:
                 text.is_cancelled = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
@@ -214,32 +208,12 @@ class Engine(Closing):
                 f"{min(self.longest, room)}; give {more}"
             )
 
-    def _count_pages(self, kv_memory: float | str | None, max_running: int) -> int:
-        """The number of pages. Errors: InputError if memory is too small for one text."""
-        each, size = page_bytes(self._bundle, self.model), self.model.page_size
-        longest = min(self.model.context or LONGEST, LONGEST)
-        if kv_memory is not None:
-            pages = int(_bytes(kv_memory)) // each
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            most = int(free * SHARE) // (each * self._bundle.mesh.size)
-            pages = min(-(-longest // size) * max_running, most)
-        if pages < 2:
-            raise InputError(
-                f"kv_memory has room for {pages} pages of {size} tokens, which take {each:,} bytes "
-                f"on a rank each; give at least {2 * each:,} bytes"
-            )
-        return pages
-
-    def _new_scheduler(self) -> Scheduler:
-        pool = PagePool(self._pages, self.model.page_size)
-        return Scheduler(pool, self._max_running, self._step_tokens)
-
-    def _start(self) -> tuple[InferenceSession, PagedDecoder]:
+    def _start(self) -> tuple[InferenceSession, Batching]:
         """Starts the ranks. Errors: RankError if one does not start."""
         session = InferenceSession(self._par, **self._options)
         try:
-            return session, PagedDecoder(session, self._bundle, self.model, self._pages)
+            decoder = PagedDecoder(session, self._bundle, self.model, self._pages)
+            return session, Batching(decoder, self._max_running, self._step_tokens)
         except BaseException:
             session.close()
             raise
@@ -249,134 +223,76 @@ class Engine(Closing):
             text.is_cancelled = True
             self._changed.notify_all()
 
-    def _has_texts(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
-
     def _serve(self) -> None:
         """Runs steps until the engine is closed: the engine's thread."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_texts() or self._status == CLOSED)
-                self._drop_cancelled()
+                self._changed.wait_for(lambda: self._batching.texts or self._status == CLOSED)
+                for text in self._batching.texts:
+                    if text.is_cancelled:
+                        self._batching.end(text, End("cancelled", text.cached))
+                self._changed.notify_all()
                 if self._status == CLOSED:
                     return
-                pieces = self._scheduler.next()
-                self._changed.notify_all()
-            if not pieces:
-                continue
-            try:
-                logits = self._decoder.run(pieces)
-            except RankError as error:
-                self._restart(error)
-            except OnnxparError as error:
-                self._fail([piece.text for piece in pieces], error)
-            else:
-                self._finish(pieces, logits)
+                pieces = self._batching.next()
+            if pieces:
+                self._step(pieces)
 
-    def _drop_cancelled(self) -> None:
-        for text in (*self._scheduler.running, *self._scheduler.waiting):
-            if text.is_cancelled:
-                self._end(text, End("cancelled", text.cached))
-
-    def _end(self, text: Text, event: Event) -> None:
-        """Ends a text; the lock is held."""
-        self._scheduler.remove(text)
-        text.listen(event)
+    def _step(self, pieces: Sequence[Piece]) -> None:
+        try:
+            chosen = self._batching.run(pieces)
+        except RankError as error:
+            self._restart(error)
+        except Exception as error:  # the texts of this step fail; the others go on
+            self._fail([piece.text for piece in pieces], _reported(error))
+        else:
+            with self._changed:
+                self._batching.finish(pieces, chosen)
 
     def _fail(self, texts: Sequence[Text], error: OnnxparError) -> None:
         with self._changed:
             for text in texts:
-                self._end(text, Failure(error))
-            self._changed.notify_all()
-
-    def _finish(self, pieces: Sequence[Piece], logits: Array) -> None:
-        """Appends the next token to each text that is complete."""
-        chosen: list[tuple[Text, Token]] = []
-        complete = [piece.text for piece in pieces if piece.is_last]
-        for text, row in zip(complete, logits, strict=False):
-            if not text.is_cancelled:
-                chosen.append((text, _chosen(text, row)))
-        prompt_tokens = sum(min(p.count, max(p.text.prompt - p.text.done, 0)) for p in pieces)
-        begun = [p.text for p in pieces if p.text.done == p.text.cached < p.text.prompt]
-        with self._changed:
-            cached = sum(text.cached for text in begun)
-            self._counts = replace(
-                self._counts,
-                steps=self._counts.steps + 1,
-                prompt_tokens=self._counts.prompt_tokens + prompt_tokens + cached,
-                cached_tokens=self._counts.cached_tokens + cached,
-                generated_tokens=self._counts.generated_tokens + len(chosen),
-            )
-            for piece in pieces:
-                self._scheduler.advance(piece)
-            for text, token in chosen:
-                text.tokens.append(token.id)
-                text.listen(token)
-                if token.id in text.limits.ends:
-                    self._end(text, End("stop", text.cached))
-                elif len(text.tokens) >= text.most:
-                    self._end(text, End("length", text.cached))
+                self._batching.end(text, Failure(error))
             self._changed.notify_all()
 
     def _restart(self, error: RankError) -> None:
-        """Fails the texts that run, and starts new ranks; fails all texts if these do not start."""
+        """Fails the texts that run, and starts new ranks, on which those that wait begin; fails
+        these, too, if no ranks start."""
         with self._changed:
             if self._status == READY:
                 self._status = STARTING
-            waiting, running = self._scheduler.waiting, list(self._scheduler.running)
-            preemptions = self._counts.preemptions + self._scheduler.preemptions
-            restarts = self._counts.restarts + 1
-            self._counts = replace(self._counts, preemptions=preemptions, restarts=restarts)
+            running = list(self._batching.scheduler.running)
         self._fail(running, error)
         self._session.close()
-        for attempt in range(_RESTARTS):
-            try:
-                self._session, self._decoder = self._start()
-                break
-            except OnnxparError as failed:
-                error = failed if isinstance(failed, RankError) else RankError(str(failed))
-                time.sleep(attempt)
-        else:
-            with self._changed:
-                self._status = FAILED
-            self._fail(list(waiting), error)
-            return
+        started = self._started_again()
         with self._changed:
-            waiting = self._scheduler.waiting
-            self._scheduler = self._new_scheduler()
-            for text in waiting:  # a text that was preempted begins anew
+            if isinstance(started, OnnxparError):
+                self._status = FAILED
+                self._fail(self._batching.texts, started)
+                return
+            self._before = replace(self.counts, restarts=self._before.restarts + 1)
+            waiting = self._batching.texts
+            self._session, self._batching = started
+            for text in waiting:
                 text.pages, text.done = [], 0
-            self._scheduler.waiting = waiting
+                self._batching.add(text)
             if self._status == STARTING:
                 self._status = READY
             self._changed.notify_all()
 
-
-def _bytes(kv_memory: float | str) -> float:
-    """Errors: InputError."""
-    try:
-        return quantity(kv_memory, "B", "--kv-memory", may_omit_unit=not isinstance(kv_memory, str))
-    except OnnxparError as error:
-        raise InputError(str(error)) from None
-
-
-def _vocabulary(bundle: Bundle, model: LanguageModel) -> int:
-    size = (bundle.outputs[model.logits].shape or (None,))[-1]
-    return size if isinstance(size, int) else 1 << 31
+    def _started_again(self) -> tuple[InferenceSession, Batching] | OnnxparError:
+        """Starts new ranks; returns the last error if they do not start."""
+        for attempt in range(1, _STARTS + 1):
+            try:
+                return self._start()
+            except OnnxparError as error:
+                failed = error
+                time.sleep(attempt / 2)
+        return failed
 
 
-def _chosen(text: Text, logits: Array) -> Token:
-    """The next token of a text."""
-    limits = text.limits
-    if limits.constraint is not None:
-        logits = np.where(limits.constraint.allowed(), logits, -np.inf)
-    step = len(text.tokens) - text.prompt
-    token, logprob = limits.sampling.choose(logits, text.tokens, limits.row, step)
-    if limits.constraint is not None:
-        limits.constraint.accept(token)
-    if not limits.top_logprobs:
-        return Token(token, logprob)
-    best = np.argsort(-logits, kind="stable")[: limits.top_logprobs]
-    scores = logits.astype(np.float64) - logits.max()
-    known = scores - np.log(np.exp(scores).sum())
-    return Token(token, logprob, [(int(t), float(known[t])) for t in best])
+def _reported(error: Exception) -> OnnxparError:
+    """An error as the listeners get it."""
+    if isinstance(error, OnnxparError):
+        return error
+    return OnnxparError(f"internal error: {type(error).__name__}: {error}")

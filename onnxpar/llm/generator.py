@@ -9,8 +9,12 @@ from functools import cached_property
 from typing import Any, cast
 
 from onnxpar.errors import InputError
+from onnxpar.llm.batching import Batching
 from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.generated_tokens import BatchSource, PagedSource, TokenSource
 from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
+from onnxpar.llm.requests import Limits
 from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
@@ -22,6 +26,8 @@ Prompt = str | Sequence[int] | Messages
 """A text, its tokens, or a chat: objects with `role` and `content`."""
 MOST_NEW_TOKENS = 256
 """Tokens of an answer where neither max_new_tokens nor max_length is given."""
+_TOGETHER, _STEP_TOKENS = 16, 512
+"""Most texts that run together, and most tokens of a step, if caches are in pages."""
 _SAMPLING = frozenset(f.name for f in fields(Sampling))
 
 
@@ -48,20 +54,29 @@ class Generator(Closing):
     Transformers.
 
     par      a folder that `onnxpar shard` made of a language model's folder
+    kv_memory  bytes of caches on each rank, or text such as "2GB", if they are in pages; by
+               default, a quarter of the free memory at most
     options  those of `InferenceSession`
 
     Errors: ModelError for a model that is no decoder with a cache; RankError if a rank does not
     start.
     """
 
-    def __init__(self, par: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(
+        self, par: str | os.PathLike[str], *, kv_memory: float | str | None = None, **options: Any
+    ) -> None:
         bundle = Bundle.load(par)
         self.model = LanguageModel.of(bundle)
-        logits = bundle.outputs[self.model.logits].shape or ()
-        self._vocabulary = logits[-1] if isinstance(logits[-1], int) else 1 << 31
+        self._vocabulary = self.model.vocabulary
         self._folder = bundle.path
+        pages = count_pages(bundle, self.model, kv_memory, _TOGETHER) if self.model.page_size else 0
+        self._room = pages * self.model.page_size
         self._session = InferenceSession(par, **options)
-        self._decoder = Decoder(self._session, bundle, self.model)
+        try:
+            self._source = _source(self._session, bundle, self.model, pages)
+        except BaseException:
+            self._session.close()
+            raise
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -117,7 +132,7 @@ class Generator(Closing):
 
     def _running(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> _Run:
         tokens = [self._tokens(prompt) for prompt in prompts]
-        return _Run(self, self._decoder, tokens, self._limits(tokens, dict(options)))
+        return _Run(self, self._source, tokens, self._limits(tokens, dict(options)))
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Errors: InputError."""
@@ -157,7 +172,6 @@ class Generator(Closing):
             )
         if most_new is None and most is None:
             most_new = MOST_NEW_TOKENS
-        context = self.model.context
         rooms = []
         for prompt in prompts:
             room = most_new if most_new is not None else most - len(prompt)
@@ -166,20 +180,42 @@ class Generator(Closing):
                     f"a prompt has {len(prompt)} tokens, and at most {max(room, 0)} new ones may "
                     "follow; give a larger max_new_tokens or max_length"
                 )
-            if context is not None and len(prompt) >= context:
-                raise InputError(
-                    f"a prompt has {len(prompt)} tokens, and the model's context {context}; "
-                    "give a shorter one"
-                )
-            rooms.append(room if context is None else min(room, context - len(prompt)))
+            rooms.append(self._within(prompt, room))
+        context = self.model.context
         longest, most_steps = max(map(len, prompts), default=0), max(rooms, default=0)
-        if context is not None and longest + most_steps > context:  # only if lengths differ
+        is_batch = not self.model.page_size  # whose texts share their columns
+        if is_batch and context is not None and longest + most_steps > context:
             raise InputError(
                 f"the longest prompt of the batch has {longest} tokens, and {most_steps} new ones "
                 f"may follow, but the model's context is {context}; give a smaller max_new_tokens, "
                 "or prompts of similar lengths"
             )
         return _Limits(sampling, rooms, frozenset([ends] if isinstance(ends, int) else ends), stops)
+
+    def _within(self, prompt: Sequence[int], room: int) -> int:
+        """How many of `room` new tokens the context and the caches have room for. Errors:
+        InputError if for none."""
+        context = self.model.context
+        limits = [("the model's context", context, "a shorter one")] if context is not None else []
+        if self._room:
+            limits.append(("the cache", self._room, "a shorter one, or more --kv-memory"))
+        for what, most, remedy in limits:
+            if len(prompt) >= most:
+                raise InputError(
+                    f"a prompt has {len(prompt)} tokens, and {what} {most}; give {remedy}"
+                )
+            room = min(room, most - len(prompt))
+        return room
+
+
+def _source(
+    session: InferenceSession, bundle: Bundle, model: LanguageModel, pages: int
+) -> TokenSource:
+    """Where tokens come from."""
+    if not pages:
+        return BatchSource(Decoder(session, bundle, model))
+    decoder = PagedDecoder(session, bundle, model, pages)
+    return PagedSource(Batching(decoder, _TOGETHER, _STEP_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -198,39 +234,35 @@ class _Run:
     def __init__(
         self,
         generator: Generator,
-        decoder: Decoder,
+        source: TokenSource,
         prompts: Sequence[Sequence[int]],
         limits: _Limits,
     ) -> None:
-        self._decoder, self._prompts, self._limits = decoder, prompts, limits
+        self._source, self._prompts, self._limits = source, prompts, limits
         self.completions = [Completion(prompt=len(prompt)) for prompt in prompts]
         has_text = bool(limits.stops) or (generator._folder / "tokenizer.json").exists()
         self._streams = [Stream(generator.tokenizer) for _ in prompts] if has_text else []
         self._stops = [StopStrings(limits.stops) for _ in prompts]
 
     def steps(self) -> Iterator[list[str]]:
-        """Generates a token of each text that has not ended, until all have; yields the new text of
-        each."""
+        """Generates texts until all have ended; yields the new text of each."""
         if not self._prompts:
             return
-        batch, logits = self._decoder.start(self._prompts)
-        while True:
-            last = []
+        ended: set[int] = set()
+        given = [
+            Limits(self._limits.sampling, room, self._limits.ends, row=row)
+            for row, room in enumerate(self._limits.rooms)
+        ]
+        for step in self._source.follow(self._prompts, given, ended):
             pieces = [""] * len(self._prompts)
-            for row, completion in enumerate(self.completions):
-                if not completion.reason:
-                    seen = [*self._prompts[row], *completion.tokens]
-                    token, logprob = self._limits.sampling.choose(
-                        logits[row], seen, row, len(completion.tokens)
-                    )
-                    completion.tokens.append(token)
-                    completion.logprobs.append(logprob)
-                    pieces[row] = self._text(row, token)
-                last.append(completion.tokens[-1])
+            for row, token in step:
+                completion = self.completions[row]
+                completion.tokens.append(token.id)
+                completion.logprobs.append(token.logprob)
+                pieces[row] = self._text(row, token.id)
+                if completion.reason:
+                    ended.add(row)
             yield pieces
-            if all(completion.reason for completion in self.completions):
-                return
-            logits = self._decoder.step(batch, last)
 
     def _text(self, row: int, token: int) -> str:
         """The new text of a row after a token; sets the reason if it ends the text."""

@@ -38,6 +38,7 @@ class LanguageModel:
     context    the most tokens of a text, prompt included; None if unknown
     is_single  True if a run reads one token of each text
     page_size   tokens of a page, if the caches are in pages, else 0
+    vocabulary  the number of tokens
     pads_right  True if shorter rows of a batch are filled up behind their tokens, else before them
     """
 
@@ -52,6 +53,7 @@ class LanguageModel:
     is_single: bool
     pads_right: bool
     page_size: int
+    vocabulary: int
 
     @staticmethod
     def of(bundle: Bundle) -> LanguageModel:
@@ -59,7 +61,7 @@ class LanguageModel:
         decoder with a cache."""
         settings = _settings(bundle.path)
         roles: dict[str, str] = {}
-        paging = PAGING if PAGING <= bundle.inputs.keys() else frozenset()
+        paging = PAGING if bundle.inputs.keys() >= PAGING else frozenset()
         for port in bundle.inputs.values():
             if port.name not in bundle.states and port.name not in paging:
                 roles[_role(port, bundle.path)] = port.name
@@ -89,6 +91,7 @@ class LanguageModel:
             length == 1,
             not paging and _has_grouped_attention(bundle),
             _page_size(bundle) if paging else 0,
+            size if isinstance(size := (logits[0].shape or (0,))[-1], int) else 1 << 31,
         )
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.units import quantity
 from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.errors import InputError
+from onnxpar.errors import InputError, OnnxparError
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.scheduler import Piece
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.session import Session
+
+LONGEST = 4096
+"""Tokens of a text for which the default size of the caches has room, if the context is longer."""
+SHARE = 0.25
+"""The most of the memory that is free at the start which the caches take by default."""
 
 
 class PagedDecoder:
@@ -21,6 +28,7 @@ class PagedDecoder:
 
     def __init__(self, session: Session, bundle: Bundle, model: LanguageModel, pages: int) -> None:
         self._session, self._model = session, model
+        self.pages, self.page_size = pages, model.page_size
         self._ports = bundle.inputs
         self._feeds: dict[str, Array] = {}
         self._sizes: tuple[int, ...] = ()
@@ -50,7 +58,8 @@ class PagedDecoder:
                 feeds[PICKS][pick] = at - 1
                 pick += 1
         (logits,) = self._session.run([model.logits], feeds, keep_states=True)
-        return np.asarray(logits)[0]
+        each: Array = logits[0]
+        return each
 
     def _resize(self, tokens: int, texts: int, pages: int, picks: int) -> None:
         """Makes arrays of these sizes, unless the last ones have them."""
@@ -64,8 +73,37 @@ class PagedDecoder:
         self._feeds = {n: np.zeros(s, self._ports[n].dtype) for n, s in shapes.items()}
 
 
-def page_bytes(bundle: Bundle, model: LanguageModel) -> int:
-    """Returns the bytes of one page of all caches, on the rank that has most of it."""
+def count_pages(
+    bundle: Bundle, model: LanguageModel, kv_memory: float | str | None, texts: int
+) -> int:
+    """Returns how many pages fit into `kv_memory` bytes on each rank; by default, enough for some
+    texts, within a share of the free memory. Errors: InputError if they do not hold two pages."""
+    each, size = _page_bytes(bundle, model), model.page_size
+    if kv_memory is not None:
+        pages = int(_bytes(kv_memory)) // each
+    else:
+        longest = min(model.context or LONGEST, LONGEST)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = int(free * SHARE) // (each * bundle.mesh.size)
+        pages = min(-(-longest // size) * texts, most)
+    if pages < 2:
+        raise InputError(
+            f"--kv-memory has room for {pages} pages of {size} tokens, which take {each:,} bytes "
+            f"each on a rank; give at least {2 * each:,} bytes"
+        )
+    return pages
+
+
+def _bytes(kv_memory: float | str) -> float:
+    """Errors: InputError."""
+    try:
+        return quantity(kv_memory, "B", "--kv-memory", may_omit_unit=not isinstance(kv_memory, str))
+    except OnnxparError as error:
+        raise InputError(str(error)) from None
+
+
+def _page_bytes(bundle: Bundle, model: LanguageModel) -> int:
+    """The bytes of a page of all caches, on the rank that has most of it."""
     sizes = dict.fromkeys(bundle.symbols, 1)
     total = 0
     for name in model.caches:

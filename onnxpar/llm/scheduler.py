@@ -18,7 +18,8 @@ class Text:
     most      the most tokens that it may have
     pages     its pages of the caches, in order
     done      how many of its tokens are in the caches
-    cached    how many of them an earlier text had put there
+    cached    how many of them an earlier text had put there when it began
+    is_counted  True once the tokens of its prompt are counted
     """
 
     tokens: list[int]
@@ -29,6 +30,7 @@ class Text:
     pages: list[int] = field(default_factory=list)
     done: int = 0
     cached: int = 0
+    is_counted: bool = False
     is_cancelled: bool = False
 
     @property

@@ -166,7 +166,8 @@ def load(
         states = [*states, *page_caches(proto, page_size)]
         show("page-caches", proto)
     stored = _checked_stored(proto, path)
-    original = None if for_training or page_size else StoredModel.of(proto, path, dims or {}, shapes or {})
+    keeps_ports = not (for_training or page_size)
+    original = StoredModel.of(proto, path, dims or {}, shapes or {}) if keeps_ports else None
     refusal = check_standard(proto, path)
     with blaming(refusal, path):
         proto, defaults, fixed = _normalized(proto, path, for_training, show)

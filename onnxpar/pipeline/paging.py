@@ -13,7 +13,7 @@ from onnxpar.pipeline.options import Options
 
 def paged_by_default(model: object, options: Options) -> Options:
     """Returns options with the usual page size, if the model is a folder of a language model and
-    the user asks for nothing else. Errors: ModelError for a folder without a model that is meant."""
+    the user asks for nothing else. Errors: ModelError if it is unclear which model is meant."""
     if options.page_size is not None or not isinstance(model, (str, os.PathLike)):
         return options
     return replace(options, page_size=usual_page_size(Path(model)))

@@ -60,8 +60,8 @@ class LayoutOptions(TypedDict, total=False):
     states          outputs that are fed back, by input, or (input, output) pairs, in addition to
                     those that are found
     find_states     find state pairs by ops and by names (default); False: use only `states`
-    page_size       puts the caches of a language model's decoder in pages of so many tokens, so that
-                    texts of any lengths run together, as in `onnxpar serve`. Default for a folder
+    page_size       puts the caches of a language model's decoder in pages of so many tokens, so
+                    that texts of any lengths run together, as in `onnxpar serve`. Default for a folder
                     of a language model with GroupQueryAttention: 16; else 0, which leaves caches
                     as the model has them
     strict          True: an op without a sharding rule is an error

@@ -1,4 +1,4 @@
-"""PagedAttention: heads are split, as in GroupQueryAttention; each rank has the pages of its own."""
+"""PagedAttention: heads are split, as in GroupQueryAttention; a rank has the pages of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from onnxpar.ir.paged_attention import (
     COSINE,
     KEYS,
     PAGED_ATTENTION,
-    SINE,
-    SINK,
-    TABLE,
-    VALUES,
 )
 from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention import attention_products
@@ -35,7 +31,11 @@ def paged_attention(node: gs.Node) -> Rule:
     if None in cache[1:]:
         return whole_rule(node, "the width of its heads is not known")
     packed = given(node, 1) is None
-    operands = ["1 s (k g d) + (k d) + (k d)" if packed else "1 s (k g d)", "1 s (k d)", "1 s (k d)"]
+    operands = [
+        "1 s (k g d) + (k d) + (k d)" if packed else "1 s (k g d)",
+        "1 s (k d)",
+        "1 s (k d)",
+    ]
     operands += ["n k p d", "n k p d", "r m", "s", "s", "q c", "q c", "(k g)"]
     sizes: dict[str, Size] = {"k": shared, "g": heads // shared, "d": cache[3], "e": cache[3]}
     whole = {"s": _APART, "n": _TABLE, "p": _TABLE, "r": _TABLE, "m": _TABLE, "d": _PAIRS}

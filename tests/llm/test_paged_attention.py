@@ -103,9 +103,7 @@ def session(
     case: Case, op: str, domain: str, names: list[str], integers: dict[str, int]
 ) -> ort.InferenceSession:
     """A model of one node; `integers` are types of inputs that are not of the case's type."""
-    ports = [
-        helper.make_tensor_value_info(n, integers.get(n, case.type), None) for n in names if n
-    ]
+    ports = [helper.make_tensor_value_info(n, integers.get(n, case.type), None) for n in names if n]
     results = ["y", "new_keys", "new_values"]
     attributes = dict(case.attributes)
     if op != PAGED_ATTENTION:
@@ -199,7 +197,10 @@ def test_bits_do_not_depend_on_company() -> None:
     for sizes in ([60], [1] * 60, [7, 20, 33]):
         paged, parts, at = Paged(case, 2, rng), [], 0
         for size in sizes:
-            both = {n: np.concatenate([other[n][at : at + size], a[at : at + size]]) for n, a in text.items()}
+            both = {
+                n: np.concatenate([other[n][at : at + size], a[at : at + size]])
+                for n, a in text.items()
+            }
             at_each = [*range(at, at + size)]
             y = paged.run(both, [0] * size + [1] * size, at_each * 2, **stored)
             parts.append(y[size:])
@@ -218,7 +219,10 @@ def test_caches_are_written_in_place() -> None:
     feeds |= {"table": paged.table, "rows": np.zeros(5, "i8"), "positions": np.arange(5)}
     for name, array in feeds.items():
         binding.bind_cpu_input(name, array)
-    values = {n: ort.OrtValue.ortvalue_from_numpy(a) for n, a in (("keys", paged.keys), ("values", paged.values))}
+    values = {
+        n: ort.OrtValue.ortvalue_from_numpy(a)
+        for n, a in (("keys", paged.keys), ("values", paged.values))
+    }
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
         binding.bind_ortvalue_output(f"new_{name}", value)

@@ -1,0 +1,105 @@
+"""The tokens of texts that are generated together, as they come."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+from onnxpar.llm.batching import Batching
+from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.requests import Event, Limits, Token
+from onnxpar.llm.scheduler import Text
+
+Step = Sequence[tuple[int, Token]]
+"""The tokens that come together, with the numbers of their texts."""
+
+
+class TokenSource(Protocol):
+    """Generates texts."""
+
+    def follow(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
+    ) -> Iterator[Step]:
+        """Yields the tokens of texts, until all have ended. The caller adds to `ended` the numbers
+        of texts of which it wants no more."""
+        ...
+
+
+class BatchSource:
+    """Texts of a decoder that runs one batch at a time, from its beginning to its end."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def follow(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
+    ) -> Iterator[Step]:
+        """As `TokenSource` says. Errors: InputError if another batch has begun meanwhile."""
+        texts = [list(prompt) for prompt in prompts]
+        batch, logits = self._decoder.start(prompts)
+        while True:
+            step = []
+            for row, own in enumerate(limits):
+                if row not in ended:
+                    count = len(texts[row]) - len(prompts[row])
+                    chosen = own.sampling.choose(logits[row], texts[row], own.row, count)
+                    step.append((row, Token(*chosen)))
+                    texts[row].append(chosen[0])
+            yield step
+            if len(ended) == len(texts):
+                return
+            logits = self._decoder.step(batch, [text[-1] for text in texts])
+
+
+class PagedSource:
+    """Texts of a decoder whose caches are in pages. Several calls may follow texts at once."""
+
+    def __init__(self, batching: Batching) -> None:
+        self._batching = batching
+        self._lock = threading.Lock()
+
+    def follow(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
+    ) -> Iterator[Step]:
+        """As `TokenSource` says. The thread that wants the next token runs a step of all texts."""
+        come: deque[tuple[int, Token]] = deque()
+
+        def text(row: int) -> Text:
+            def listen(event: Event) -> None:
+                if isinstance(event, Token):
+                    come.append((row, event))
+
+            tokens, own = list(prompts[row]), limits[row]
+            return Text(tokens, len(tokens), len(tokens) + own.max_new_tokens, own, listen)
+
+        texts = [text(row) for row in range(len(prompts))]
+        try:
+            with self._lock:
+                for each in texts:
+                    self._batching.add(each)
+            while len(ended) < len(texts):
+                with self._lock:
+                    self._leave([texts[row] for row in ended])
+                    if not come:
+                        self._step()
+                    step = list(come)
+                    come.clear()
+                if step:
+                    yield step
+        finally:
+            with self._lock:
+                self._leave(texts)
+
+    def _step(self) -> None:
+        """Runs a step; the lock is held."""
+        pieces = self._batching.next()
+        if pieces:
+            self._batching.finish(pieces, self._batching.run(pieces))
+
+    def _leave(self, texts: Sequence[Text]) -> None:
+        """Removes those texts that have not ended; the lock is held."""
+        for text in self._batching.texts:
+            if text in texts:
+                self._batching.scheduler.remove(text)
