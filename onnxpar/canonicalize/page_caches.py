@@ -112,8 +112,8 @@ def page_caches(model: onnx.ModelProto, page_size: int) -> list[tuple[str, str]]
 
 def _unpaged(reason: str) -> ModelError:
     return ModelError(
-        f"the caches of this model cannot be in pages, because {reason}; leave out --page-size to "
-        "keep them as the model has them"
+        f"the caches of this model cannot be in pages, because {reason}; give --page-size 0 "
+        "to keep them as the model has them"
     )
 
 

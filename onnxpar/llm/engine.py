@@ -248,6 +248,7 @@ class Engine(Closing):
         else:
             with self._changed:
                 self._batching.finish(pieces, chosen)
+                self._changed.notify_all()
 
     def _fail(self, texts: Sequence[Text], error: OnnxparError) -> None:
         with self._changed:

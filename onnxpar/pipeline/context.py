@@ -21,6 +21,7 @@ from onnxpar.pipeline.balance import balanced, sampled_remainders
 from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.dataset import with_dataset
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
+from onnxpar.pipeline.paging import check_tokens_apart
 from onnxpar.pipeline.placed_tables import tables_on_host
 from onnxpar.pipeline.plugins import load_entry_points
 from onnxpar.pipeline.run_passes import Watch, open_sharding, run_passes
@@ -129,6 +130,8 @@ def make_context(model: Model, options: Options) -> PassContext:
     refuse_collectives(model.graph)
     given = (model.states, model.sizes is None, model.whole, model.on_host)
     factors = analyse(model.graph, *given)
+    if options.page_size:
+        check_tokens_apart(model.graph, factors)
     others = variants(model, factors)
     factors = opened(model, factors, others)
     options = replace(options, topology=balanced(options, model, factors) or options.host())

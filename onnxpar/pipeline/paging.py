@@ -6,9 +6,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from onnxpar.canonicalize.page_caches import usual_page_size
-from onnxpar.errors import StrategyError
+import onnx_graphsurgeon as gs
+
+from onnxpar.canonicalize.page_caches import PICKS, ROWS, usual_page_size
+from onnxpar.errors import ModelError, StrategyError
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
 from onnxpar.pipeline.options import Options
+from onnxpar.sharding.carried_rows import mixing_node
+from onnxpar.sharding.factors import GraphFactors
 
 
 def paged_by_default(model: object, options: Options) -> Options:
@@ -17,6 +22,21 @@ def paged_by_default(model: object, options: Options) -> Options:
     if options.page_size is not None or not isinstance(model, (str, os.PathLike)):
         return options
     return replace(options, page_size=usual_page_size(Path(model)))
+
+
+def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
+    """Checks that a decoder whose caches are in pages mixes tokens in its attention alone. Errors:
+    ModelError if it does so elsewhere, as a convolution over tokens does: in a step, tokens of
+    different texts are neighbors."""
+    paged = {n.name for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE}
+    picks = {n.name for n in graph.nodes if n.op == "Gather" and n.inputs[1].name == PICKS}
+    tokens = factors.tensors[ROWS].leaves[0].atom
+    node = mixing_node(factors, tokens, paged | picks)
+    if node is not None:
+        raise ModelError(
+            f"the caches of this model cannot be in pages, because {node.op} {node.name!r} may mix "
+            "tokens, and in a step tokens of different texts are neighbors; give --page-size 0"
+        )
 
 
 def refuse_paging(options: Options, command: str) -> None:

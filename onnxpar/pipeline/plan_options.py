@@ -61,9 +61,9 @@ class LayoutOptions(TypedDict, total=False):
                     those that are found
     find_states     find state pairs by ops and by names (default); False: use only `states`
     page_size       puts the caches of a language model's decoder in pages of so many tokens, so
-                    that texts of any lengths run together, as in `onnxpar serve`. Default for a folder
-                    of a language model with GroupQueryAttention: 16; else 0, which leaves caches
-                    as the model has them
+                    that texts of any lengths run together, as in `onnxpar serve`. Default for a
+                    folder of a language model with GroupQueryAttention: 16; else 0, which leaves
+                    caches as the model has them
     strict          True: an op without a sharding rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
     verify          check the invariants after every pass (the commands always do)

@@ -72,7 +72,9 @@ def test_tokens_are_those_of_others(
         pytest.skip("its attention is in basic ops, and its caches stay as they are")
     preset = "tensor-parallel" if layout.startswith("tp") else None
     par = tmp_path / "m.par"
-    onnxpar.shard(MODELS / "llm" / name, par, devices=int(layout[-1]), preset=preset, page_size=page_size)
+    onnxpar.shard(
+        MODELS / "llm" / name, par, devices=int(layout[-1]), preset=preset, page_size=page_size
+    )
     wanted = expected(name)
     with Generator(par, timeout=TIMEOUT) as generator:
         alone = [generator.generate(p, max_new_tokens=NEW)[0].tokens for p in wanted]

@@ -1,0 +1,316 @@
+"""The engine: requests that join late, are read in chunks, share a beginning, wait again, are
+cancelled, or lose their ranks get the tokens that they get alone."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from committed import MODELS
+from runtime.bundles import pids
+
+import onnxpar
+from onnxpar.errors import InputError, ModelError, RankError
+from onnxpar.llm.engine import DRAINING, READY, Engine, Generation
+from onnxpar.llm.generator import Generator
+from onnxpar.llm.requests import Busy, End, Event, Failure, Limits, Token
+from onnxpar.llm.sampling import Sampling
+
+TIMEOUT = 30.0
+Make = Callable[..., Engine]
+
+
+class Client:
+    """Collects the events of a request."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.tokens: list[int] = []
+        self.received = threading.Semaphore(0)
+        self.end: Event | None = None
+        self.ended = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        assert self.end is None, "nothing comes after the end"
+        if isinstance(event, Token):
+            self.tokens.append(event.id)
+            self.received.release()
+        else:
+            self.end = event
+            self.ended.set()
+
+    def wait(self) -> list[int]:
+        """The tokens, after the end."""
+        assert self.ended.wait(TIMEOUT), "the request did not end"
+        return self.tokens
+
+    def wait_for(self, tokens: int) -> None:
+        """Returns after so many more tokens."""
+        for _ in range(tokens):
+            assert self.received.acquire(timeout=TIMEOUT), "no token came"
+
+
+def send(engine: Engine, prompt: Sequence[int], new: int = 40) -> tuple[Client, Generation]:
+    client = Client()
+    return client, engine.submit(prompt, Limits(max_new_tokens=new), client)
+
+
+@pytest.fixture(scope="module")
+def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("engine") / "llama.par"
+    onnxpar.shard(MODELS / "llm" / "llama", path, devices=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(par: Path) -> Iterator[Callable[[Sequence[int], int], list[int]]]:
+    """The tokens of a prompt alone, from the model with caches of its own."""
+    dense = par.parent / "dense.par"
+    onnxpar.shard(MODELS / "llm" / "llama", dense, devices=1, page_size=0)
+    with Generator(dense, timeout=TIMEOUT) as generator:
+        known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+        def tokens(prompt: Sequence[int], new: int = 40) -> list[int]:
+            key = tuple(prompt), new
+            if key not in known:
+                (found,) = generator.generate(prompt, max_new_tokens=new, eos_token_id=[])
+                known[key] = found.tokens
+            return known[key]
+
+        tokens.encode = generator.tokenizer.encode  # type: ignore[attr-defined]
+        yield tokens
+
+
+@pytest.fixture
+def make(par: Path) -> Iterator[Make]:
+    engines: list[Engine] = []
+
+    def start(**options: object) -> Engine:
+        engines.append(Engine(par, timeout=TIMEOUT, **options))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def prompts(number: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 320, rng.integers(1, longest)).tolist() for _ in range(number)]
+
+
+def test_requests_join_late(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine = make()
+    given = prompts(4)
+    clients = []
+    for prompt in given:
+        clients.append(send(engine, prompt)[0])
+        clients[-1].wait_for(5)
+    for prompt, client in zip(given, clients, strict=True):
+        assert client.wait() == alone(prompt)
+        assert client.end == End("length")
+    assert engine.counts.running == engine.counts.used_pages == 0
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 64])
+def test_prompts_are_read_in_chunks(
+    make: Make, alone: Callable[..., list[int]], step_tokens: int
+) -> None:
+    engine, given = make(step_tokens=step_tokens), prompts(5, 100, seed=1)
+    clients = [send(engine, prompt, 20)[0] for prompt in given]
+    assert [c.wait() for c in clients] == [alone(p, 20) for p in given]
+    assert engine.counts.steps >= sum(map(len, given)) / max(step_tokens, 5)
+
+
+def test_a_beginning_is_read_once(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine = make()
+    common = prompts(1, 90, seed=3)[0][:70] + [7] * 48
+    for number, end in enumerate(([9, 10], [11], [9, 10], [], [12] * 20)):
+        client, _ = send(engine, [*common, *end], 20)
+        assert client.wait() == alone([*common, *end], 20)
+        pages = (len(common) + (1 if end == [9, 10] and number else 0) - 1) // 16
+        assert isinstance(client.end, End)
+        assert client.end.cached >= 16 * pages if number else client.end.cached == 0
+    counts = engine.counts
+    assert counts.prompt_tokens == 5 * len(common) + 25 and counts.cached_tokens > 0
+    assert counts.used_pages == 0
+
+
+def test_an_answer_is_a_beginning_too(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine, prompt = make(), [5] * 20
+    first = send(engine, prompt)[0].wait()
+    client, _ = send(engine, [*prompt, *first, 9], 10)
+    assert client.wait() == alone([*prompt, *first, 9], 10)
+    assert client.end == End("length", cached=48)
+
+
+def test_texts_wait_again_if_pages_are_few(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine = make(kv_memory=4096 * 9)
+    assert engine.counts.pages == 9
+    given = prompts(6, 30, seed=4)
+    clients = [send(engine, prompt)[0] for prompt in given]
+    assert [c.wait() for c in clients] == [alone(p) for p in given]
+    counts = engine.counts
+    assert counts.preemptions > 0 and counts.used_pages == 0
+
+
+def test_a_text_ends_where_the_cache_does(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine = make(kv_memory=4096 * 3)
+    assert engine.longest == 48
+    client, _ = send(engine, [5] * 20, 100)
+    assert client.wait() == alone([5] * 20)[:28]
+    with pytest.raises(
+        InputError, match=r"48 tokens, and the cache has room for 48; .*--kv-memory"
+    ):
+        send(engine, [5] * 48)
+    with pytest.raises(InputError, match="give at least 8,192 bytes"):
+        make(kv_memory=5000)
+
+
+def test_cancelled_requests_leave_at_once(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine, given = make(max_running=2), prompts(6, seed=5)
+    sent = [send(engine, prompt, 400) for prompt in given]
+    sent[0][0].wait_for(3)
+    for client, generation in sent[:5]:
+        generation.cancel()
+        client.wait()
+        assert client.end == End("cancelled")
+        generation.cancel()  # has no effect
+    last = sent[5][0]
+    last.wait_for(40)
+    assert last.tokens[:40] == alone(given[5])
+    sent[5][1].cancel()
+    last.wait()
+    assert engine.counts.used_pages == 0
+
+
+def test_a_full_queue_refuses(make: Make) -> None:
+    engine = make(max_running=1, max_waiting=1)
+    first, running = send(engine, [5], 400)
+    first.wait_for(1)
+    _, waiting = send(engine, [5], 400)
+    with pytest.raises(Busy, match="1 requests wait already"):
+        send(engine, [6])
+    waiting.cancel()
+    running.cancel()
+    first.wait()
+
+
+def test_draining_finishes_what_runs(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine = make()
+    client, _ = send(engine, [5, 6, 7])
+    client.wait_for(1)
+    assert engine.drain(TIMEOUT) and engine.status == DRAINING
+    assert client.wait() == alone([5, 6, 7])
+    with pytest.raises(Busy, match="draining"):
+        send(engine, [5])
+
+
+def test_closing_cancels(make: Make) -> None:
+    engine = make(max_running=1)
+    sent = [send(engine, [5], 400)[0] for _ in range(3)]
+    sent[0].wait_for(1)
+    engine.close()
+    for client in sent:
+        client.wait()
+        assert client.end == End("cancelled")
+
+
+def test_ranks_that_die_are_started_again(make: Make, alone: Callable[..., list[int]]) -> None:
+    engine = make(max_running=2)
+    sent = [send(engine, [5, number], 400)[0] for number in range(3, 7)]
+    sent[0].wait_for(3)
+    os.kill(pids(engine._session)[1], signal.SIGKILL)
+    for client in sent[:2]:
+        client.wait()
+        assert isinstance(client.end, Failure) and isinstance(client.end.error, RankError)
+        assert "rank 1 was killed" in str(client.end.error)
+    for number, client in zip((5, 6), sent[2:], strict=True):  # they waited
+        client.wait_for(40)
+        assert client.tokens[:40] == alone([5, number])
+    assert engine.status == READY and engine.counts.restarts == 1
+
+
+def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[int]]) -> None:
+    """Requests come, grow and are cancelled at random."""
+    rng = random.Random(6)
+    engine = make(kv_memory=4096 * 24, max_running=5, step_tokens=24)
+    shared = prompts(1, 80, seed=7)[0] * 2
+    jobs: list[tuple[list[int], int, Client, Generation, bool]] = []
+    for number, prompt in enumerate(prompts(60, 50, seed=8)):
+        if number % 3 == 0:
+            prompt = shared[: rng.randrange(20, 60)] + prompt[:5]
+        new = rng.choice((1, 5, 20, 40))
+        client, generation = send(engine, prompt, new)
+        cancelled = rng.random() < 0.25
+        jobs.append((prompt, new, client, generation, cancelled))
+        time.sleep(rng.choice((0, 0, 0.01)))
+        for _, _, _, old, is_cancelled in rng.sample(jobs, min(3, len(jobs))):
+            if is_cancelled:
+                old.cancel()
+    for prompt, new, client, generation, cancelled in jobs:
+        if cancelled:
+            generation.cancel()
+        tokens = client.wait()
+        assert tokens == alone(prompt, new)[: len(tokens)]
+        assert cancelled or len(tokens) == new
+    counts = engine.counts
+    assert counts.running == counts.waiting == counts.used_pages == 0
+    assert counts.cached_tokens > 0
+
+
+def test_the_same_seed_draws_the_same_tokens(make: Make) -> None:
+    engine = make()
+    sampling = Sampling(do_sample=True, seed=5, top_k=0)
+
+    def draw(row: int, company: int) -> list[int]:
+        clients = [Client() for _ in range(company + 1)]
+        engine.submit([5, 6], Limits(sampling, 30, row=row), clients[0])
+        for client in clients[1:]:
+            engine.submit([8], Limits(max_new_tokens=30), client)
+        return clients[0].wait()
+
+    assert draw(0, 0) == draw(0, 3)
+    assert draw(0, 0) != draw(1, 0)
+
+
+def test_likeliest_tokens_are_told(make: Make) -> None:
+    engine, events = make(), queue.Queue[Event]()
+    engine.submit([5, 6], Limits(max_new_tokens=3, top_logprobs=4), events.put)
+    for _ in range(3):
+        token = events.get(timeout=TIMEOUT)
+        assert isinstance(token, Token)
+        assert token.top[0] == (token.id, token.logprob) and len(token.top) == 4
+        chances = [logprob for _, logprob in token.top]
+        assert chances == sorted(chances, reverse=True) and sum(np.exp(chances)) < 1
+
+
+def test_models_without_pages_are_refused(par: Path, alone: Callable[..., list[int]]) -> None:
+    with pytest.raises(ModelError, match="--page-size 16"):
+        Engine(par.parent / "dense.par")
+
+
+@pytest.mark.parametrize(
+    "prompt,limits,named",
+    [
+        ([], Limits(), "no tokens"),
+        ([320], Limits(), "token 320"),
+        ([1], Limits(max_new_tokens=0), "max_new_tokens is 0"),
+        ([1], Limits(top_logprobs=321), "top_logprobs is 321"),
+        ([1], Limits(Sampling(top_p=2)), "top_p is 2"),
+        ([1] * 512, Limits(), "512 tokens, and the model's context has room for 512"),
+    ],
+)
+def test_bad_requests_are_refused(
+    make: Make, prompt: list[int], limits: Limits, named: str
+) -> None:
+    with pytest.raises(InputError, match=named):
+        make().submit(prompt, limits, lambda event: None)

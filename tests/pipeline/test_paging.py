@@ -1,0 +1,214 @@
+"""Caches in pages: which decoders may have them, and what the rewrite makes of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from committed import MODELS
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+
+import onnxpar
+from onnxpar.canonicalize.page_caches import page_caches
+from onnxpar.errors import ModelError, StrategyError
+
+LLAMA = MODELS / "llm" / "llama"
+NORM = "/model/layers.2/final_norm_layernorm/output_0"
+"""The tensor before the last product, (batch, length, 32)."""
+Change = Callable[[GraphProto], None]
+
+
+def decoder() -> onnx.ModelProto:
+    return onnx.load(LLAMA / "model.onnx")
+
+
+def written(change: Change, folder: Path) -> Path:
+    """The changed decoder as a file."""
+    model = decoder()
+    change(model.graph)
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def between(*nodes: NodeProto, **constants: np.ndarray) -> Change:
+    """Puts nodes, which read `x` and make `y`, before the last product."""
+
+    def change(graph: GraphProto) -> None:
+        last = graph.node[-1]
+        for node in nodes:
+            node.input[:] = [NORM if name == "x" else name for name in node.input]
+        last.input[0] = "y"
+        graph.node.pop()
+        graph.node.extend([*nodes, last])
+        graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in constants.items())
+
+    return change
+
+
+MIXING = {
+    "sum": between(helper.make_node("CumSum", ["x", "one"], ["y"]), one=np.array(1)),
+    "mean": between(
+        helper.make_node("ReduceMean", ["x", "axes"], ["m"]),
+        helper.make_node("Sub", ["x", "m"], ["y"]),
+        axes=np.array([1]),
+    ),
+    "softmax": between(helper.make_node("Softmax", ["x"], ["y"], axis=1)),
+    "convolution": between(
+        helper.make_node("Transpose", ["x"], ["a"], perm=[0, 2, 1]),
+        helper.make_node("Conv", ["a", "w"], ["b"], group=32, pads=[2, 0]),
+        helper.make_node("Transpose", ["b"], ["y"], perm=[0, 2, 1]),
+        w=np.ones((32, 1, 3), "f4"),
+    ),
+    "neighbor": between(
+        helper.make_node("Pad", ["x", "pads"], ["p"]),
+        helper.make_node("Slice", ["p", "start", "end", "one"], ["y"]),
+        pads=np.array([0, 1, 0, 0, 0, 0]),
+        start=np.array([0]),
+        end=np.array([-1]),
+        one=np.array([1]),
+    ),
+    "reversed": between(
+        helper.make_node("Slice", ["x", "start", "end", "one", "back"], ["y"]),
+        start=np.array([-1]),
+        end=np.array([np.iinfo("i8").min]),
+        one=np.array([1]),
+        back=np.array([-1]),
+    ),
+    "scores": between(
+        helper.make_node("Transpose", ["x"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["x", "t"], ["s"]),
+        helper.make_node("MatMul", ["s", "x"], ["y"]),
+    ),
+}
+"""Changes after which a token's logits depend on its neighbors outside of attention."""
+APART = {
+    "pointwise": between(helper.make_node("Tanh", ["x"], ["y"])),
+    "normalized": between(helper.make_node("Softmax", ["x"], ["y"], axis=-1)),
+    "in-heads": between(
+        helper.make_node("Reshape", ["x", "heads"], ["h"]),
+        helper.make_node("Softmax", ["h"], ["n"]),
+        helper.make_node("Reshape", ["n", "flat"], ["y"]),
+        heads=np.array([0, -1, 8]),
+        flat=np.array([0, -1, 32]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_decoders_that_mix_tokens_are_refused(name: str, tmp_path: Path) -> None:
+    file = written(MIXING[name], tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be in pages, because .* may mix tokens"):
+        onnxpar.plan(file, devices=2, page_size=16)
+    assert onnxpar.plan(file, devices=2).inputs[1].name == "attention_mask"
+
+
+@pytest.mark.parametrize("name", APART)
+def test_decoders_that_keep_tokens_apart_have_pages(name: str, tmp_path: Path) -> None:
+    plan = onnxpar.plan(written(APART[name], tmp_path), devices=2, page_size=16)
+    assert "block_table" in {port.name for port in plan.inputs}
+
+
+def attribute(name: str, value: object) -> Change:
+    """Sets an attribute of an attention."""
+
+    def change(graph: GraphProto) -> None:
+        node = next(n for n in graph.node if n.op_type == "GroupQueryAttention")
+        node.attribute.append(helper.make_attribute(name, value))
+
+    return change
+
+
+def operand(index: int) -> Change:
+    """Gives an attention one more operand."""
+
+    def change(graph: GraphProto) -> None:
+        node = next(n for n in graph.node if n.op_type == "GroupQueryAttention")
+        node.input.extend([""] * (index + 1 - len(node.input)))
+        node.input[index] = "cos_cache"
+
+    return change
+
+
+def more_output(graph: GraphProto) -> None:
+    graph.output.append(helper.make_tensor_value_info(NORM, TensorProto.FLOAT, None))
+
+
+def more_input(graph: GraphProto) -> None:
+    info = helper.make_tensor_value_info("bias", TensorProto.FLOAT, [32])
+    graph.input.append(info)
+    between(helper.make_node("Add", ["x", "bias"], ["y"]))(graph)
+
+
+def reads_mask(graph: GraphProto) -> None:
+    between(
+        helper.make_node("Cast", ["attention_mask"], ["m"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMax", ["m"], ["n"], keepdims=0),
+        helper.make_node("Mul", ["x", "n"], ["y"]),
+    )(graph)
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        (attribute("qk_output", 1), "qk_output=1"),
+        (attribute("k_quant_type", "PER_TENSOR"), "k_quant_type"),
+        (attribute("unheard_of", 1), "unheard_of=1"),
+        (operand(10), "operand 10"),
+        (operand(14), "operand 14"),
+        (more_output, "one input of token ids and one output"),
+        (more_input, "input 'bias' is neither token ids"),
+        (reads_mask, "input 'attention_mask' is neither token ids"),
+    ],
+)
+def test_what_pages_do_not_know_is_refused(change: Change, reason: str) -> None:
+    model = decoder()
+    change(model.graph)
+    with pytest.raises(ModelError, match=f"cannot be in pages, because .*{reason}.*--page-size 0"):
+        page_caches(model, 16)
+
+
+def test_models_without_grouped_attention_are_refused() -> None:
+    file = MODELS / "llm" / "gpt2_optimum"
+    with pytest.raises(ModelError, match="it has no GroupQueryAttention"):
+        onnxpar.plan(file, devices=2, page_size=16)
+    names = {port.name for port in onnxpar.plan(file, devices=2).inputs}
+    assert "attention_mask" in names  # not by default either
+
+
+def test_folders_have_pages_by_default_and_files_do_not() -> None:
+    def names(model: Path, **options: int) -> set[str]:
+        return {port.name for port in onnxpar.plan(model, devices=2, **options).inputs}
+
+    assert "block_table" in names(LLAMA)
+    assert "block_table" not in names(LLAMA, page_size=0)
+    assert "block_table" not in names(LLAMA / "model.onnx")
+    assert "block_table" in names(LLAMA / "model.onnx", page_size=8)
+
+
+def test_page_sizes_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="--page-size -1"):
+        onnxpar.plan(LLAMA, devices=2, page_size=-1)
+    with pytest.raises(StrategyError, match="annotate works with the inputs of the model"):
+        onnxpar.annotate(LLAMA, tmp_path / "a.onnx", devices=2, page_size=4)
+    with pytest.raises(StrategyError, match="check works with the inputs of the model"):
+        onnxpar.check(LLAMA, devices=2, page_size=4)
+
+
+def test_logits_are_computed_for_picked_tokens_alone() -> None:
+    model = decoder()
+    pairs = page_caches(model, 16)
+    assert len(pairs) == 4
+    (pick,) = (
+        n for n in model.graph.node if n.op_type == "Gather" and n.input[1] == "picked_tokens"
+    )
+    assert pick.input[0] == NORM and model.graph.node[-1].input[0] == pick.output[0]
+    assert {i.name for i in model.graph.input} - {past for past, _ in pairs} == {
+        "input_ids",
+        "block_table",
+        "token_rows",
+        "token_positions",
+        "picked_tokens",
+    }
