@@ -22,6 +22,8 @@ from onnxruntime_genai.models.builder import create_model, parse_extra_options
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -49,6 +51,14 @@ CONFIGS = {
     "qwen3": (Qwen3Config(**COMMON, **HEADS), "fp32"),
     "phi3": (
         Phi3Config(**COMMON | {"hidden_size": 64}, original_max_position_embeddings=512),
+        "fp32",
+    ),
+    "gemma2": (
+        Gemma2Config(**COMMON, **HEADS, sliding_window=16, query_pre_attn_scalar=16),
+        "fp32",
+    ),
+    "gpt_oss": (
+        GptOssConfig(**COMMON, **HEADS, num_local_experts=4, sliding_window=16),
         "fp32",
     ),
     "mistral": (MistralConfig(**COMMON, **HEADS, sliding_window=None), "fp32"),

@@ -150,6 +150,6 @@ def _has_grouped_attention(bundle: Bundle) -> bool:
         if any(a.name == _RING and a.i for a in node.attribute):
             raise ModelError(
                 f"{bundle.path}: {_GROUPED} {node.name!r} overwrites the oldest tokens of its "
-                f"cache ({_RING}); text can be generated with caches that grow, and no others"
+                f"cache ({_RING}); shard the model with --page-size 16 to generate text"
             )
     return bool(grouped)
