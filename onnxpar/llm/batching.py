@@ -11,6 +11,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder
 from onnxpar.llm.requests import End, Event, Token
+from onnxpar.llm.sampling import log_total
 from onnxpar.llm.scheduler import Piece, Scheduler, Text
 
 
@@ -105,6 +106,5 @@ def _chosen(text: Text, logits: Array) -> Token:
     if not limits.top_logprobs:
         return Token(token, logprob)
     best = np.argsort(-logits, kind="stable")[: limits.top_logprobs]
-    scores = logits.astype(np.float64) - logits.max()
-    known = scores - np.log(np.exp(scores).sum())
-    return Token(token, logprob, [(int(t), float(known[t])) for t in best])
+    total = log_total(logits)
+    return Token(token, logprob, [(int(t), float(logits[t]) - total) for t in best])

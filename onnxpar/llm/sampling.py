@@ -78,9 +78,11 @@ class Sampling:
         seen    the tokens of the text, prompt included; the last `step` of them were generated
         row, step  the number of the text and of the token in it, which decide what is drawn
         """
+        total = log_total(logits)
+        if self.is_greedy and self.repetition_penalty == 1 and not self.logit_bias:
+            token = int(logits.argmax())
+            return token, float(logits[token]) - total
         scores = logits.astype(np.float64)
-        known = scores - scores.max()
-        known = known - math.log(np.exp(known).sum())
         if self.repetition_penalty != 1 and len(seen):
             at = np.unique(np.asarray(seen, np.int64))
             scores[at] *= np.where(
@@ -92,7 +94,7 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             scores[token] += bias
         token = int(scores.argmax()) if self.is_greedy else self._draw(scores, row, step)
-        return token, float(known[token])
+        return token, float(logits[token]) - total
 
     def _draw(self, scores: Array, row: int, step: int) -> int:
         """Draws a token by the Gumbel-max trick: the largest of scores with noise has the
@@ -118,3 +120,11 @@ class Sampling:
         if self.min_p > 0:
             least = max(least, scores.max() + math.log(self.min_p))
         return scores >= least
+
+
+def log_total(logits: Array) -> float:
+    """Returns the logarithm of the sum of exponentials of logits: what a logit must be less by to
+    be the logarithm of a probability."""
+    logits = np.asarray(logits, np.result_type(logits, np.float32))
+    largest = logits.max()
+    return float(largest) + math.log(np.exp(logits - largest).sum(dtype=np.float64))
