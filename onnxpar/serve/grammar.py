@@ -26,13 +26,15 @@ class JsonConstraint:
     """Allows the tokens that continue a text of a JSON schema; see `Constraint`."""
 
     def __init__(self, matcher: llguidance.LLMatcher, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+        self._matcher, self._ends = matcher, sorted(ends)
 
     def allowed(self) -> Array:
         """True for each token that may come next, (vocabulary,)."""
         mask: Array = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0
-        if not mask.any():  # the text is complete, or the schema is beyond the library's limits
-            mask[list(self._ends)] = True
+        # The library knows one token that ends texts. It allows none at all where the text is
+        # complete, or the schema is beyond its limits.
+        if mask[self._ends].any() or not mask.any():
+            mask[self._ends] = True
         return mask
 
     def accept(self, token: int) -> None:
@@ -69,7 +71,7 @@ class Grammars:
                 text = self._engine.tokenizer.as_json()
                 try:
                     self._made = llguidance.LLTokenizer(
-                        text, n_vocab=self._engine.vocabulary, eos_token=ends or None
+                        text, n_vocab=self._engine.vocabulary, eos_token=ends[0] if ends else None
                     )
                 except Exception as error:  # the library raises several kinds
                     raise ApiError(

@@ -24,7 +24,7 @@ TIMEOUT = 30.0
 class Served:
     """A server at a free port, with clients."""
 
-    def __init__(self, engine: Engine, url: str, service: Any) -> None:
+    def __init__(self, engine: Any, url: str, service: Any) -> None:
         self.engine, self.url, self.service = engine, url, service
         self.http = httpx.Client(base_url=url, timeout=TIMEOUT)
         self.openai = openai.OpenAI(
@@ -49,9 +49,9 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(**settings: Any) -> Iterator[Served]:
-    """A server with settings, as long as the block."""
-    engine = Engine()
+def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
+    """A server with settings, as long as the block; without an engine, of a scripted one."""
+    engine = Engine() if engine is None else engine
     app = application(engine, Settings(**{"model_name": "llama", **settings}))
     bound = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, http="h11", lifespan="off", ws="none", log_level="error")

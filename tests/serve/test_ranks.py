@@ -1,0 +1,79 @@
+"""The server over ranks: it says what `Generator` generates, and goes on when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from committed import MODELS
+from runtime.bundles import pids
+from serve.servers import TIMEOUT, Served, serving, until
+
+import onnxpar
+from onnxpar.llm.engine import Engine
+from onnxpar.llm.generator import Generator
+
+PROMPTS = ("import os", "def", "hello, world", "x = [1, 2, 3]")
+
+
+@pytest.fixture(scope="module")
+def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    par = tmp_path_factory.mktemp("llama") / "llama.par"
+    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2, preset="tensor-parallel")
+    return par
+
+
+@pytest.fixture
+def served(par: Path) -> Iterator[Served]:
+    with serving(Engine(par, timeout=TIMEOUT)) as made:
+        yield made
+
+
+def text(served: Served, prompt: str, **options: Any) -> str:
+    """The greedy continuation of a prompt."""
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 24, **options}
+    response = httpx.post(f"{served.url}/v1/completions", json=body, timeout=TIMEOUT)
+    found: str = response.json()["choices"][0]["text"]
+    return found
+
+
+def test_requests_at_once_say_what_the_generator_does(par: Path, served: Served) -> None:
+    with Generator(par, timeout=TIMEOUT) as generator:
+        wanted = [generator.generate(p, max_new_tokens=24)[0].text for p in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(lambda prompt: text(served, prompt), PROMPTS)) == wanted
+    assert [text(served, prompt) for prompt in PROMPTS] == wanted
+
+
+def test_seeds(served: Served) -> None:
+    def drawn(**options: Any) -> list[str]:
+        choices = served.post(max_tokens=8, n=2, **options).json()["choices"]
+        return [choice["message"]["content"] for choice in choices]
+
+    first = drawn(seed=1)
+    assert first == drawn(seed=1) != drawn(seed=2) and first[0] != first[1]
+    assert drawn() != drawn()
+
+
+def test_a_schema(served: Served) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    (choice,) = served.post(response_format=form, max_tokens=200, seed=1).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    content = "".join(choice["message"]["content"].split())
+    assert content in [f'["{first}","{second}"]' for first in "ab" for second in "ab"]
+
+
+def test_a_rank_that_dies(served: Served) -> None:
+    wanted = text(served, "import os")
+    os.kill(pids(served.engine._session)[0], signal.SIGKILL)
+    response = served.post("completions")
+    assert response.status_code == 503 and response.json()["error"]["code"] == "model_failed"
+    until(lambda: served.http.get("/health").status_code == 200)
+    assert text(served, "import os") == wanted
