@@ -139,12 +139,7 @@ def _add_engine(command: Any) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     """Runs `serve`. Returns the exit status."""
-    if launched_rank() is not None:
-        raise InputError("serve starts its ranks itself; run it without a launcher")
-    if args.drain_timeout < 0:
-        raise InputError(f"--drain-timeout {args.drain_timeout:g}: it must be at least 0")
-    if not 0 <= args.port < 2**16:
-        raise InputError(f"--port {args.port}: a port is from 0 to 65535")
+    _check(args)
     keys = _keys(args)
     try:
         with quick_imports():
@@ -182,6 +177,16 @@ def serve(args: argparse.Namespace) -> int:
         server.run_server(app, bound, args.drain_timeout, lambda: print(text, flush=True))
     print("onnxpar: ended", file=sys.stderr)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Errors: InputError."""
+    if launched_rank() is not None:
+        raise InputError("serve starts its ranks itself; run it without a launcher")
+    if args.drain_timeout < 0:
+        raise InputError(f"--drain-timeout {args.drain_timeout:g}: it must be at least 0")
+    if not 0 <= args.port < 2**16:
+        raise InputError(f"--port {args.port}: a port is from 0 to 65535")
 
 
 def _keys(args: argparse.Namespace) -> tuple[bytes, ...]:
