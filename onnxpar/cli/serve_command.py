@@ -27,7 +27,7 @@ def add_serve(to: Any) -> None:
     command = to.add_parser(
         "serve",
         help=text,
-        description=f"{text.capitalize()}: /v1/chat/completions, /v1/completions and /v1/models; "
+        description="Serve a sharded language model over HTTP, in the API of OpenAI: /v1/chat/completions, /v1/completions and /v1/models; "
         "/health and /metrics; a page to chat at /. SIGTERM and SIGINT end it once running "
         "requests are finished; a second one ends it at once.",
     )
@@ -96,7 +96,7 @@ def _add_limits(command: Any) -> None:
     )
     for name, kind, default, meaning in limits:
         metavar = "N" if kind is int else "S"
-        text = f"{meaning}; default %(default)g"
+        text = f"{meaning}; default %(default)s"
         command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     command.add_argument(
         "--max-tokens",

@@ -291,7 +291,11 @@ class Plan(Shown):
 
     def _state(self, source: str, result: str) -> dict[str, Any]:
         rows = self.row_outputs.get(source)
-        found = {"input": source, "output": result, "initial": self.initial.get(source)}
+        found: dict[str, Any] = {
+            "input": source,
+            "output": result,
+            "initial": self.initial.get(source),
+        }
         if source in self.in_place:
             found["in_place"] = True
         return found if rows is None else {**found, "rows": list(rows)}

@@ -79,9 +79,21 @@ class Sampling:
         row, step  the number of the text and of the token in it, which decide what is drawn
         """
         total = log_total(logits)
-        if self.is_greedy and self.repetition_penalty == 1 and not self.logit_bias:
-            token = int(logits.argmax())
-            return token, float(logits[token]) - total
+        scores = self._changed(logits, seen, step) if self._changes else logits
+        if self.is_greedy:
+            token = int(scores.argmax())
+        else:
+            token = self._draw(scores.astype(np.float64), row, step)
+        return token, float(logits[token]) - total
+
+    @property
+    def _changes(self) -> bool:
+        """True if logits are changed before a token is chosen."""
+        penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        return bool(penalties or self.logit_bias)
+
+    def _changed(self, logits: Array, seen: Sequence[int], step: int) -> Array:
+        """The logits after penalties and biases."""
         scores = logits.astype(np.float64)
         if self.repetition_penalty != 1 and len(seen):
             at = np.unique(np.asarray(seen, np.int64))
@@ -93,8 +105,7 @@ class Sampling:
             scores[at] -= self.frequency_penalty * counts + self.presence_penalty
         for token, bias in self.logit_bias.items():
             scores[token] += bias
-        token = int(scores.argmax()) if self.is_greedy else self._draw(scores, row, step)
-        return token, float(logits[token]) - total
+        return scores
 
     def _draw(self, scores: Array, row: int, step: int) -> int:
         """Draws a token by the Gumbel-max trick: the largest of scores with noise has the
