@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from onnxpar.errors import InputError, ModelError
 
 READ = {
+    "api_key_file": "the file of API keys",
     "file": "the file of --file",
     "model": "the model",
     "strategy": "the file of --strategy",
