@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = 2048
-SPREAD = 1.5
-"""Standard deviation of what a layer adds; so large that the likeliest token is seldom close to
-the next one."""
+SPREAD, SHARE = 1.5, 0.2
+"""Standard deviation of what a product makes of numbers around one, and of what a layer adds, as a
+share of it: so little that roundings do not grow from layer to layer."""
 SPECIAL = ("<s>", "</s>", "<pad>")
 """Their ids are 0, 1 and 2. They are never the likeliest token, so that no text ends."""
 WHOLE, LAST = "whole", "last"
@@ -71,9 +71,12 @@ def network(shape: Shape) -> Any:
         )
     )
     with torch.no_grad():
-        for parameter in made.parameters():
+        for name, parameter in made.named_parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, SPREAD * parameter.shape[1] ** -0.5)
+                spread = SPREAD * parameter.shape[1] ** -0.5
+                adds = "o_proj" in name or "down_proj" in name
+                parameter.normal_(0, spread * SHARE if adds else spread)
+        made.get_input_embeddings().weight.mul_(shape.width**0.5)
         made.lm_head.weight[: len(SPECIAL)] = 0
     return made
 
