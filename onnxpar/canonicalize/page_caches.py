@@ -12,10 +12,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
 from onnxpar.model.model_folder import carried_files, decoder_in
@@ -220,11 +222,45 @@ def _pick(graph: GraphProto, logits: str) -> None:
         node = makers[inner[0]]
     if node.op_type not in _PRODUCTS:
         raise _unpaged(f"its logits are made by {node.op_type}, not by a product with weights")
-    picked = f"{node.input[0]}/picked"
-    gather = helper.make_node("Gather", [node.input[0], PICKS], [picked], "pick_tokens", axis=1)
+    every = _before_last(node.input[0], graph, makers)
+    picked = f"{every}/picked"
+    gather = helper.make_node("Gather", [every, PICKS], [picked], "pick_tokens", axis=1)
     node.input[0] = picked
     at = list(graph.node).index(node)
     graph.node.insert(at, gather)
+
+
+def _before_last(name: str, graph: GraphProto, makers: dict[str, NodeProto]) -> str:
+    """The tensor of all tokens from which an exporter takes the last one, by Gather and perhaps
+    Unsqueeze, so that logits are of it alone; else the tensor itself."""
+    node = makers.get(name)
+    if node is not None and node.op_type == "Unsqueeze" and _axes(node, graph, makers) == [1]:
+        node = makers.get(node.input[0])
+    if node is None or node.op_type != "Gather":
+        return name
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    index = _value(node.input[1], graph, makers)
+    is_last = axis == 1 and index is not None and index.ravel().tolist() == [-1]
+    return node.input[0] if is_last else name
+
+
+def _axes(node: NodeProto, graph: GraphProto, makers: dict[str, NodeProto]) -> list[int]:
+    """The axes of an Unsqueeze, an attribute before opset 13."""
+    for attribute in node.attribute:
+        return list(attribute.ints)
+    found = _value(node.input[1], graph, makers)
+    return [] if found is None else found.ravel().tolist()
+
+
+def _value(name: str, graph: GraphProto, makers: dict[str, NodeProto]) -> Array | None:
+    """The value of a small constant; None for anything else."""
+    stored = next((w for w in graph.initializer if w.name == name), None)
+    maker = makers.get(name)
+    if stored is None and maker is not None and maker.op_type == "Constant":
+        stored = next((a.t for a in maker.attribute if a.name == "value"), None)
+    if stored is None or stored.data_location == TensorProto.EXTERNAL:
+        return None
+    return np.asarray(numpy_helper.to_array(stored))
 
 
 def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str]) -> bool:

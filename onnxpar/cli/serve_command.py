@@ -27,7 +27,8 @@ def add_serve(to: Any) -> None:
     command = to.add_parser(
         "serve",
         help=text,
-        description="Serve a sharded language model over HTTP, in the API of OpenAI: /v1/chat/completions, /v1/completions and /v1/models; "
+        description="Serve a sharded language model over HTTP, in the API of OpenAI: "
+        "/v1/chat/completions, /v1/completions and /v1/models; "
         "/health and /metrics; a page to chat at /. SIGTERM and SIGINT end it once running "
         "requests are finished; a second one ends it at once.",
     )

@@ -53,7 +53,8 @@ const Schema kSchemas[] = {
     {"After", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
     {"FusedElementwise", 1, 1, DataType::kFloat, InferElementwise, true, false, true},
-    {"PagedAttention", 11, 3, DataType::kAny, InferPagedAttention, false, false, false, "TttTTIIIttt"},
+    {"PagedAttention", 11, 3, DataType::kAny, InferPagedAttention, false, false, false,
+     "TttTTIIIttt"},
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };

@@ -92,7 +92,8 @@ class Step {
     page_ = keys_.shape[2];
     width_ = static_cast<size_t>(keys_.shape[3]);
     const auto wide = static_cast<int64_t>(width_);
-    const auto own = static_cast<int64_t>(heads) * wide, other = static_cast<int64_t>(shared) * wide;
+    const auto own = static_cast<int64_t>(heads) * wide,
+               other = static_cast<int64_t>(shared) * wide;
     CheckShape("query", query_, {1, -1, packed_ ? own + 2 * other : own});
     const int64_t tokens = query_.shape[1];
     if (!packed_) CheckShape("key", key_, {1, tokens, other});
@@ -200,11 +201,10 @@ class Step {
     for (size_t t = 0; t < tokens_; ++t) {
       const int64_t row = rows_[t], position = positions_[t];
       if (row < 0 || row >= texts_ || position < 0 || position >= pages_ * page_) {
-        throw std::runtime_error("token " + std::to_string(t) + " has row " + std::to_string(row) +
-                                 " and position " + std::to_string(position) +
-                                 ", but block_table has " + std::to_string(texts_) +
-                                 " rows and room for " + std::to_string(pages_ * page_) +
-                                 " positions in each");
+        throw std::runtime_error(
+            "token " + std::to_string(t) + " has row " + std::to_string(row) + " and position " +
+            std::to_string(position) + ", but block_table has " + std::to_string(texts_) +
+            " rows and room for " + std::to_string(pages_ * page_) + " positions in each");
       }
       if (cosine_.data != nullptr && position >= cosine_.shape[0]) {
         throw std::runtime_error("position " + std::to_string(position) +
@@ -240,10 +240,13 @@ class Step {
   /// Where the elements of a position and a head begin in a cache.
   size_t At(int64_t row, int64_t position, size_t head) const {
     const int64_t page = table_[row * pages_ + position / page_];
-    const int64_t line = (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * page_;
+    const int64_t line =
+        (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * page_;
     return static_cast<size_t>(line + position % page_) * width_;
   }
-  size_t Place(size_t token, size_t head) const { return At(rows_[token], positions_[token], head); }
+  size_t Place(size_t token, size_t head) const {
+    return At(rows_[token], positions_[token], head);
+  }
 
   void Turn(size_t token, bool interleaved, float* x) const {
     if (cosine_.data == nullptr) return;

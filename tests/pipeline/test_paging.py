@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 import onnxpar
 from onnxpar.canonicalize.page_caches import page_caches
 from onnxpar.errors import ModelError, StrategyError
+from onnxpar.llm.generator import Generator
 
 LLAMA = MODELS / "llm" / "llama"
 NORM = "/model/layers.2/final_norm_layernorm/output_0"
@@ -212,3 +215,29 @@ def test_logits_are_computed_for_picked_tokens_alone() -> None:
         "token_positions",
         "picked_tokens",
     }
+
+
+LAST = {
+    "gather": between(
+        helper.make_node("Gather", ["x", "last"], ["y"], axis=1), last=np.array([-1])
+    ),
+    "gather-and-unsqueeze": between(
+        helper.make_node("Gather", ["x", "last"], ["g"], axis=1),
+        helper.make_node("Unsqueeze", ["g", "axes"], ["y"]),
+        last=np.array(-1),
+        axes=np.array([1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_logits_of_the_last_token_alone_are_picked_too(name: str, tmp_path: Path) -> None:
+    """As the builder's option prune_lm_head makes them."""
+    for file in LLAMA.iterdir():
+        shutil.copy(file, tmp_path)
+    written(LAST[name], tmp_path)
+    onnxpar.shard(tmp_path, tmp_path / "m.par", devices=2)
+    prompt, tokens = next(iter(json.loads((LLAMA / "expected.json").read_bytes()).items()))
+    with Generator(tmp_path / "m.par", timeout=30) as generator:
+        assert generator.model.page_size == 16
+        assert generator.generate(prompt, max_new_tokens=20)[0].tokens == tokens[:20]
