@@ -22,6 +22,8 @@ from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.session import InferenceSession
 
 READY, STARTING, DRAINING, FAILED, CLOSED = "ready", "starting", "draining", "failed", "closed"
+_IDLE_CHECK = 1.0
+"""Seconds after which it is checked again that the ranks still run, if there is nothing to do."""
 _STARTS = 3
 """How often it is tried to start ranks again."""
 
@@ -227,7 +229,9 @@ class Engine(Closing):
         """Runs steps until the engine is closed: the engine's thread."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._batching.texts or self._status == CLOSED)
+                self._changed.wait_for(
+                    lambda: self._batching.texts or self._status == CLOSED, _IDLE_CHECK
+                )
                 for text in self._batching.texts:
                     if text.is_cancelled:
                         self._batching.end(text, End("cancelled", text.cached))
@@ -237,6 +241,15 @@ class Engine(Closing):
                 pieces = self._batching.next()
             if pieces:
                 self._step(pieces)
+            elif self._status != FAILED:
+                self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Starts ranks again that have died while there was nothing to do."""
+        try:
+            self._session.check_alive()
+        except RankError as error:
+            self._restart(error)
 
     def _step(self, pieces: Sequence[Piece]) -> None:
         try:

@@ -179,6 +179,10 @@ class LaunchedRank:
         if self._closed is not None:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
+    def check_alive(self) -> None:
+        """Errors: RankError if the session is closed; the next call finds out about others."""
+        self.check_usable()
+
     def close(self) -> None:
         """Leaves the world."""
         if self._closed is None:

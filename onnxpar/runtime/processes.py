@@ -88,6 +88,13 @@ class Processes:
         if self._closed is not None:
             raise RankError(f"this session is closed: {self._closed}; make a new one")
 
+    def check_alive(self) -> None:
+        """Errors: RankError if a process has ended or is stopped; then this ends all of them."""
+        self.check_usable()
+        ended = next((rank for rank in self.ranks if rank.fate() is not None), None)
+        if ended is not None:
+            self._fail(ended, "the idle time")
+
     def close(self) -> None:
         """Ends all ranks without an error. May be called twice."""
         if self._closed is not None:

@@ -69,6 +69,7 @@ class Ranks(Protocol):
     def reset_states(self) -> None: ...
     def end_profile(self) -> Sequence[Record]: ...
     def check_usable(self) -> None: ...
+    def check_alive(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -245,6 +246,10 @@ class ProcessRanks:
     def check_usable(self) -> None:
         """Errors: RankError if the ranks have ended."""
         self._processes.check_usable()
+
+    def check_alive(self) -> None:
+        """Errors: RankError if a process has ended or is stopped."""
+        self._processes.check_alive()
 
     def close(self) -> None:
         """Ends the processes."""

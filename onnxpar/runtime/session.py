@@ -242,6 +242,12 @@ class Session(Interface, Closing):
         fed = {n: a.shape for n, a in feeds.items() if inputs[n].shape is not None}
         return self._bundle.sizes({**self._kept, **fed}, self._kept.keys() - fed.keys())
 
+    def check_alive(self) -> None:
+        """Checks that the ranks of this host still run, between calls. Errors: RankError, which
+        names a rank that does not; it ends the session."""
+        with self._lock:
+            self._ranks.check_alive()
+
     def blame(self, error: OnnxparError, feeds: Mapping[str, Any]) -> OnnxparError:
         """Returns the error of a failed run or, if an index in a feed is out of range, an
         InputError that names this index."""

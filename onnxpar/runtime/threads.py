@@ -152,6 +152,10 @@ class ThreadRanks:
             cause = self._failure or "close() was called"
             raise RankError(f"this session is closed: {cause}; make a new one")
 
+    def check_alive(self) -> None:
+        """Errors: RankError if the session is closed: threads end with it alone."""
+        self.check_usable()
+
     def close(self) -> None:
         """Leaves the worlds, unless the caller owns them."""
         if self._closed:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from committed import MODELS
-from runtime.bundles import pids
+from runtime.bundles import pids, wait_until
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError, RankError
@@ -237,6 +237,15 @@ def test_ranks_that_die_are_started_again(make: Make, alone: Callable[..., list[
         client.wait_for(40)
         assert client.tokens[:40] == alone([5, number])
     assert engine.status == READY and engine.counts.restarts == 1
+
+
+def test_ranks_that_die_while_idle_are_started_again(
+    make: Make, alone: Callable[..., list[int]]
+) -> None:
+    engine = make()
+    os.kill(pids(engine._session)[0], signal.SIGKILL)
+    assert wait_until(lambda: engine.counts.restarts == 1 and engine.status == READY, TIMEOUT)
+    assert send(engine, [5, 6])[0].wait() == alone([5, 6])
 
 
 def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[int]]) -> None:
