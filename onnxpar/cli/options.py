@@ -201,6 +201,12 @@ def _add_states(to: argparse.ArgumentParser) -> None:
         "folder of a language model with GroupQueryAttention: 16; else 0, which leaves caches as "
         "the model has them",
     )
+    to.add_argument(
+        "--kv-dtype",
+        choices=("float32", "float16", "int8"),
+        help="the type of caches in pages. float16 takes half the memory of float32, int8 little "
+        "more than a quarter, with a scale for each key and value; default: as in the model",
+    )
 
 
 def add_plugin(to: argparse.ArgumentParser) -> None:

@@ -107,8 +107,8 @@ class Generator(Closing):
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yields the text of an answer piece by piece, as its tokens come. Options and errors as
-        for `generate`; also InputError if another call has begun meanwhile, because the ranks keep
-        the caches of the last one."""
+        for `generate`; if caches are not in pages, also InputError if another call has begun
+        meanwhile, because the ranks keep the caches of the last one."""
         for piece, _ in self.follow(prompt, **options):
             if piece:
                 yield piece
@@ -257,9 +257,11 @@ class _Run:
             pieces = [""] * len(self._prompts)
             for row, token in step:
                 completion = self.completions[row]
+                if completion.reason:
+                    continue  # other calls may have generated more of it
                 completion.tokens.append(token.id)
                 completion.logprobs.append(token.logprob)
-                pieces[row] = self._text(row, token.id)
+                pieces[row] += self._text(row, token.id)
                 if completion.reason:
                     ended.add(row)
             yield pieces

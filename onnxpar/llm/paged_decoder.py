@@ -10,7 +10,8 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.base.units import quantity
 from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.errors import InputError, ModelError, OnnxparError
+from onnxpar.ir.paged_attention import too_old
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.scheduler import Piece
 from onnxpar.runtime.bundle import Bundle
@@ -27,6 +28,8 @@ class PagedDecoder:
     same arrays."""
 
     def __init__(self, session: Session, bundle: Bundle, model: LanguageModel, pages: int) -> None:
+        if (reason := too_old()) is not None:
+            raise ModelError(f"{bundle.path}: {reason}; install it, or shard with --page-size 0")
         self._session, self._model = session, model
         self.pages, self.page_size = pages, model.page_size
         self._ports = bundle.inputs
