@@ -171,13 +171,17 @@ def serve(args: argparse.Namespace) -> int:
             stacklevel=1,
         )
     options = {option: getattr(args, option) for option in (*_ENGINE, *_RANKS)}
-    with bound, Engine(args.par, **options) as engine:
+    with bound, Engine(args.par, tell=_tell, **options) as engine:
         engine.tokenizer  # noqa: B018  (is read now, and not by the first request)
         app = application(engine, settings)
         text = f"onnxpar: {name} is served at {server.url_of(bound)}"
         server.run_server(app, bound, args.drain_timeout, lambda: print(text, flush=True))
     print("onnxpar: ended", file=sys.stderr)
     return 0
+
+
+def _tell(text: str) -> None:
+    print(f"onnxpar: {text}", file=sys.stderr, flush=True)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -201,7 +205,7 @@ def _keys(args: argparse.Namespace) -> tuple[bytes, ...]:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{where}: cannot read it as text: {error}") from None
-        keys = [line for line in lines if line.strip()]
+        keys = [line for line in lines if line.strip() and not line.startswith("#")]
     elif args.api_key is not None:
         keys = [args.api_key]
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -73,6 +73,7 @@ class Engine(Closing):
     max_running  most texts that run together
     max_waiting  most texts that wait; more are refused
     step_tokens  most tokens that a step reads, so that long prompts do not hold up others
+    tell         called with a line when ranks die, and when new ones run or do not start
     options      those of `InferenceSession`
 
     If a rank dies, running requests fail, those that wait stay, and new ranks are started. Errors:
@@ -88,6 +89,7 @@ class Engine(Closing):
         max_running: int = 16,
         max_waiting: int = 256,
         step_tokens: int = 256,
+        tell: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
         for name, value in (("max_running", max_running), ("step_tokens", step_tokens)):
@@ -95,14 +97,16 @@ class Engine(Closing):
                 raise InputError(f"{name} is {value}; it must be at least 1")
         if max_waiting < 0:
             raise InputError(f"max_waiting is {max_waiting}; it must be at least 0")
-        self._par, self._options = par, options
+        self._par, self._options, self._tell = par, options, tell
         self._bundle = Bundle.load(par)
         self.model = LanguageModel.of(self._bundle)
         if not self.model.page_size:
-            raise ModelError(
-                f"{self._bundle.path} has caches as its model has them; shard the model again with "
-                "--page-size 16, so that texts of any lengths run together"
-            )
+            has = "caches as its model has them"
+            if self.model.pads_right:
+                remedy = "shard the model again with --page-size 16"
+            else:
+                remedy = "only those of GroupQueryAttention can be in pages; use `generate`"
+            raise ModelError(f"{self._bundle.path} has {has}, and not in pages: {remedy}")
         self.vocabulary = self.model.vocabulary
         self._pages = count_pages(self._bundle, self.model, kv_memory, max_running)
         self._max_running, self._max_waiting = max_running, max_waiting
@@ -278,7 +282,10 @@ class Engine(Closing):
             running = list(self._batching.scheduler.running)
         self._fail(running, error)
         self._session.close()
+        self._tell(f"{_first_line(error)}; new ranks start")
         started = self._started_again()
+        is_up = not isinstance(started, OnnxparError)
+        self._tell("the ranks run again" if is_up else f"no ranks start: {_first_line(started)}")
         with self._changed:
             if isinstance(started, OnnxparError):
                 self._status = FAILED
@@ -303,6 +310,10 @@ class Engine(Closing):
                 failed = error
                 time.sleep(attempt / 2)
         return failed
+
+
+def _first_line(error: object) -> str:
+    return str(error).splitlines()[0]
 
 
 def _reported(error: Exception) -> OnnxparError:
