@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from numbers import Integral
 from typing import Any, cast
 
 from onnxpar.errors import InputError
@@ -158,6 +159,9 @@ class Generator(Closing):
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
         sampling.check(self._vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
+        for name, value in (("max_new_tokens", most_new), ("max_length", most)):
+            if value is not None and not isinstance(value, Integral):
+                raise InputError(f"{name} is {value!r}; it must be a whole number")
         ends = options.pop("eos_token_id", None)
         ends = self.model.ends if ends is None else ends
         stops = options.pop("stop_strings", None) or ()

@@ -232,6 +232,8 @@ def test_the_context_limits_a_text(llama: Generator) -> None:
         ([320], {}, "token 320; ids are from 0 to 319"),
         ([-1], {}, "token -1"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens or max_length"),
+        ("x", {"max_new_tokens": "a"}, "max_new_tokens is 'a'; it must be a whole number"),
+        ("x", {"max_length": 2.5}, "max_length is 2.5; it must be a whole number"),
         ([5, 5, 5], {"max_length": 3}, "max_new_tokens or max_length"),
         ("x", {"tempreature": 1}, "no option 'tempreature'; it has max_new_tokens"),
         ("x", {"stop_strings": ["a", ""]}, "a stop string is empty"),
