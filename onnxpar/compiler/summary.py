@@ -315,9 +315,11 @@ def activations(
     without a rank, of the largest shards.
 
     An input counts all the time, a result until its last reader has run, an output to the end.
-    Tensors inside bodies do not count.
+    States and what replaces them in their own memory do not count, nor tensors inside bodies.
     """
+    in_place = written_in_place(graph, ctx.model.states)
     kept = {source for source, _ in ctx.model.states}
+    kept |= {result for source, result in ctx.model.states if source in in_place}
     alive = sum(_held(t, ctx, rank) for t in graph.inputs if t.name not in kept)
     last: dict[str, int] = {}
     for i, node in enumerate(nodes):
@@ -328,7 +330,7 @@ def activations(
     found = []
     for i, node in enumerate(nodes):
         for tensor in node.outputs:
-            size = _held(tensor, ctx, rank)
+            size = 0 if tensor.name in kept else _held(tensor, ctx, rank)
             alive += size
             ends.setdefault(last.get(tensor.name, i), []).append(size)
         found.append(alive)

@@ -241,3 +241,14 @@ def test_logits_of_the_last_token_alone_are_picked_too(name: str, tmp_path: Path
     with Generator(tmp_path / "m.par", timeout=30) as generator:
         assert generator.model.page_size == 16
         assert generator.generate(prompt, max_new_tokens=20)[0].tokens == tokens[:20]
+
+
+def test_pages_count_once_in_memory() -> None:
+    def memory(pages: int) -> tuple[int, int]:
+        sizes = {"new_tokens": 8, "texts": 8, "pages_of_text": 32, "pages": pages, "picks": 8}
+        plan = onnxpar.plan(LLAMA, devices=2, typical=sizes)
+        return plan.memory["states_per_rank"], plan.memory["activations_per_rank"]
+
+    few, many = memory(100), memory(1000)
+    assert few[0] == 100 * 4096 and many[0] == 1000 * 4096
+    assert few[1] == many[1]
