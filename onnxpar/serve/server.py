@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from onnxpar.base.interrupts import Terminated, end_now, raise_for
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.files.write_file import cause
-from onnxpar.serve.answering import ENDING
 from onnxpar.serve.service import Service
+from onnxpar.serve.visiting import ENDING
 
 _MOST_HEADERS = 64 << 10
 """Most bytes of a request's headers."""
