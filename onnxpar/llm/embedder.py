@@ -272,5 +272,6 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
 def scores(logits: Array) -> Array:
     """Returns the scores of logits, (texts, 1), from 0 to 1: (texts,)."""
-    found: Array = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
+    with np.errstate(over="ignore"):  # then the score is 0
+        found: Array = 1 / (1 + np.exp(-logits[:, 0].astype(np.float64)))
     return found

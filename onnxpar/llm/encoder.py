@@ -56,13 +56,11 @@ class Encoder:
         found["tokens"][:] = model.padding
         if "positions" in found:
             found["positions"][:] = np.arange(shape[1]) + model.first
-        if "mask" in found:
-            found["mask"][len(texts) :, :1] = 1  # attention to nothing would be no number
+        found["mask"][len(texts) :, :1] = 1  # attention to nothing would be no number
         for row, text in enumerate(texts):
             size = len(text.ids)
             found["tokens"][row, :size] = text.ids
-            if "mask" in found:
-                found["mask"][row, :size] = 1
+            found["mask"][row, :size] = 1
             if "types" in found and text.types:
                 found["types"][row, :size] = text.types
         return {model.inputs[role]: array for role, array in found.items()}

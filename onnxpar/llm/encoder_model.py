@@ -124,6 +124,13 @@ def _inputs(bundle: Bundle) -> dict[str, str]:
                 f"position ids as inputs, but {port.name!r} ({port.expects()}) is none of these, "
                 "or a second one; export the encoder alone"
             )
+    for role, what in (("tokens", "token ids"), ("mask", "attention mask")):
+        if role not in found:
+            raise ModelError(
+                f"{bundle.path}: an encoder has token ids and an attention mask as inputs, so that "
+                f"texts of different lengths run together, but this one has no {what}; export it "
+                "with both"
+            )
     return found
 
 

@@ -140,6 +140,21 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     assert not is_encoder(tmp_path / "gpt2.par")
 
 
+@pytest.mark.parametrize("form", ["legacy.static", "dynamo.dynamic"])
+def test_models_of_fixed_and_open_sizes(tmp_path: Path, form: str) -> None:
+    """The fixed one runs 4 texts of 16 tokens."""
+    onnxpar.shard(MODELS / f"bert_encoder.{form}.onnx", tmp_path / "bert.par", devices=2)
+    events: queue.Queue[Any] = queue.Queue()
+    with Embedder(tmp_path / "bert.par", timeout=TIMEOUT) as embedder:
+        texts = [Tokens([5 + size] * size) for size in (3, 16, 1, 7, 2, 9)]
+        embedder.submit(texts, events.put)
+        found = events.get(timeout=TIMEOUT)
+        assert embedder.counts.steps == (2 if "static" in form else 1)
+        for text, vector in zip(texts, found, strict=True):
+            embedder.submit([text], events.put)
+            np.testing.assert_allclose(events.get(timeout=TIMEOUT)[0], vector, atol=1e-5)
+
+
 def test_batches_are_of_similar_lengths(make: Make) -> None:
     embedder = make(batch_tokens=40)
     rng = np.random.default_rng(0)
