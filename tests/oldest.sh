@@ -16,4 +16,5 @@ $uv pip install --quiet --no-build --requirement "$scratch/oldest.txt" \
 $uv pip install --quiet --no-deps "$scratch"/onnxpar-*.whl
 grep -E '^(onnx|onnxruntime|numpy)==' "$scratch/oldest.txt"
 "$scratch/venv/bin/pytest" -q -n 2 -p no:cacheprovider tests/runtime/test_states.py \
-  tests/passes/test_golden.py tests/whole_models/test_small_models.py tests/trainer/test_trainer.py
+  tests/passes/test_golden.py tests/whole_models/test_small_models.py tests/trainer/test_trainer.py \
+  tests/llm/test_paged_attention.py

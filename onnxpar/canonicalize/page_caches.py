@@ -19,7 +19,7 @@ from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, too_old
 from onnxpar.model.model_folder import carried_files, decoder_in
 
 TABLE, ROWS, POSITIONS, PICKS = "block_table", "token_rows", "token_positions", "picked_tokens"
@@ -34,6 +34,12 @@ TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM, PICK_DIM = (
 )
 """Names of the open sizes of these inputs, and of the number of pages."""
 
+DTYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int8": TensorProto.INT8,
+}
+"""Types that caches may have, by name."""
 PAGE_SIZE = 16
 """Tokens of a page, unless the user asks for other ones."""
 USUAL = (
@@ -73,7 +79,7 @@ class _Ports:
 def usual_page_size(folder: Path) -> int:
     """Returns PAGE_SIZE for a folder that holds a language model whose caches can be in pages, else
     0. Errors: ModelError."""
-    if not folder.is_dir():
+    if not folder.is_dir() or too_old():
         return 0
     file = decoder_in(folder)
     if not carried_files(file):
@@ -85,9 +91,12 @@ def usual_page_size(folder: Path) -> int:
     return PAGE_SIZE
 
 
-def page_caches(model: onnx.ModelProto, page_size: int) -> list[tuple[str, str]]:
+def page_caches(
+    model: onnx.ModelProto, page_size: int, dtype: str | None = None
+) -> list[tuple[str, str]]:
     """Rewrites a decoder in place; returns the caches, (input, output) pairs. Pages hold
-    `page_size` positions. Errors: ModelError, which says why the caches cannot be paged."""
+    `page_size` positions, in one of DTYPES, or that of the model. Errors: ModelError, which says
+    why the caches cannot be paged."""
     if page_size < 1:
         raise ModelError(f"a page of a cache has at least one token, not {page_size}")
     graph = model.graph
@@ -99,8 +108,10 @@ def page_caches(model: onnx.ModelProto, page_size: int) -> list[tuple[str, str]]
         raise _unpaged("two attentions share a cache")
     ports = _ports(graph, {name for pair in pairs for name in pair})
     for node in attentions:
-        _replace(node)
+        _replace(node, SCALE_BYTES if dtype == "int8" else 0)
     _set_ports(graph, ports, pairs, page_size)
+    if dtype is not None:
+        _set_dtype(graph, pairs, DTYPES[dtype])
     _pick(graph, ports.logits)
     _remove_unread(graph)
     left = {name for node in graph.node for name in node.input} & set(ports.others)
@@ -164,7 +175,7 @@ def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
     return _Ports(tokens[0], others, outputs[0].name)
 
 
-def _replace(node: NodeProto) -> None:
+def _replace(node: NodeProto, scale_bytes: int) -> None:
     """Makes a GroupQueryAttention a PagedAttention."""
     values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     rotates = bool(values.get("do_rotary"))
@@ -181,6 +192,25 @@ def _replace(node: NodeProto) -> None:
         if name in values:  # exporters write numbers of either type
             value = int(values[name]) if name in integers else values[name]
             node.attribute.append(helper.make_attribute(name, value))
+    if scale_bytes:
+        node.attribute.append(helper.make_attribute("scale_bytes", scale_bytes))
+
+
+def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> None:
+    """Declares the type of caches anew. Rows of int8 have their scales behind them, so that their
+    size is another one, which the loader finds."""
+    caches = {name for pair in pairs for name in pair}
+    for port in (*graph.input, *graph.output):
+        if port.name in caches:
+            port.type.tensor_type.elem_type = dtype
+            if dtype == TensorProto.INT8:
+                row = port.type.tensor_type.shape.dim[3]
+                size = row.dim_value
+                row.Clear()
+                if size:
+                    row.dim_value = size + SCALE_BYTES
+                else:
+                    row.dim_param = "cache_row"
 
 
 def _set_ports(

@@ -185,7 +185,8 @@ def _started(args: argparse.Namespace) -> Any:
     from onnxpar.llm.embedder import Embedder
     from onnxpar.llm.encoder_model import is_encoder
 
-    options = {option: getattr(args, option) for option in _RANKS}
+    options: dict[str, Any] = {option: getattr(args, option) for option in _RANKS}
+    options["tell"] = _tell
     given = {option: getattr(args, option) for option in _ENGINE}
     options |= {option: value for option, value in given.items() if value is not None}
     if not is_encoder(args.par):
@@ -201,6 +202,10 @@ def _started(args: argparse.Namespace) -> Any:
     if "step_tokens" in options:
         options["batch_tokens"] = options.pop("step_tokens")
     return Embedder(args.par, **options)
+
+
+def _tell(text: str) -> None:
+    print(f"onnxpar: {text}", file=sys.stderr, flush=True)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -224,7 +229,7 @@ def _keys(args: argparse.Namespace) -> tuple[bytes, ...]:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{where}: cannot read it as text: {error}") from None
-        keys = [line for line in lines if line.strip()]
+        keys = [line for line in lines if line.strip() and not line.startswith("#")]
     elif args.api_key is not None:
         keys = [args.api_key]
     else:

@@ -7,16 +7,22 @@ texts of any lengths run together, and begin, grow and end on their own.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable
 
 import onnx
 import onnx_graphsurgeon as gs
+import onnxruntime as ort
 from onnx import TypeProto
 from onnx.defs import OpSchema
 
+SINCE = (1, 24)
+"""The onnxruntime that can run the op; older ones crash if such an op lacks an optional input."""
 COMPUTE = "onnxpar.compute"
 """The domain of the plugin's ops that communicate with nobody."""
 PAGED_ATTENTION = "PagedAttention"
+SCALE_BYTES = 4
+"""Bytes of the scale of a row of caches of int8, a float32."""
 QUERY, KEY, VALUE, KEYS, VALUES, TABLE, ROWS, POSITIONS, COSINE, SINE, SINK = range(11)
 """Indices of operands."""
 
@@ -51,7 +57,17 @@ _ATTRIBUTES: tuple[tuple[str, float | int | None, str], ...] = (
     ("local_window_size", -1, "a token sees as many positions up to its own; -1: all"),
     ("rotary_interleaved", 0, "1: pairs of neighbors are rotated; 0: of halves"),
     ("smooth_softmax", 0, "1: there is one more score, 0, without a value"),
+    ("scale_bytes", 0, "bytes behind each row of caches of int8, which are its scale: 4; else 0"),
 )
+
+
+def too_old() -> str | None:
+    """Returns why the onnxruntime of this process cannot run the op; None if it can."""
+    found = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    if found >= SINCE:
+        return None
+    since = ".".join(map(str, SINCE))
+    return f"caches in pages need onnxruntime {since} or later, and this is {ort.__version__}"
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:
@@ -79,7 +95,7 @@ def _schema() -> OpSchema:
         outputs=[OpSchema.FormalParameter(n, t, d) for n, t, d in _RESULTS],
         type_constraints=[
             ("T", _FLOATS, "types of tokens"),
-            ("C", _FLOATS, "types of caches"),
+            ("C", (*_FLOATS, "tensor(int8)"), "types of caches"),
             ("I", ("tensor(int64)",), "indices"),
         ],
         attributes=attributes,
@@ -94,13 +110,14 @@ def _infer(context: onnx.shape_inference.InferenceContext) -> None:
     )
     result = TypeProto()
     result.CopyFrom(query)
-    heads = context.get_attribute("num_heads")
+    heads, scaled = (context.get_attribute(n) for n in ("num_heads", "scale_bytes"))
+    scale = scaled.i if scaled is not None else 0
     if query.tensor_type.HasField("shape") and caches[0].tensor_type.HasField("shape"):
         width = caches[0].tensor_type.shape.dim[3]
         size = result.tensor_type.shape.dim[2]
         size.Clear()
         if heads is not None and width.HasField("dim_value"):
-            size.dim_value = heads.i * width.dim_value
+            size.dim_value = heads.i * (width.dim_value - scale)
     for i, type_ in enumerate((result, *caches)):
         context.set_output_type(i, type_)
 
@@ -110,6 +127,8 @@ def register() -> None:
     schema = _schema()
     schema.set_type_and_shape_inference_function(_infer)
     onnx.defs.register_schema(schema)
+    # onnx 1.20 would call into Python once more when the process ends, after Python has ended.
+    atexit.register(onnx.defs.deregister_schema, PAGED_ATTENTION, 1, COMPUTE)
 
 
 if not onnx.defs.has(PAGED_ATTENTION, COMPUTE):

@@ -121,6 +121,7 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
     par           a folder that `onnxpar shard` made of an encoder's folder
     batch_tokens  most tokens of a run, filled up to the longest text; one text may have more
     max_waiting   texts in the queue from which on requests are refused
+    tell          called with a line when ranks die, and when new ones run or do not start
     options       those of `InferenceSession`
 
     If a rank dies, running requests fail, those that wait stay, and new ranks are started. Errors:
@@ -133,12 +134,13 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         *,
         batch_tokens: int = 4096,
         max_waiting: int = 4096,
+        tell: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
         for name, value in (("batch_tokens", batch_tokens), ("max_waiting", max_waiting)):
             if value < 1:
                 raise InputError(f"{name} is {value}; it must be at least 1")
-        super().__init__(par, options)
+        super().__init__(par, options, tell)
         self._bundle = Bundle.load(par)
         self.model = EncoderModel.of(self._bundle)
         self._batch_tokens, self._max_waiting = batch_tokens, max_waiting

@@ -16,6 +16,7 @@ from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener
 from onnxpar.llm.scheduler import Piece, Text
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import DRAINING as DRAINING
+from onnxpar.llm.worker import FAILED as FAILED
 from onnxpar.llm.worker import READY as READY
 from onnxpar.llm.worker import Worker
 from onnxpar.runtime.bundle import Bundle
@@ -67,6 +68,7 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
     max_running  most texts that run together
     max_waiting  most texts that wait; more are refused
     step_tokens  most tokens that a step reads, so that long prompts do not hold up others
+    tell         called with a line when ranks die, and when new ones run or do not start
     options      those of `InferenceSession`
 
     If a rank dies, running requests fail, those that wait stay, and new ranks are started. Errors:
@@ -82,6 +84,7 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
         max_running: int = 16,
         max_waiting: int = 256,
         step_tokens: int = 256,
+        tell: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
         for name, value in (("max_running", max_running), ("step_tokens", step_tokens)):
@@ -89,14 +92,16 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
                 raise InputError(f"{name} is {value}; it must be at least 1")
         if max_waiting < 0:
             raise InputError(f"max_waiting is {max_waiting}; it must be at least 0")
-        super().__init__(par, options)
+        super().__init__(par, options, tell)
         self._bundle = Bundle.load(par)
         self.model = LanguageModel.of(self._bundle)
         if not self.model.page_size:
-            raise ModelError(
-                f"{self._bundle.path} has caches as its model has them; shard the model again with "
-                "--page-size 16, so that texts of any lengths run together"
-            )
+            has = "caches as its model has them"
+            if self.model.pads_right:
+                remedy = "shard the model again with --page-size 16"
+            else:
+                remedy = "only those of GroupQueryAttention can be in pages; use `generate`"
+            raise ModelError(f"{self._bundle.path} has {has}, and not in pages: {remedy}")
         self.vocabulary = self.model.vocabulary
         self._pages = count_pages(self._bundle, self.model, kv_memory, max_running)
         self._max_running, self._max_waiting = max_running, max_waiting

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from numbers import Integral
 from typing import Any, cast
 
 from onnxpar.errors import InputError
@@ -107,8 +108,8 @@ class Generator(Closing):
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """Yields the text of an answer piece by piece, as its tokens come. Options and errors as
-        for `generate`; also InputError if another call has begun meanwhile, because the ranks keep
-        the caches of the last one."""
+        for `generate`; if caches are not in pages, also InputError if another call has begun
+        meanwhile, because the ranks keep the caches of the last one."""
         for piece, _ in self.follow(prompt, **options):
             if piece:
                 yield piece
@@ -158,6 +159,9 @@ class Generator(Closing):
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
         sampling.check(self._vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
+        for name, value in (("max_new_tokens", most_new), ("max_length", most)):
+            if value is not None and not isinstance(value, Integral):
+                raise InputError(f"{name} is {value!r}; it must be a whole number")
         ends = options.pop("eos_token_id", None)
         ends = self.model.ends if ends is None else ends
         stops = options.pop("stop_strings", None) or ()
@@ -257,9 +261,11 @@ class _Run:
             pieces = [""] * len(self._prompts)
             for row, token in step:
                 completion = self.completions[row]
+                if completion.reason:
+                    continue  # other calls may have generated more of it
                 completion.tokens.append(token.id)
                 completion.logprobs.append(token.logprob)
-                pieces[row] = self._text(row, token.id)
+                pieces[row] += self._text(row, token.id)
                 if completion.reason:
                     ended.add(row)
             yield pieces

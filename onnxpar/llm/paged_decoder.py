@@ -10,10 +10,12 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.base.units import quantity
 from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.errors import InputError, ModelError, OnnxparError
+from onnxpar.ir.paged_attention import too_old
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.scheduler import Piece
 from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import Session
 
 LONGEST = 4096
@@ -27,6 +29,8 @@ class PagedDecoder:
     same arrays."""
 
     def __init__(self, session: Session, bundle: Bundle, model: LanguageModel, pages: int) -> None:
+        if (reason := too_old()) is not None:
+            raise ModelError(f"{bundle.path}: {reason}; install it, or shard with --page-size 0")
         self._session, self._model = session, model
         self.pages, self.page_size = pages, model.page_size
         self._ports = bundle.inputs
@@ -83,9 +87,10 @@ def count_pages(
         pages = int(_bytes(kv_memory)) // each
     else:
         longest = min(model.context or LONGEST, LONGEST)
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        most = int(free * SHARE) // (each * bundle.mesh.size)
-        pages = min(-(-longest // size) * texts, most)
+        pages = -(-longest // size) * texts
+        if launched_rank() is None:  # under a launcher, all processes must find the same number
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            pages = min(pages, int(free * SHARE) // (each * bundle.mesh.size))
     if pages < 2:
         raise InputError(
             f"--kv-memory has room for {pages} pages of {size} tokens, which take {each:,} bytes "

@@ -34,10 +34,16 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     par      a folder that `onnxpar shard` wrote
     options  those of `InferenceSession`
+    tell     called with a line when ranks die, and when new ones run or do not start
     """
 
-    def __init__(self, par: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-        self._par, self._options = par, options
+    def __init__(
+        self,
+        par: str | os.PathLike[str],
+        options: Mapping[str, Any],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._par, self._options, self._tell = par, options, tell
         self._changed = threading.Condition()  # a listener may cancel requests
         self._status = STARTING
 
@@ -180,7 +186,10 @@ class Worker(Closing, Generic[Request, Work, Made]):
             running = list(self._running())
         self._fail_all(running, error)
         self._session.close()
+        self._tell(f"{_first_line(error)}; new ranks start")
         started = self._started_again()
+        is_up = not isinstance(started, OnnxparError)
+        self._tell("the ranks run again" if is_up else f"no ranks start: {_first_line(started)}")
         with self._changed:
             if isinstance(started, OnnxparError):
                 self._status = FAILED
@@ -201,6 +210,10 @@ class Worker(Closing, Generic[Request, Work, Made]):
                 failed = error
                 time.sleep(attempt / 2)
         return failed
+
+
+def _first_line(error: object) -> str:
+    return str(error).splitlines()[0]
 
 
 def _reported(error: Exception) -> OnnxparError:

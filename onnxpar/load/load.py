@@ -122,6 +122,7 @@ def load(
     show: Show = unseen,
     remainders: int = 0,
     page_size: int = 0,
+    kv_dtype: str | None = None,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -138,6 +139,7 @@ def load(
     show  called with the name of each rewrite and what it leaves, for dumps
     remainders  sizes are sampled with every remainder modulo this number
     page_size  tokens of a page, in which the caches of a decoder are put; 0: they stay as they are
+    kv_dtype   the type of the caches in pages; None: that of the model
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have.
@@ -163,7 +165,7 @@ def load(
     proto = inlined(proto, path)
     show("inline-functions", proto)
     if page_size:
-        states = [*states, *page_caches(proto, page_size)]
+        states = [*states, *page_caches(proto, page_size, kv_dtype)]
         show("page-caches", proto)
     stored = _checked_stored(proto, path)
     keeps_ports = not (for_training or page_size)

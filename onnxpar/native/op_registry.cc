@@ -18,8 +18,9 @@ namespace {
 /// The signature of an op. The last output is a token, unless the op has no inputs; the last
 /// required input is one, too. An optional input with the sizes of shards may follow. A variadic op
 /// has any number of inputs and outputs of one type, and no tokens. An op with `operands` computes
-/// without a world, and has no tokens either: a letter for each input, I for int64 and T for any
-/// type, in lower case if it is optional.
+/// without a world, and has no tokens either: a letter for each input, I for int64, T for the fixed
+/// type and C for the type of caches, in lower case if it is optional. Its results are a T, and a C
+/// for each further one.
 struct Schema {
   const char* name;
   size_t inputs;  // required ones
@@ -30,7 +31,19 @@ struct Schema {
   bool has_sizes = false;
   bool variadic = false;
   const char* operands = nullptr;
+  DataType cache_type = DataType::kAny;
 };
+
+/// onnxruntime before 1.24 crashes if an op of several types lacks an optional input.
+constexpr int kSinceMinor = 24;
+
+/// PagedAttention for queries and caches of these types.
+constexpr Schema PagedAttention(DataType type, DataType cache) {
+  Schema schema{"PagedAttention", 11, 3, type, InferPagedAttention, false};
+  schema.operands = "TttCCIIIttt";
+  schema.cache_type = cache;
+  return schema;
+}
 
 const Schema kSchemas[] = {
     {"AllReduce", 2, 2, DataType::kAny, InferSameShape, true},
@@ -53,8 +66,12 @@ const Schema kSchemas[] = {
     {"After", 2, 1, DataType::kAny, InferTokenOnly, false},
     {"Gate", 2, 2, DataType::kAny, InferSameShape, true},
     {"FusedElementwise", 1, 1, DataType::kFloat, InferElementwise, true, false, true},
-    {"PagedAttention", 11, 3, DataType::kAny, InferPagedAttention, false, false, false,
-     "TttTTIIIttt"},
+    PagedAttention(DataType::kFloat, DataType::kFloat),
+    PagedAttention(DataType::kFloat, DataType::kFloat16),
+    PagedAttention(DataType::kFloat, DataType::kInt8),
+    PagedAttention(DataType::kFloat16, DataType::kFloat),
+    PagedAttention(DataType::kFloat16, DataType::kFloat16),
+    PagedAttention(DataType::kFloat16, DataType::kInt8),
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };
@@ -116,7 +133,7 @@ OrtStatus* InferShape(const OrtCustomOp* op, OrtShapeInferContext* context) {
 
 DataType OutputType(const OrtCustomOp* op, size_t index) {
   const Schema& schema = Self(op).schema;
-  if (schema.operands != nullptr) return DataType::kAny;
+  if (schema.operands != nullptr) return index == 0 ? schema.fixed_type : schema.cache_type;
   if (schema.inputs == 0 || schema.variadic) return schema.fixed_type;
   return index + 1 == schema.outputs ? DataType::kBool : DataType::kAny;
 }
@@ -151,7 +168,8 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   GetInputType = [](const OrtCustomOp* op, size_t index) {
     if (Self(op).schema.variadic) return Self(op).schema.fixed_type;
     if (const char* operands = Self(op).schema.operands) {
-      return operands[index] == 'I' ? DataType::kInt64 : DataType::kAny;
+      if (operands[index] == 'I') return DataType::kInt64;
+      return operands[index] == 'C' ? Self(op).schema.cache_type : Self(op).schema.fixed_type;
     }
     if (index == 0) return DataType::kAny;
     return index + 1 == Self(op).schema.inputs ? DataType::kBool : DataType::kInt64;
@@ -198,9 +216,11 @@ std::shared_ptr<World> WorldOf(const OrtSessionOptions* options) {
                            "' names no world of this process; create it first, and keep it open");
 }
 
-/// Returns the domains with the ops of a world, created on first use. The ops are never freed,
-/// because sessions keep pointers to them and may outlive their options.
-const std::vector<OrtCustomOpDomain*>& DomainsOf(const std::shared_ptr<World>& world) {
+/// Returns the domains with the ops of a world, created on first use; that of ops which compute
+/// only if onnxruntime is new enough. The ops are never freed, because sessions keep pointers to
+/// them and may outlive their options.
+const std::vector<OrtCustomOpDomain*>& DomainsOf(const std::shared_ptr<World>& world,
+                                                 bool computes) {
   static std::mutex mutex;
   static auto* known = new std::map<std::shared_ptr<World>, std::vector<OrtCustomOpDomain*>>;
   std::lock_guard<std::mutex> lock(mutex);
@@ -210,7 +230,8 @@ const std::vector<OrtCustomOpDomain*>& DomainsOf(const std::shared_ptr<World>& w
     for (const Schema& schema : kSchemas) {
       (schema.operands == nullptr ? ops : computing).push_back(new Op(schema, world));
     }
-    domains = {NewDomain("onnxpar", ops), NewDomain("onnxpar.compute", computing)};
+    domains = {NewDomain("onnxpar", ops)};
+    if (computes) domains.push_back(NewDomain("onnxpar.compute", computing));
   }
   return domains;
 }
@@ -225,8 +246,9 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
     return onnxpar::MakeStatus(std::string("onnxpar needs onnxruntime 1.18 or later; this is ") +
                                base->GetVersionString());
   }
+  const bool computes = !onnxpar::IsOlder(base, onnxpar::kSinceMinor);
   return onnxpar::Guard([&] {
-    for (OrtCustomOpDomain* domain : onnxpar::DomainsOf(onnxpar::WorldOf(options))) {
+    for (OrtCustomOpDomain* domain : onnxpar::DomainsOf(onnxpar::WorldOf(options), computes)) {
       onnxpar::AddDomain(options, domain);
     }
   });

@@ -143,13 +143,17 @@ const char* TypeName(DataType type) {
 std::string ToText(const std::vector<int64_t>& values) { return Bracketed(values); }
 std::string ToText(const std::vector<int>& values) { return Bracketed(values); }
 
-bool NegotiateApi(const OrtApiBase* base) {
+bool IsOlder(const OrtApiBase* base, int minor) {
   const std::string version = base->GetVersionString();  // "1.N.P"
   const size_t dot = version.find('.');
-  const int minor = dot == std::string::npos ? 0 : std::atoi(version.c_str() + dot + 1);
-  const bool old = std::atoi(version.c_str()) == 1 && minor < static_cast<int>(kOrtApiVersion);
+  const int own = dot == std::string::npos ? 0 : std::atoi(version.c_str() + dot + 1);
+  return std::atoi(version.c_str()) == 1 && own < minor;
+}
+
+bool NegotiateApi(const OrtApiBase* base) {
+  const bool old = IsOlder(base, static_cast<int>(kOrtApiVersion));
   // For a version that it does not have, onnxruntime would print an error and return null.
-  api = base->GetApi(old ? static_cast<uint32_t>(minor) : kOrtApiVersion);
+  api = base->GetApi(old ? 1 : kOrtApiVersion);
   return !old;
 }
 

@@ -22,6 +22,9 @@ const char* TypeName(DataType type);
 std::string ToText(const std::vector<int64_t>& values);
 std::string ToText(const std::vector<int>& values);
 
+/// Returns true if an onnxruntime is older than 1.`minor`.
+bool IsOlder(const OrtApiBase* base, int minor);
+
 /// Stores the function table of the onnxruntime that loaded this library. Returns false if it is
 /// older than 1.18; then only MakeStatus may be called.
 bool NegotiateApi(const OrtApiBase* base);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -27,6 +28,8 @@ enum Operand : size_t {
   kSink,
 };
 
+/// The bytes of the scale of a row of int8.
+constexpr size_t kScaleBytes = sizeof(float);
 /// The most tokens whose queries attend together.
 constexpr size_t kTogether = 8;
 
@@ -46,6 +49,33 @@ void Write(const float* in, size_t count, const Tensor& x, size_t begin) {
   } else {
     Round(in, static_cast<Float16*>(x.data) + begin, count);
   }
+}
+
+/// Reads a row of a cache. A row of int8 has its scale, a float32, behind its elements.
+void ReadRow(const Tensor& cache, size_t begin, size_t count, float* out) {
+  if (cache.type != DataType::kInt8) return Read(cache, begin, count, out);
+  const auto* const row = static_cast<const int8_t*>(cache.data) + begin;
+  float scale;
+  std::memcpy(&scale, row + count, kScaleBytes);
+  for (size_t i = 0; i < count; ++i) out[i] = static_cast<float>(row[i]) * scale;
+}
+
+/// Writes a row of a cache. For int8, the largest element becomes 127 or -127; if an element is not
+/// finite, all are NaN when they are read.
+void WriteRow(const float* in, size_t count, const Tensor& cache, size_t begin) {
+  if (cache.type != DataType::kInt8) return Write(in, count, cache, begin);
+  auto* const row = static_cast<int8_t*>(cache.data) + begin;
+  float largest = 0;
+  bool finite = true;
+  for (size_t i = 0; i < count; ++i) {
+    largest = std::max(largest, std::fabs(in[i]));
+    finite = finite && std::isfinite(in[i]);
+  }
+  const float scale = finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN();
+  for (size_t i = 0; i < count; ++i) {
+    row[i] = finite && scale > 0 ? static_cast<int8_t>(std::lrint(in[i] / scale)) : 0;
+  }
+  std::memcpy(row + count, &scale, kScaleBytes);
 }
 
 /// Throws unless a tensor has one of the types that are computed.
@@ -74,7 +104,7 @@ struct Run {
 /// The operands of one run of the node, checked.
 class Step {
  public:
-  Step(KernelContext& context, size_t heads, size_t shared, int64_t window)
+  Step(KernelContext& context, size_t heads, size_t shared, int64_t window, bool scaled)
       : heads_(heads),
         shared_(shared),
         window_(window),
@@ -85,12 +115,19 @@ class Step {
         keys_(context.Input(kKeyCache)),
         values_(context.Input(kValueCache)) {
     CheckType("query", query_);
-    CheckType("key_cache", keys_);
-    CheckType("value_cache", values_);
+    const bool quantized = keys_.type == DataType::kInt8;
+    if (!quantized) CheckType("key_cache", keys_);
+    if (values_.type != keys_.type) throw std::runtime_error("caches differ in type");
+    if (quantized != scaled) {
+      throw std::runtime_error(std::string("caches are ") + TypeName(keys_.type) +
+                               ", but scale_bytes is " + (scaled ? "4, that of int8" : "0"));
+    }
     CheckShape("key_cache", keys_, {-1, static_cast<int64_t>(shared), -1, -1});
     CheckShape("value_cache", values_, keys_.shape);
     page_ = keys_.shape[2];
-    width_ = static_cast<size_t>(keys_.shape[3]);
+    row_ = static_cast<size_t>(keys_.shape[3]);
+    if (quantized && row_ <= kScaleBytes) throw std::runtime_error("rows have no elements");
+    width_ = row_ - (quantized ? kScaleBytes : 0);
     const auto wide = static_cast<int64_t>(width_);
     const auto own = static_cast<int64_t>(heads) * wide,
                other = static_cast<int64_t>(shared) * wide;
@@ -163,9 +200,9 @@ class Step {
       const size_t value = packed_ ? heads_ + shared_ + head : head;
       Read(key_, (token * stride + key) * width_, width_, x.data());
       Turn(token, interleaved, x.data());
-      Write(x.data(), width_, new_keys_, to);
+      WriteRow(x.data(), width_, new_keys_, to);
       Read(value_, (token * stride + value) * width_, width_, x.data());
-      Write(x.data(), width_, new_values_, to);
+      WriteRow(x.data(), width_, new_values_, to);
     }
   }
 
@@ -230,7 +267,7 @@ class Step {
 
   const float* Row(const Tensor& cache, size_t at, float* scratch) const {
     if (cache.type == DataType::kFloat) return static_cast<const float*>(cache.data) + at;
-    Read(cache, at, width_, scratch);
+    ReadRow(cache, at, width_, scratch);
     return scratch;
   }
 
@@ -242,7 +279,7 @@ class Step {
     const int64_t page = table_[row * pages_ + position / page_];
     const int64_t line =
         (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * page_;
-    return static_cast<size_t>(line + position % page_) * width_;
+    return static_cast<size_t>(line + position % page_) * row_;
   }
   size_t Place(size_t token, size_t head) const {
     return At(rows_[token], positions_[token], head);
@@ -265,7 +302,7 @@ class Step {
   const Tensor keys_, values_;
   Tensor new_keys_{}, new_values_{}, cosine_{}, sine_{};
   int64_t page_ = 0, texts_ = 0, pages_ = 0;
-  size_t width_ = 0, tokens_ = 0;
+  size_t row_ = 0, width_ = 0, tokens_ = 0;  // row_: elements of a cache for a position
   const int64_t *table_ = nullptr, *rows_ = nullptr, *positions_ = nullptr;
   std::vector<float> sinks_;
 };
@@ -278,6 +315,7 @@ class PagedAttention : public Kernel {
         window_(info.Int("local_window_size", -1)),
         interleaved_(info.Int("rotary_interleaved", 0) != 0),
         smooth_(info.Int("smooth_softmax", 0) != 0),
+        scaled_(info.Int("scale_bytes", 0) != 0),
         scale_(info.Float("scale", 0)),
         softcap_(info.Float("softcap", 0)) {
     if (heads_ % shared_ == 0) return;
@@ -286,7 +324,7 @@ class PagedAttention : public Kernel {
   }
 
   void Compute(KernelContext& context) override {
-    const Step step(context, heads_, shared_, window_);
+    const Step step(context, heads_, shared_, window_, scaled_);
     void* const data = context.Output(0, step.ResultShape());
     const Tensor result{step.type(), step.ResultShape(), data};
     const bool has_sink = smooth_ || context.Has(kSink);
@@ -343,7 +381,7 @@ class PagedAttention : public Kernel {
 
   const size_t heads_, shared_;
   const int64_t window_;
-  const bool interleaved_, smooth_;
+  const bool interleaved_, smooth_, scaled_;
   const float scale_, softcap_;
 };
 

@@ -61,11 +61,16 @@ void InferElementwise(ShapeContext& node, const World*) {
 void InferPagedAttention(ShapeContext& node, const World*) {
   const Dimensions keys = node.Input(3);
   Dimensions result = node.Input(0);
-  if (result.size() == 3 && keys.size() == 4 && keys[3].size >= 0) {
-    result[2] = {node.Int("num_heads", 0) * keys[3].size, ""};
+  if (result.size() == 3) {
+    const bool known = keys.size() == 4 && keys[3].size >= 0;
+    const int64_t width = known ? keys[3].size - node.Int("scale_bytes", 0) : 0;
+    result[2] = known ? Dimension{node.Int("num_heads", 0) * width, ""} : Dimension{};
     node.SetOutput(0, node.InputType(0), result);
   }
-  for (size_t i : {1, 2}) node.SetOutput(i, node.InputType(2 + i), node.Input(2 + i));
+  for (size_t i : {1, 2}) {
+    const Dimensions cache = node.Input(2 + i);
+    if (!cache.empty()) node.SetOutput(i, node.InputType(2 + i), cache);
+  }
 }
 
 void InferAllGather(ShapeContext& node, const World*) {

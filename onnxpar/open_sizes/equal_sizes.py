@@ -191,8 +191,12 @@ def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:
     """Heads have the width of the caches; each token has a row and a position."""
     query, caches = shapes[QUERY], (KEYS, VALUES)
     if query and len(query) == 3:
-        heads, width = _heads(_attributes(node), query, is_packed=not shapes[KEY])
-        yield from (((cache, axis), n) for cache in caches for axis, n in ((1, heads), (3, width)))
+        attributes = _attributes(node)
+        heads, width = _heads(attributes, query, is_packed=not shapes[KEY])
+        scale = attributes.get("scale_bytes", 0)
+        if width and isinstance(scale, int):
+            known = ((1, heads), (3, width + scale))
+            yield from (((cache, axis), n) for cache in caches for axis, n in known)
         yield from (((QUERY, 1), (i, 0)) for i in (ROWS, POSITIONS))
     yield from (((KEYS, axis), (VALUES, axis)) for axis in (0, 2))
 

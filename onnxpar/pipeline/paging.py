@@ -18,10 +18,16 @@ from onnxpar.sharding.factors import GraphFactors
 
 def paged_by_default(model: object, options: Options) -> Options:
     """Returns options with the usual page size, if the model is a folder of a language model and
-    the user asks for nothing else. Errors: ModelError if it is unclear which model is meant."""
-    if options.page_size is not None or not isinstance(model, (str, os.PathLike)):
-        return options
-    return replace(options, page_size=usual_page_size(Path(model)))
+    the user asks for nothing else. Errors: ModelError if it is unclear which model is meant;
+    StrategyError for a type of caches without pages."""
+    if options.page_size is None and isinstance(model, (str, os.PathLike)):
+        options = replace(options, page_size=usual_page_size(Path(model)))
+    if options.kv_dtype is not None and not options.page_size:
+        raise StrategyError(
+            f"--kv-dtype {options.kv_dtype}: only caches in pages can have another type than in "
+            "the model; give --page-size 16, too"
+        )
+    return options
 
 
 def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
@@ -42,8 +48,9 @@ def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
 def refuse_paging(options: Options, command: str) -> None:
     """Errors: StrategyError if pages are asked for where the inputs must stay those of the
     model."""
-    if options.page_size:
+    if options.page_size or options.kv_dtype:
+        flag = "--page-size" if options.page_size else "--kv-dtype"
         raise StrategyError(
-            f"--page-size: {command} works with the inputs of the model as it is, and pages add "
-            "others; leave --page-size out"
+            f"{flag}: {command} works with the inputs of the model as it is, and pages add "
+            f"others; leave {flag} out"
         )

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_typ
 from onnxpar.base.near_names import did_you_mean
 from onnxpar.base.progress_line import progress_line
 from onnxpar.calibration.host import host_topology
+from onnxpar.canonicalize.page_caches import DTYPES
 from onnxpar.compiler.pass_ import Pass
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
@@ -64,6 +65,8 @@ class LayoutOptions(TypedDict, total=False):
                     that texts of any lengths run together, as in `onnxpar serve`. Default for a
                     folder of a language model with GroupQueryAttention: 16; else 0, which leaves
                     caches as the model has them
+    kv_dtype        the type of caches in pages: float32, float16, or int8, where each key and value
+                    has a scale; default: that of the model
     strict          True: an op without a sharding rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
     verify          check the invariants after every pass (the commands always do)
@@ -87,6 +90,7 @@ class LayoutOptions(TypedDict, total=False):
     states: Mapping[str, str] | Sequence[tuple[str, str]]
     find_states: bool
     page_size: int | None
+    kv_dtype: str | None
     strict: bool
     plugin: Sequence[str]
     verify: bool
@@ -188,6 +192,7 @@ def options_of(
         states=_pairs(asked.get("states") or ()),
         find_states=asked.get("find_states", True),
         page_size=_page_size(asked.get("page_size")),
+        kv_dtype=_kv_dtype(asked.get("kv_dtype")),
         fusion=asked.get("fusion"),
         overlap=asked.get("overlap"),
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
@@ -203,6 +208,13 @@ def _page_size(asked: int | None) -> int | None:
     """Errors: StrategyError for a negative size."""
     if asked is not None and asked < 0:
         raise StrategyError(f"--page-size {asked}: a page has at least one token; 0 is for none")
+    return asked
+
+
+def _kv_dtype(asked: str | None) -> str | None:
+    """Errors: StrategyError for a type that caches cannot have."""
+    if asked is not None and asked not in DTYPES:
+        raise StrategyError(f"--kv-dtype {asked}: give {', '.join(DTYPES)}")
     return asked
 
 

@@ -82,6 +82,7 @@ def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
             "state": bool(options.states),
             "only-given-states": not options.find_states,
             "page-size": bool(options.page_size),
+            "kv-dtype": options.kv_dtype is not None,
             "strict": options.strict,
             "place": bool(options.place),
         }

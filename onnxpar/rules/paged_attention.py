@@ -24,8 +24,8 @@ _PAIRS = "its elements are rotated in pairs"
 
 @rule(PAGED_ATTENTION, domain=COMPUTE)
 def paged_attention(node: gs.Node) -> Rule:
-    """`1 s (k g d), 1 s (k d), 1 s (k d), n k p d, n k p d, r m, s, s, q c, q c, (k g) ->
-    1 s (k g d); n k p d; n k p d`. Keys and values may be packed into the query."""
+    """`1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m, s, s, q c, q c, (k g) ->
+    1 s (k g d); n k p e; n k p e`. Keys and values may be packed into the query."""
     heads, shared = node.attrs["num_heads"], node.attrs["kv_num_heads"]
     cache = tensor_shape(node.inputs[KEYS]) or (None,) * 4
     if None in cache[1:]:
@@ -36,9 +36,18 @@ def paged_attention(node: gs.Node) -> Rule:
         "1 s (k d)",
         "1 s (k d)",
     ]
-    operands += ["n k p d", "n k p d", "r m", "s", "s", "q c", "q c", "(k g)"]
-    sizes: dict[str, Size] = {"k": shared, "g": heads // shared, "d": cache[3], "e": cache[3]}
-    whole = {"s": _APART, "n": _TABLE, "p": _TABLE, "r": _TABLE, "m": _TABLE, "d": _PAIRS}
+    operands += ["n k p e", "n k p e", "r m", "s", "s", "q c", "q c", "(k g)"]
+    sizes: dict[str, Size] = {"k": shared, "g": heads // shared, "e": cache[3]}
+    sizes["d"] = (cache[3] or 0) - node.attrs.get("scale_bytes", 0)
+    whole = {
+        "s": _APART,
+        "n": _TABLE,
+        "p": _TABLE,
+        "r": _TABLE,
+        "m": _TABLE,
+        "d": _PAIRS,
+        "e": _PAIRS,
+    }
     if given(node, COSINE) is not None:
         whole |= {"q": _POSITIONS, "c": _PAIRS}
     local: dict[str | int, Any] = {
@@ -48,7 +57,7 @@ def paged_attention(node: gs.Node) -> Rule:
     left = ", ".join(given_specs(operands[: len(node.inputs)], node.inputs))
     return einsum(
         node,
-        f"{left} -> 1 s (k g d); n k p d; n k p d",
+        f"{left} -> 1 s (k g d); n k p e; n k p e",
         sizes=sizes,
         whole=whole,
         reduce={},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -14,6 +15,10 @@ from onnxpar.serve.wanted import Wanted
 
 _LEAST_LOGPROB = -9999.0
 """What OpenAI sends for less; JSON has no infinity."""
+
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+"""Makes decoders of bytes, whose characters may be spread over several tokens."""
 
 
 class Format(ABC):
@@ -38,6 +43,7 @@ class Format(ABC):
         self._tokens: list[list[Token]] = [[] for _ in echoes]
         self._finishes: list[str | None] = [None] * len(echoes)
         self._offsets = [0] * len(echoes)
+        self._decoders = [_new_decoder("replace") for _ in echoes]
 
     @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
@@ -89,6 +95,15 @@ class Format(ABC):
         found = {**self._head, "object": self.chunk_kind}
         found["choices"] = [{**choice, "finish_reason": finish}]
         return {**found, "usage": None} if self._wanted.wants_usage else found
+
+    def _key_of(self, token: int) -> str:
+        """The text of a token, as OpenAI writes it: bytes that are no whole characters as such, so
+        that tokens with different bytes differ."""
+        found = self._bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _text_of(self, token: int) -> str:
         return self._bytes_of(token).decode("utf-8", "replace")
@@ -156,16 +171,19 @@ class CompletionFormat(Format):
     def _logprobs(self, index: int, tokens: Sequence[Token], is_whole: bool = False) -> Any:
         if self._wanted.logprobs is None or not (tokens or is_whole):
             return None
-        texts = [self._text_of(token.id) for token in tokens]
         offsets = []
-        for text in texts:
+        for token in tokens:
             offsets.append(self._offsets[index])
+            text = self._decoders[index].decode(self._bytes_of(token.id))
             self._offsets[index] += len(text)
         return {
-            "tokens": texts,
+            "tokens": [self._key_of(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [
-                {self._text_of(top): _finite(logprob) for top, logprob in token.top}
+                {
+                    self._key_of(each): _finite(logprob)
+                    for each, logprob in (*token.top, (token.id, token.logprob))
+                }
                 for token in tokens
             ],
             "text_offset": offsets,

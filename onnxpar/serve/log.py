@@ -19,5 +19,5 @@ def log_error(error: BaseException) -> None:
         return
     if wants_traceback():
         traceback.print_exception(error)
-    text = " ".join(str(error).split())
+    text = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
     print(f"onnxpar: error: a request failed: {type(error).__name__}: {text}", file=sys.stderr)

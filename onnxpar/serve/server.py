@@ -72,7 +72,7 @@ def run_server(
     try:
         server.wait_until_ready()
         ready()
-        server.join()
+        server.join(service)
     except (KeyboardInterrupt, Terminated):
         _end_at_next_signal()
         service.gate.close()
@@ -127,9 +127,13 @@ class _Server:
         if not self._server.started:
             self.join()
 
-    def join(self) -> None:
-        """Waits for the end of the server, which only a failure brings. Errors: OnnxparError."""
-        self._thread.join()
+    def join(self, service: Service | None = None) -> None:
+        """Waits for the end of the server or of the service's ranks, which only a failure brings.
+        Errors: OnnxparError."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            if service is not None and service.status == "failed":
+                raise OnnxparError("the server ends, because no ranks start; start it again")
         raise OnnxparError(f"the HTTP server has failed: {self._failure}") from self._failure
 
     def end(self) -> None:

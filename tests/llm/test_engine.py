@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import queue
 import random
+import re
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +21,7 @@ from runtime.bundles import pids, wait_until
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError, RankError
-from onnxpar.llm.engine import DRAINING, READY, Engine, Generation
+from onnxpar.llm.engine import DRAINING, FAILED, READY, Engine, Generation
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.requests import Busy, End, Event, Failure, Limits, Token
 from onnxpar.llm.sampling import Sampling
@@ -246,6 +248,24 @@ def test_ranks_that_die_while_idle_are_started_again(
     os.kill(pids(engine._session)[0], signal.SIGKILL)
     assert wait_until(lambda: engine.counts.restarts == 1 and engine.status == READY, TIMEOUT)
     assert send(engine, [5, 6])[0].wait() == alone([5, 6])
+
+
+def test_ranks_that_do_not_start_again_end_the_engine(par: Path, tmp_path: Path) -> None:
+    copy, told = tmp_path / "copy.par", list[str]()
+    shutil.copytree(par, copy)
+    with Engine(copy, timeout=TIMEOUT, max_running=1, tell=told.append) as engine:
+        sent = [send(engine, [5], 400)[0] for _ in range(2)]
+        sent[0].wait_for(2)
+        copy.rename(tmp_path / "elsewhere.par")
+        os.kill(pids(engine._session)[0], signal.SIGKILL)
+        for client in sent:
+            client.wait()
+            assert isinstance(client.end, Failure)
+        assert wait_until(lambda: engine.status == FAILED, TIMEOUT)
+        with pytest.raises(Busy, match="failed"):
+            send(engine, [5])
+    assert re.search("rank 0 was killed by SIGKILL .*; new ranks start", told[0])
+    assert told[1].startswith("no ranks start: there is no folder")
 
 
 def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[int]]) -> None:

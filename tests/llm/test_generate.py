@@ -17,7 +17,7 @@ import pytest
 from committed import MODELS
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError
+from onnxpar.errors import InputError, ModelError, StrategyError
 from onnxpar.llm.generator import Generator
 
 FOLDERS = sorted(path.name for path in (MODELS / "llm").iterdir())
@@ -121,6 +121,25 @@ def test_decoding_again_begins_anew(llama: Generator) -> None:
     assert llama.generate("once", max_new_tokens=9) == first
 
 
+def test_a_stream_misses_nothing_that_comes_beside_another_call(llama: Generator) -> None:
+    if not llama.model.page_size:
+        pytest.skip("the ranks keep the caches of one batch")
+    (wanted,) = llama.generate("broken off", max_new_tokens=50)
+    found = llama.follow("broken off", max_new_tokens=50)
+    pieces = [next(found)]
+    llama.generate("something else", max_new_tokens=60, eos_token_id=[])  # both go on
+    pieces += found
+    assert "".join(piece for piece, _ in pieces) == wanted.text
+    assert pieces[-1][1] == wanted
+    stop = wanted.text[5:8]
+    cut = llama.follow("broken off", max_new_tokens=50, stop_strings=[stop])
+    pieces = [next(cut)]
+    llama.generate("something else", max_new_tokens=60, eos_token_id=[])
+    pieces += cut
+    (alone,) = llama.generate("broken off", max_new_tokens=50, stop_strings=[stop])
+    assert pieces[-1][1] == alone and alone.text == wanted.text[: wanted.text.index(stop)]
+
+
 def test_threads_do_not_mix_their_texts(llama: Generator) -> None:
     (wanted,) = llama.generate("once", max_new_tokens=20, eos_token_id=[])
 
@@ -213,6 +232,8 @@ def test_the_context_limits_a_text(llama: Generator) -> None:
         ([320], {}, "token 320; ids are from 0 to 319"),
         ([-1], {}, "token -1"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens or max_length"),
+        ("x", {"max_new_tokens": "a"}, "max_new_tokens is 'a'; it must be a whole number"),
+        ("x", {"max_length": 2.5}, "max_length is 2.5; it must be a whole number"),
         ([5, 5, 5], {"max_length": 3}, "max_new_tokens or max_length"),
         ("x", {"tempreature": 1}, "no option 'tempreature'; it has max_new_tokens"),
         ("x", {"stop_strings": ["a", ""]}, "a stop string is empty"),
@@ -248,3 +269,30 @@ def test_a_decoder_of_one_token_without_mask_and_tokenizer(tmp_path: Path) -> No
             generator.generate([[7], [8, 9]])
         with pytest.raises(ModelError, match=r"decode.par has no tokenizer.json"):
             generator.generate("text")
+
+
+@pytest.mark.parametrize("kv_dtype,close", [("float32", 1e-5), ("float16", 0.2), ("int8", 0.5)])
+@pytest.mark.parametrize("name", ["llama_int4", "gemma2"])
+def test_caches_of_other_types_are_close(
+    name: str, kv_dtype: str, close: float, tmp_path: Path
+) -> None:
+    folder, prompt = MODELS / "llm" / name, list(range(3, 60))
+    found = []
+    for each in (None, kv_dtype):
+        par = tmp_path / f"{each}.par"
+        onnxpar.shard(folder, par, devices=2, kv_dtype=each)
+        with Generator(par, timeout=TIMEOUT) as generator:
+            ports = generator._session.get_inputs()
+            (answer,) = generator.generate(prompt, max_new_tokens=1, eos_token_id=[])
+        found.append(answer)
+        types = {port.type for port in ports if port.name.startswith("past")}
+        assert types == {f"tensor({(each or 'float32').replace('float32', 'float')})"}
+    assert abs(found[0].logprobs[0] - found[1].logprobs[0]) < close
+    assert found[0].tokens == found[1].tokens
+
+
+def test_types_of_caches_need_pages() -> None:
+    with pytest.raises(StrategyError, match="--kv-dtype int8: only caches in pages"):
+        onnxpar.plan(MODELS / "llm" / "llama", devices=2, page_size=0, kv_dtype="int8")
+    with pytest.raises(StrategyError, match="--kv-dtype int4: give float32, float16, int8"):
+        onnxpar.plan(MODELS / "llm" / "llama", devices=2, kv_dtype="int4")

@@ -10,9 +10,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, too_old
 from onnxpar.runtime.library import library_path
 
+pytestmark = pytest.mark.skipif(too_old() is not None, reason=str(too_old()))
 ROWS, PAGE = 64, 4
 """Positions of the caches of cosines and sines, and of a page."""
 
@@ -33,6 +34,7 @@ class Case:
     smooth: int = 0
     sink: bool = False
     dtype: str = "float32"
+    kv: str = ""
 
     @property
     def attributes(self) -> dict[str, float | int]:
@@ -46,6 +48,11 @@ class Case:
             "rotary_interleaved": self.interleaved,
             "smooth_softmax": self.smooth,
         }
+
+    @property
+    def cache(self) -> str:
+        """The type of caches."""
+        return self.kv or self.dtype
 
     @property
     def type(self) -> int:
@@ -70,6 +77,11 @@ CASES = {
     "sink": Case(sink=True),
     "wide": Case(width=80, turned=80, heads=5, shared=5),
     "float16": Case(dtype="float16"),
+    "float16-caches": Case(kv="float16"),
+    "float32-caches-of-float16": Case(dtype="float16", kv="float32"),
+    "int8-caches": Case(kv="int8"),
+    "int8-caches-of-float16": Case(dtype="float16", kv="int8", packed=True),
+    "int8-caches-without-rotation": Case(kv="int8", turned=0, width=24),
     "all": Case(packed=True, softcap=3.0, window=7, scale=0.2, sink=True, width=32),
 }
 KERNEL_ERROR = (
@@ -100,16 +112,34 @@ def tables(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def session(
-    case: Case, op: str, domain: str, names: list[str], integers: dict[str, int]
+    case: Case,
+    op: str,
+    domain: str,
+    names: list[str],
+    integers: dict[str, int],
+    scale_bytes: int | None = None,
 ) -> ort.InferenceSession:
     """A model of one node; `integers` are types of inputs that are not of the case's type."""
-    ports = [helper.make_tensor_value_info(n, integers.get(n, case.type), None) for n in names if n]
+    ranks = {"query": 3, "keys": 4, "values": 4}
+    ports = [
+        helper.make_tensor_value_info(
+            n, integers.get(n, case.type), [None] * ranks[n] if n in ranks else None
+        )
+        for n in names
+        if n
+    ]
     results = ["y", "new_keys", "new_values"]
     attributes = dict(case.attributes)
+    types = dict.fromkeys(results, case.type)
     if op != PAGED_ATTENTION:
         attributes["do_rotary"] = int(case.turned > 0)
+    else:
+        scale = 4 * (case.cache == "int8") if scale_bytes is None else scale_bytes
+        attributes["scale_bytes"] = scale
+        cache = int(helper.np_dtype_to_tensor_dtype(np.dtype(case.cache)))
+        types |= dict.fromkeys(results[1:], cache)
     node = helper.make_node(op, names, results, domain=domain, **attributes)
-    outputs = [helper.make_tensor_value_info(n, case.type, None) for n in results]
+    outputs = [helper.make_tensor_value_info(n, types[n], None) for n in results]
     graph = helper.make_graph([node], "one", ports, outputs)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(domain, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
@@ -143,11 +173,15 @@ class Paged:
         names += ["cos", "sin"] if case.turned else ["", ""]
         names += ["sink"] if case.sink else []
         types = dict.fromkeys(("table", "rows", "positions"), TensorProto.INT64)
+        cache = int(helper.np_dtype_to_tensor_dtype(np.dtype(case.cache)))
+        types |= dict.fromkeys(("keys", "values"), cache)
         self.session = session(case, PAGED_ATTENTION, COMPUTE, names, types)
         pages = ROWS // PAGE
         self.table = rng.permutation(count * pages).reshape(count, pages)
-        shape = (count * pages, case.shared, PAGE, case.width)
-        self.keys, self.values = (np.full(shape, np.nan, case.dtype) for _ in range(2))
+        row = case.width + 4 * (case.cache == "int8")
+        shape = (count * pages, case.shared, PAGE, row)
+        unwritten = -1 if case.cache == "int8" else np.nan  # as scales, too, -1 is no number
+        self.keys, self.values = (np.full(shape, unwritten, case.cache) for _ in range(2))
 
     def run(
         self, tokens: dict[str, np.ndarray], rows: list[int], positions: list[int], **stored: object
@@ -180,7 +214,8 @@ def test_equals_each_text_alone(case: Case, together: int) -> None:
         y = paged.run(tokens, rows, positions, **stored)
         for row in range(len(texts)):
             results[row].append(y[np.array(rows) == row])
-    tolerance = 2e-3 if case.dtype == "float16" else 2e-6
+    tolerance = 2e-3 if "float16" in (case.dtype, case.cache) else 2e-6
+    tolerance = 4e-2 if case.cache == "int8" else tolerance
     for text, parts_of in zip(texts, results, strict=True):
         expected = alone(case, text, stored)
         np.testing.assert_allclose(
@@ -208,6 +243,21 @@ def test_bits_do_not_depend_on_company() -> None:
         found.append(np.concatenate(parts))
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_rows_of_int8_have_a_scale() -> None:
+    case, rng = Case(turned=0, kv="int8"), np.random.default_rng(4)
+    paged, text = Paged(case, 1, rng), arrays(case, 3, rng)
+    text["value"][1] = 0
+    text["value"][2, 3] = np.inf
+    paged.run(text, [0] * 3, [0, 1, 2])
+    written = paged.values[paged.table[0, 0]].transpose(1, 0, 2)  # position, head, row
+    scales = np.ascontiguousarray(written[..., 16:]).view("f4")
+    expected = text["value"].reshape(PAGE - 1, 2, 16)
+    np.testing.assert_allclose(scales[0, :, 0], np.abs(expected[0]).max(-1) / 127, rtol=1e-6)
+    found = written[0, :, :16] * scales[0]
+    assert np.abs(found - expected[0]).max() <= scales[0].max() / 2 * 1.001
+    assert not written[1].any() and np.isnan(scales[2, 0, 0]) and np.isfinite(scales[2, 1, 0])
 
 
 def test_caches_are_written_in_place() -> None:
@@ -244,6 +294,19 @@ def test_what_does_not_fit_is_refused() -> None:
     paged.table = np.full((1, 2), 99)
     with pytest.raises(KERNEL_ERROR, match=r"names page 99, but the caches have 32"):
         paged.run(text, [0], [0], **stored)
+    with pytest.raises(KERNEL_ERROR, match=r"caches are int8, but scale_bytes is 0"):
+        mixed = Paged(case, 1, rng)
+        mixed.keys, mixed.values = (np.zeros((16, 2, PAGE, 16), "i1") for _ in range(2))
+        mixed.session = session(
+            Case(kv="int8"),
+            PAGED_ATTENTION,
+            COMPUTE,
+            ["query", "key", "value", "keys", "values", "table", "rows", "positions"],
+            {"keys": TensorProto.INT8, "values": TensorProto.INT8}
+            | dict.fromkeys(("table", "rows", "positions"), TensorProto.INT64),
+            scale_bytes=0,
+        )
+        mixed.run(text, [0], [0])
     short = {name: array[:2] for name, array in stored.items()}
     paged.table = np.arange(2)[None]
     with pytest.raises(KERNEL_ERROR, match=r"position 2 is outside of cos_cache"):
