@@ -36,8 +36,8 @@ pipeline      order and execution of passes, dumps, options
 report        tables and pages for people
 trainer       training runs: the loop, data, checkpoints
 checking      comparison of sharded results with those of the unsplit model
-llm           language models: text in, text out
-serve         language models over HTTP
+llm           language and embedding models: text in, text or vectors out
+serve         language and embedding models over HTTP
 api           the Python functions
 hvd           Horovod's API
 cli           the command line

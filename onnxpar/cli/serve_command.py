@@ -17,23 +17,25 @@ from onnxpar.runtime.launch import launched_rank
 KEY = "ONNXPAR_API_KEY"
 """The environment variable that holds the API key."""
 _ENGINE = ("kv_memory", "max_running", "max_waiting", "step_tokens")
-_LIMITS = ("max_body", "max_tokens", "max_choices", "max_requests", "request_timeout")
+_GENERATING = ("kv_memory", "max_running", "max_tokens")
+"""Options that embedding models and rerankers do not have."""
+_LIMITS = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests", "request_timeout")
 _RANKS = ("timeout", "log_dir", "verify", "threads", "bind", "ranks_per_numa")
 
 
 def add_serve(to: Any) -> None:
     """Adds the command to the commands of a parser."""
-    text = "serve a sharded language model over HTTP, in the API of OpenAI"
+    text = "serve a sharded language or embedding model over HTTP, in the API of OpenAI"
     command = to.add_parser(
         "serve",
         help=text,
         description="Serve a sharded language model over HTTP, in the API of OpenAI: "
-        "/v1/chat/completions, /v1/completions and /v1/models; "
-        "/health and /metrics; a page to chat at /. SIGTERM and SIGINT end it once running "
-        "requests are finished; a second one ends it at once.",
+        "/v1/chat/completions and /v1/completions; of an embedding model /v1/embeddings, of a "
+        "reranker /v1/rerank; /v1/models, /health and /metrics; a page to chat at /. SIGTERM "
+        "and SIGINT end it once running requests are finished; a second one ends it at once.",
     )
     command.set_defaults(command=serve)
-    command.add_argument("par", metavar="llm.par", help="folder that shard wrote")
+    command.add_argument("par", metavar="model.par", help="folder that shard wrote")
     _add_address(command)
     _add_limits(command)
     _add_engine(command)
@@ -91,6 +93,7 @@ def _add_limits(command: Any) -> None:
     limits: tuple[tuple[str, type, Any, str], ...] = (
         ("max-body", int, 2 << 20, "most bytes of a request"),
         ("max-choices", int, 16, "most answers of a request: prompts times n"),
+        ("max-inputs", int, 2048, "most texts to embed, or documents to rank, of a request"),
         ("max-requests", int, 256, "most requests that are answered or wait at once"),
         ("request-timeout", float, 600.0, "longest time of a request, in seconds"),
         ("drain-timeout", float, 30.0, "longest time to finish requests at the end, in seconds"),
@@ -118,23 +121,22 @@ def _add_engine(command: Any) -> None:
     command.add_argument(
         "--max-running",
         type=int,
-        default=16,
         metavar="N",
-        help="most answers whose tokens are computed together; default %(default)d",
+        help="most answers whose tokens are computed together; default 16",
     )
     command.add_argument(
         "--max-waiting",
         type=int,
-        default=256,
         metavar="N",
-        help="most answers in the queue; more are refused with status 429; default %(default)d",
+        help="most answers in the queue; more are refused with status 429; default 256; texts to "
+        "embed or rank: 4096",
     )
     command.add_argument(
         "--step-tokens",
         type=int,
-        default=256,
         metavar="N",
-        help="most tokens that a step of the model reads; default %(default)d",
+        help="most tokens that a step of the model reads; default 256; texts to embed or rank: "
+        "4096",
     )
 
 
@@ -144,7 +146,6 @@ def serve(args: argparse.Namespace) -> int:
     keys = _keys(args)
     try:
         with quick_imports():
-            from onnxpar.llm.engine import Engine
             from onnxpar.serve import server
             from onnxpar.serve.application import application
             from onnxpar.serve.settings import Settings
@@ -170,14 +171,37 @@ def serve(args: argparse.Namespace) -> int:
             f"anyone who reaches {server.url_of(bound)} can use the model; give --api-key-file",
             stacklevel=1,
         )
-    options = {option: getattr(args, option) for option in (*_ENGINE, *_RANKS)}
-    with bound, Engine(args.par, tell=_tell, **options) as engine:
+    with bound, _started(args) as engine:
         engine.tokenizer  # noqa: B018  (is read now, and not by the first request)
         app = application(engine, settings)
         text = f"onnxpar: {name} is served at {server.url_of(bound)}"
         server.run_server(app, bound, args.drain_timeout, lambda: print(text, flush=True))
     print("onnxpar: ended", file=sys.stderr)
     return 0
+
+
+def _started(args: argparse.Namespace) -> Any:
+    """What runs the requests: an engine, or an embedder. Errors: OnnxparError."""
+    from onnxpar.llm.embedder import Embedder
+    from onnxpar.llm.encoder_model import is_encoder
+
+    options: dict[str, Any] = {option: getattr(args, option) for option in _RANKS}
+    options["tell"] = _tell
+    given = {option: getattr(args, option) for option in _ENGINE}
+    options |= {option: value for option, value in given.items() if value is not None}
+    if not is_encoder(args.par):
+        from onnxpar.llm.engine import Engine
+
+        return Engine(args.par, **options)
+    for option in _GENERATING:
+        if getattr(args, option) is not None:
+            flag = f"--{option.replace('_', '-')}"
+            raise InputError(
+                f"{flag} is for language models, and {args.par} has no cache; leave it out"
+            )
+    if "step_tokens" in options:
+        options["batch_tokens"] = options.pop("step_tokens")
+    return Embedder(args.par, **options)
 
 
 def _tell(text: str) -> None:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from onnxpar.errors import InputError, ModelError, OnnxparError, RankError
+from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener
 from onnxpar.llm.scheduler import Piece, Text
 from onnxpar.llm.tokenizer import Tokenizer
+from onnxpar.llm.worker import DRAINING as DRAINING
+from onnxpar.llm.worker import FAILED as FAILED
+from onnxpar.llm.worker import READY as READY
+from onnxpar.llm.worker import Worker
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.session import InferenceSession
-
-READY, STARTING, DRAINING, FAILED, CLOSED = "ready", "starting", "draining", "failed", "closed"
-_IDLE_CHECK = 1.0
-"""Seconds after which it is checked again that the ranks still run, if there is nothing to do."""
-_STARTS = 3
-"""How often it is tried to start ranks again."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class Generation:
         self._engine._cancel(self._text)
 
 
-class Engine(Closing):
+class Engine(Worker[Text, Sequence[Piece], Batching]):
     """A sharded language model whose caches are in pages, on its ranks.
 
     par          a folder that `onnxpar shard --page-size N` made of a language model's folder
@@ -97,7 +92,7 @@ class Engine(Closing):
                 raise InputError(f"{name} is {value}; it must be at least 1")
         if max_waiting < 0:
             raise InputError(f"max_waiting is {max_waiting}; it must be at least 0")
-        self._par, self._options, self._tell = par, options, tell
+        super().__init__(par, options, tell)
         self._bundle = Bundle.load(par)
         self.model = LanguageModel.of(self._bundle)
         if not self.model.page_size:
@@ -112,12 +107,7 @@ class Engine(Closing):
         self._max_running, self._max_waiting = max_running, max_waiting
         self._step_tokens = step_tokens
         self._before = Counts()
-        self._changed = threading.Condition()  # a listener may cancel requests
-        self._status = STARTING
-        self._session, self._batching = self._start()
-        self._status = READY
-        self._thread = threading.Thread(target=self._serve, name="onnxpar-engine", daemon=True)
-        self._thread.start()
+        self._begin("onnxpar-engine", self._keep)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -129,11 +119,6 @@ class Engine(Closing):
         """The most tokens of a text, by the model's context and the caches."""
         room = self._pages * self.model.page_size
         return room if self.model.context is None else min(self.model.context, room)
-
-    @property
-    def status(self) -> str:
-        """ "ready", "starting" while ranks start again, "draining", "failed" or "closed"."""
-        return self._status
 
     @property
     def counts(self) -> Counts:
@@ -160,8 +145,7 @@ class Engine(Closing):
         most = min(len(tokens) + limits.max_new_tokens, self.longest)
         text = Text(tokens, len(tokens), most, limits, listen)
         with self._changed:
-            if self._status in (DRAINING, FAILED, CLOSED):
-                raise Busy(f"the server is {self._status}; send the request to another one")
+            self._check_open()
             scheduler = self._batching.scheduler
             free = max(self._max_running - len(scheduler.running), 0)
             if len(scheduler.waiting) >= self._max_waiting + free:
@@ -169,25 +153,6 @@ class Engine(Closing):
             self._batching.add(text)
             self._changed.notify_all()
         return Generation(self, text)
-
-    def drain(self, timeout: float) -> bool:
-        """Takes no more requests, and waits until all have ended; returns False if some have not
-        after `timeout` seconds."""
-        with self._changed:
-            if self._status in (READY, STARTING):
-                self._status = DRAINING
-            return self._changed.wait_for(lambda: not self._batching.texts, timeout)
-
-    def close(self) -> None:
-        """Cancels all requests, and ends the ranks."""
-        with self._changed:
-            self._status = CLOSED
-            for text in self._batching.texts:
-                text.is_cancelled = True
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        self._session.close()
 
     def _check(self, tokens: Sequence[int], limits: Limits) -> None:
         """Errors: InputError for a prompt or limits that cannot be served."""
@@ -214,110 +179,41 @@ class Engine(Closing):
                 f"{min(self.longest, room)}; give {more}"
             )
 
-    def _start(self) -> tuple[InferenceSession, Batching]:
-        """Starts the ranks. Errors: RankError if one does not start."""
-        session = InferenceSession(self._par, **self._options)
-        try:
-            decoder = PagedDecoder(session, self._bundle, self.model, self._pages)
-            return session, Batching(decoder, self._max_running, self._step_tokens)
-        except BaseException:
-            session.close()
-            raise
+    def _open(self, session: InferenceSession) -> Batching:
+        decoder = PagedDecoder(session, self._bundle, self.model, self._pages)
+        return Batching(decoder, self._max_running, self._step_tokens)
 
-    def _cancel(self, text: Text) -> None:
-        with self._changed:
-            text.is_cancelled = True
-            self._changed.notify_all()
+    def _keep(self, batching: Batching) -> None:
+        self._batching = batching
 
-    def _serve(self) -> None:
-        """Runs steps until the engine is closed: the engine's thread."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._batching.texts or self._status == CLOSED, _IDLE_CHECK
-                )
-                for text in self._batching.texts:
-                    if text.is_cancelled:
-                        self._batching.end(text, End("cancelled", text.cached))
-                self._changed.notify_all()
-                if self._status == CLOSED:
-                    return
-                pieces = self._batching.next()
-            if pieces:
-                self._step(pieces)
-            elif self._status != FAILED:
-                self._check_ranks()
+    def _adopt(self, made: Batching) -> None:
+        self._before = replace(self.counts, restarts=self._before.restarts + 1)
+        waiting = self._batching.texts
+        self._batching = made
+        for text in waiting:
+            text.pages, text.done = [], 0
+            self._batching.add(text)
 
-    def _check_ranks(self) -> None:
-        """Starts ranks again that have died while there was nothing to do."""
-        try:
-            self._session.check_alive()
-        except RankError as error:
-            self._restart(error)
+    def _requests(self) -> Sequence[Text]:
+        return self._batching.texts
 
-    def _step(self, pieces: Sequence[Piece]) -> None:
-        try:
-            chosen = self._batching.run(pieces)
-        except RankError as error:
-            self._restart(error)
-        except Exception as error:  # the texts of this step fail; the others go on
-            self._fail([piece.text for piece in pieces], _reported(error))
-        else:
-            with self._changed:
-                self._batching.finish(pieces, chosen)
-                self._changed.notify_all()
+    def _running(self) -> Sequence[Text]:
+        return self._batching.scheduler.running
 
-    def _fail(self, texts: Sequence[Text], error: OnnxparError) -> None:
-        with self._changed:
-            for text in texts:
-                self._batching.end(text, Failure(error))
-            self._changed.notify_all()
+    def _end_cancelled(self) -> None:
+        for text in self._batching.texts:
+            if text.is_cancelled:
+                self._batching.end(text, End("cancelled", text.cached))
 
-    def _restart(self, error: RankError) -> None:
-        """Fails the texts that run, and starts new ranks, on which those that wait begin; fails
-        these, too, if no ranks start."""
-        with self._changed:
-            if self._status == READY:
-                self._status = STARTING
-            running = list(self._batching.scheduler.running)
-        self._fail(running, error)
-        self._session.close()
-        self._tell(f"{_first_line(error)}; new ranks start")
-        started = self._started_again()
-        is_up = not isinstance(started, OnnxparError)
-        self._tell("the ranks run again" if is_up else f"no ranks start: {_first_line(started)}")
-        with self._changed:
-            if isinstance(started, OnnxparError):
-                self._status = FAILED
-                self._fail(self._batching.texts, started)
-                return
-            self._before = replace(self.counts, restarts=self._before.restarts + 1)
-            waiting = self._batching.texts
-            self._session, self._batching = started
-            for text in waiting:
-                text.pages, text.done = [], 0
-                self._batching.add(text)
-            if self._status == STARTING:
-                self._status = READY
-            self._changed.notify_all()
+    def _fail(self, request: Text, error: OnnxparError) -> None:
+        self._batching.end(request, Failure(error))
 
-    def _started_again(self) -> tuple[InferenceSession, Batching] | OnnxparError:
-        """Starts new ranks; returns the last error if they do not start."""
-        for attempt in range(1, _STARTS + 1):
-            try:
-                return self._start()
-            except OnnxparError as error:
-                failed = error
-                time.sleep(attempt / 2)
-        return failed
+    def _next(self) -> Sequence[Piece] | None:
+        return self._batching.next() or None
 
+    def _of(self, work: Sequence[Piece]) -> Sequence[Text]:
+        return [piece.text for piece in work]
 
-def _first_line(error: object) -> str:
-    return str(error).splitlines()[0]
-
-
-def _reported(error: Exception) -> OnnxparError:
-    """An error as the listeners get it."""
-    if isinstance(error, OnnxparError):
-        return error
-    return OnnxparError(f"internal error: {type(error).__name__}: {error}")
+    def _run(self, work: Sequence[Piece]) -> Callable[[], None]:
+        chosen = self._batching.run(work)
+        return lambda: self._batching.finish(work, chosen)

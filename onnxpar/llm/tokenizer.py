@@ -37,6 +37,8 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises Exception itself
             raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         config = folder / "tokenizer_config.json"
         self._config = read_config(config) if config.exists() else {}
         self._template = _template(folder, self._config)
@@ -46,6 +48,12 @@ class Tokenizer:
         """Returns the tokens of a text; with `specials`, also those that begin each text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=specials).ids
         return ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Returns the tokens of two texts together, and of each token, to which text it belongs: 0
+        or 1, as the tokenizer says."""
+        found = self._tokenizer.encode(first, second)
+        return found.ids, found.type_ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens, without special tokens."""

@@ -1,5 +1,5 @@
-"""Folders that hold a language model: the ONNX file of its decoder, and files beside it, such as
-the tokenizer.
+"""Folders that hold a language or embedding model: the ONNX file of its decoder or encoder, and
+files beside it, such as the tokenizer.
 
 Written by onnxruntime-genai's builder (genai_config.json), by Hugging Face Optimum, or for
 transformers.js (config.json, and the model often in a folder `onnx`).
@@ -17,6 +17,7 @@ from onnxpar.errors import ModelError
 
 GENAI = "genai_config.json"
 CONFIG = "config.json"
+POOLING = "pooling.json"
 CARRIED = (
     GENAI,
     CONFIG,
@@ -25,8 +26,13 @@ CARRIED = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "modules.json",
+    "sentence_bert_config.json",
+    POOLING,
 )
-"""The files beside a model that a sharded model has, too."""
+"""The files of a sharded model that are copies of those beside its model."""
+_PLACES = {POOLING: "1_Pooling/config.json"}
+"""Where those are beside a model that have another name there: a sharded model has no folders."""
 _DECODERS = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx")
 """Names of a decoder with a cache, the likeliest first."""
 _SINGLE = re.compile(r"encoder|embed|vision|speech|vocoder")
@@ -88,19 +94,26 @@ def genai_config(folder: Path) -> Mapping[str, Any]:
 
 def read_config(file: Path) -> Mapping[str, Any]:
     """Returns the object in a JSON file. Errors: ModelError."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
+    found = read_json(file)
     if not isinstance(found, dict):
         raise ModelError(f"{file} does not hold a JSON object; copy it again")
     return found
 
 
-def carried_files(model: Path) -> list[Path]:
-    """Returns the files beside a language model that its sharded model has, too; none if there is
-    neither genai_config.json nor tokenizer.json, so that the folder may hold anything."""
+def read_json(file: Path) -> object:
+    """Returns the value in a JSON file. Errors: ModelError."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
+
+
+def carried_files(model: Path) -> dict[str, Path]:
+    """Returns the files beside a language or embedding model that its sharded model has, too, by
+    their names there; none if there is neither genai_config.json nor tokenizer.json, so that the
+    folder may hold anything."""
     folder = model.parent.parent if model.parent.name == "onnx" else model.parent
     if not any((folder / name).is_file() for name in (GENAI, "tokenizer.json")):
-        return []
-    return [folder / name for name in CARRIED if (folder / name).is_file()]
+        return {}
+    places = {name: folder / _PLACES.get(name, name) for name in CARRIED}
+    return {name: place for name, place in places.items() if place.is_file()}

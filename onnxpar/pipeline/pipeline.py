@@ -290,7 +290,7 @@ def shard(
         with timed(SplitRanks.name):
             SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
         with timed(WRITE):
-            for file in carried_files(Path(path)):
-                shutil.copyfile(file, folder / file.name)
+            for name, file in carried_files(Path(path)).items():
+                shutil.copyfile(file, folder / name)
             write_plan(folder, made.to_json())
     return made

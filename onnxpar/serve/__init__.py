@@ -1,1 +1,1 @@
-"""Language models over HTTP, in the API of OpenAI."""
+"""Language and embedding models over HTTP, in the API of OpenAI."""

@@ -14,11 +14,9 @@ from onnxpar.llm.requests import Busy, End, Event, Failure, Token
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Stream
 from onnxpar.serve.api_error import ApiError
-from onnxpar.serve.gate import RETRY
-from onnxpar.serve.log import log_error
 from onnxpar.serve.prompts import Prepared, limits_of
 from onnxpar.serve.served_engine import ServedGeneration
-from onnxpar.serve.service import Service
+from onnxpar.serve.service import GeneratingService, failed
 from onnxpar.serve.wanted import Wanted
 
 
@@ -67,7 +65,7 @@ class Answers:
     prepared  the tokens of each prompt, and what goes with them
     """
 
-    def __init__(self, service: Service, wanted: Wanted, prepared: Prepared) -> None:
+    def __init__(self, service: GeneratingService, wanted: Wanted, prepared: Prepared) -> None:
         self._service, self._wanted, self._prepared = service, wanted, prepared
         self._ends = service.engine.model.ends
         self._loop = asyncio.get_running_loop()
@@ -91,7 +89,7 @@ class Answers:
             self.__exit__()
             if isinstance(error, InputError):
                 raise ApiError(str(error)) from None
-            raise self._service.busy() if isinstance(error, Busy) else _failed(error) from None
+            raise self._service.busy() if isinstance(error, Busy) else failed(error) from None
         except BaseException:
             self.__exit__()
             raise
@@ -111,7 +109,7 @@ class Answers:
             answer = self._answers[index]
             if isinstance(event, Failure):
                 answer.has_ended = True
-                raise _failed(event.error)
+                raise failed(event.error)
             if isinstance(event, End):
                 left -= 1
                 answer.has_ended, answer.cached = True, event.cached
@@ -167,10 +165,3 @@ class Answers:
         else:
             self._service.metrics.first.observe(now - self._start)
         answer.last = now
-
-
-def _failed(error: OnnxparError) -> ApiError:
-    """Logs an error of the engine; returns what the client is told of it."""
-    log_error(error)
-    text = "the model cannot finish the answer; try again later"
-    return ApiError(text, 503, code="model_failed", headers=RETRY)

@@ -56,7 +56,14 @@ def json_response(
     value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Returns a response of JSON."""
-    return Response(json_bytes(value), status, dict(headers or {}), "application/json")
+    return written_response(json_bytes(value), status, headers)
+
+
+def written_response(
+    body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Returns a response of JSON that is written already."""
+    return Response(body, status, dict(headers or {}), "application/json")
 
 
 def quoted(value: object) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -10,35 +12,42 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from onnxpar.llm.embedder import Embedder
 from onnxpar.serve.answering import Answering
 from onnxpar.serve.api_error import ApiError, json_response
-from onnxpar.serve.chat_page import chat_page
+from onnxpar.serve.chat_page import chat_page, embedding_page
 from onnxpar.serve.chat_request import chat_request
 from onnxpar.serve.completion_request import completion_request
+from onnxpar.serve.embedding import EmbeddingAnswering
+from onnxpar.serve.embedding_request import EmbeddingRequest, RerankRequest
 from onnxpar.serve.formats import ChatFormat, CompletionFormat
 from onnxpar.serve.guards import Guards, Measured
 from onnxpar.serve.metrics import CONTENT_TYPE
 from onnxpar.serve.served_engine import ServedEngine
-from onnxpar.serve.service import Service
+from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
+from onnxpar.serve.visiting import Visiting
 from onnxpar.serve.wanted import unknown_model
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 
-def application(engine: ServedEngine, settings: Settings) -> Starlette:
-    """Returns the ASGI application that serves an engine; `state.service` is its `Service`.
-    Errors: InputError for settings that are wrong."""
-    service = Service(engine, settings)
-    pages = _Pages(service)
-    chat = Answering(service, chat_request, ChatFormat)
-    completion = Answering(service, completion_request, CompletionFormat)
+
+def application(engine: ServedEngine | Embedder, settings: Settings) -> Starlette:
+    """Returns the ASGI application that serves an engine, or an embedder; `state.service` is its
+    `Service`. Errors: InputError for settings that are wrong."""
+    service, answering = _answering(engine, settings)
+    pages = _Pages(service, list(answering))
     routes = [
         Route("/", pages.chat),
         Route("/health", pages.health),
         Route("/metrics", pages.metrics),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completion, methods=["POST"]),
+        *(
+            Route(path, answering.get(path, pages.elsewhere), methods=["POST"])
+            for path in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK)
+        ),
     ]
     paths = [route.path for route in routes]
     middleware = [Middleware(Measured, metrics=service.metrics, routes=paths)]
@@ -62,14 +71,40 @@ def application(engine: ServedEngine, settings: Settings) -> Starlette:
     return app
 
 
-class _Pages:
-    """The routes that generate nothing."""
+def _answering(
+    engine: ServedEngine | Embedder, settings: Settings
+) -> tuple[Service, Mapping[str, Visiting]]:
+    """What requests share, and the routes for which there is a model, by their paths."""
+    if not isinstance(engine, Embedder):
+        service = GeneratingService(engine, settings)
+        return service, {
+            CHAT: Answering(service, chat_request, ChatFormat),
+            COMPLETIONS: Answering(service, completion_request, CompletionFormat),
+        }
+    own = EmbeddingService(engine, settings)
+    if engine.model.pooling is None:
+        return own, {RERANK: EmbeddingAnswering(own, RerankRequest)}
+    return own, {EMBEDDINGS: EmbeddingAnswering(own, EmbeddingRequest)}
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+
+class _Pages:
+    """The routes for which no model runs.
+
+    paths  those for which it does
+    """
+
+    def __init__(self, service: Service, paths: Sequence[str]) -> None:
+        self._service, self._paths = service, paths
 
     async def chat(self, request: Request) -> Response:
-        return chat_page()
+        if CHAT in self._paths:
+            return chat_page()
+        return embedding_page(self._service.kind, self._paths[0])
+
+    async def elsewhere(self, request: Request) -> Response:
+        name, kind = self._service.settings.model_name, self._service.kind
+        text = f"{name!r} is {kind}; send requests to {' or '.join(self._paths)}"
+        raise ApiError(text, code="wrong_kind_of_model")
 
     async def health(self, request: Request) -> Response:
         status = self._service.status
@@ -94,7 +129,7 @@ class _Pages:
             "object": "model",
             "created": service.created,
             "owned_by": "onnxpar",
-            "max_model_len": service.engine.longest,
+            "max_model_len": service.longest,
         }
 
 

@@ -1,4 +1,4 @@
-"""A page to chat with the model."""
+"""A page to chat with the model, or one that says what the model is for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-_FILE = Path(__file__).with_name("chat_page.html")
+_CHAT = Path(__file__).with_name("chat_page.html")
+_EMBEDDING = Path(__file__).with_name("embedding_page.html")
 
 
 def chat_page() -> Response:
@@ -19,27 +20,38 @@ def chat_page() -> Response:
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
+def embedding_page(kind: str, path: str) -> Response:
+    """Returns the page of a model that is no language model: what it is, and the path that requests
+    have."""
+    text = _EMBEDDING.read_text(encoding="utf-8").replace("KIND", kind).replace("PATH", path)
+    headers = _headers(text, "style")
+    return Response(text, headers=headers, media_type="text/html; charset=utf-8")
+
+
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
     """The page, and the headers that guard it."""
-    text = _FILE.read_text(encoding="utf-8")
+    text = _CHAT.read_text(encoding="utf-8")
+    return text.encode("utf-8"), _headers(text, "script", "style")
+
+
+def _headers(text: str, *tags: str) -> dict[str, str]:
+    """The headers that guard a page; it has one element of each of these tags."""
     policy = [
         "default-src 'none'",
-        f"script-src {_hash(text, 'script')}",
-        f"style-src {_hash(text, 'style')}",
+        *(f"{tag}-src {_hash(text, tag)}" for tag in tags),
         "connect-src 'self'",
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
     ]
-    headers = {
+    return {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return text.encode("utf-8"), headers
 
 
 def _hash(page: str, tag: str) -> str:

@@ -8,19 +8,20 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from onnxpar.llm.embedder import Embedder
 from onnxpar.serve.served_engine import ServedEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _GAUGES = {
-    "running": ("running_requests", "Generations whose tokens are computed in each step."),
-    "waiting": ("waiting_requests", "Generations in the queue."),
+    "running": ("running_requests", "Generations or texts that are computed now."),
+    "waiting": ("waiting_requests", "Generations or texts in the queue."),
     "pages": ("cache_pages", "Pages of the cache of keys and values."),
     "used_pages": ("cache_pages_used", "Pages of the cache that hold tokens."),
 }
 _COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts or texts."),
     "cached_tokens": ("prefix_cached_tokens", "Tokens of prompts that were in the cache already."),
     "generated_tokens": ("generated_tokens", "New tokens."),
     "preemptions": ("preemptions", "Generations that gave their pages to others and began anew."),
@@ -32,7 +33,7 @@ _COUNTERS = {
 class Metrics:
     """What is counted and measured of a server and its engine, in a registry of its own."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine | Embedder) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_OfEngine(engine))
         self.requests = Counter(
@@ -65,12 +66,14 @@ class Metrics:
 class _OfEngine(Collector):
     """The counts of an engine, as they are when they are asked for."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine | Embedder) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         counts = self._engine.counts
         for member, (name, meaning) in _GAUGES.items():
-            yield GaugeMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))
+            if hasattr(counts, member):  # an embedder has fewer
+                yield GaugeMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))
         for member, (name, meaning) in _COUNTERS.items():
-            yield CounterMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))
+            if hasattr(counts, member):
+                yield CounterMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))

@@ -11,7 +11,7 @@ from onnxpar.llm.requests import Limits
 from onnxpar.llm.tokenizer import Messages
 from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.grammar import JsonConstraint
-from onnxpar.serve.service import Service
+from onnxpar.serve.service import GeneratingService
 from onnxpar.serve.wanted import Prompt, Wanted
 
 
@@ -31,7 +31,7 @@ class Prepared:
     constraints: Sequence[JsonConstraint]
 
 
-def prepare(service: Service, wanted: Wanted) -> Prepared:
+def prepare(service: GeneratingService, wanted: Wanted) -> Prepared:
     """Returns the tokens of a request and what goes with them; may take a while. Errors: ApiError
     for what the model cannot read."""
     try:
@@ -56,7 +56,7 @@ def prepare(service: Service, wanted: Wanted) -> Prepared:
     )
 
 
-def limits_of(service: Service, wanted: Wanted, prepared: Prepared, index: int) -> Limits:
+def limits_of(service: GeneratingService, wanted: Wanted, prepared: Prepared, index: int) -> Limits:
     """Returns the engine's limits of an answer, by its number."""
     return Limits(
         sampling=wanted.sampling,
@@ -68,7 +68,7 @@ def limits_of(service: Service, wanted: Wanted, prepared: Prepared, index: int) 
     )
 
 
-def _tokens(service: Service, prompt: Prompt) -> Sequence[int]:
+def _tokens(service: GeneratingService, prompt: Prompt) -> Sequence[int]:
     """The tokens of a prompt."""
     engine = service.engine
     if isinstance(prompt, str):
@@ -87,7 +87,7 @@ def _tokens(service: Service, prompt: Prompt) -> Sequence[int]:
     return found
 
 
-def _chat_tokens(service: Service, messages: Messages) -> Sequence[int]:
+def _chat_tokens(service: GeneratingService, messages: Messages) -> Sequence[int]:
     """The tokens of a chat."""
     tokenizer = service.engine.tokenizer
     if not tokenizer.has_chat:
@@ -105,7 +105,7 @@ def _chat_tokens(service: Service, messages: Messages) -> Sequence[int]:
         raise ApiError(text, param="messages") from None
 
 
-def _room(service: Service, wanted: Wanted, prompt: Sequence[int]) -> int:
+def _room(service: GeneratingService, wanted: Wanted, prompt: Sequence[int]) -> int:
     """The most new tokens after a prompt."""
     longest = service.engine.longest
     most = wanted.max_tokens or service.settings.max_tokens or longest

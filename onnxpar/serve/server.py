@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from onnxpar.base.interrupts import Terminated, end_now, raise_for
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.files.write_file import cause
-from onnxpar.serve.answering import ENDING
 from onnxpar.serve.service import Service
+from onnxpar.serve.visiting import ENDING
 
 _MOST_HEADERS = 64 << 10
 """Most bytes of a request's headers."""
@@ -132,7 +132,7 @@ class _Server:
         Errors: OnnxparError."""
         while self._thread.is_alive():
             self._thread.join(1.0)
-            if service is not None and service.engine.status == "failed":
+            if service is not None and service.status == "failed":
                 raise OnnxparError("the server ends, because no ranks start; start it again")
         raise OnnxparError(f"the HTTP server has failed: {self._failure}") from self._failure
 

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import time
 
+from onnxpar.errors import OnnxparError
+from onnxpar.llm.embedder import Embedder
 from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.gate import RETRY, Gate, ending
 from onnxpar.serve.grammar import Grammars
+from onnxpar.serve.log import log_error
 from onnxpar.serve.metrics import Metrics
 from onnxpar.serve.served_engine import ServedEngine
 from onnxpar.serve.settings import Settings
 
 
 class Service:
-    """An engine, what requests to it may do, and what is known of them."""
+    """What runs requests, what they may do, and what is known of them.
 
-    def __init__(self, engine: ServedEngine, settings: Settings) -> None:
+    kind  what is served, with its article
+    """
+
+    kind = "a language model"
+
+    def __init__(self, engine: ServedEngine | Embedder, settings: Settings) -> None:
         settings.check()
-        self.engine, self.settings = engine, settings
+        self._served, self.settings = engine, settings
         self.gate = Gate(settings.max_requests)
         self.metrics = Metrics(engine)
-        self.grammars = Grammars(engine)
         self.created = int(time.time())
 
     @property
     def status(self) -> str:
         """How the server is: "ready", "starting", "draining" or "failed"."""
-        return "draining" if self.gate.is_closed else self.engine.status
+        return "draining" if self.gate.is_closed else self._served.status
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a text."""
+        return self._served.longest
 
     def busy(self) -> ApiError:
-        """Returns the error of a request that the engine does not take now."""
+        """Returns the error of a request that is not taken now."""
         status = self.status
         if status == "ready":
             text = "the queue is full; try again later"
@@ -38,3 +50,28 @@ class Service:
             return ending()
         text = f"the model is {status}; try again later"
         return ApiError(text, 503, code=f"model_{status}", headers=RETRY)
+
+
+class GeneratingService(Service):
+    """That of a language model."""
+
+    def __init__(self, engine: ServedEngine, settings: Settings) -> None:
+        super().__init__(engine, settings)
+        self.engine = engine
+        self.grammars = Grammars(engine)
+
+
+class EmbeddingService(Service):
+    """That of an embedding model or a reranker."""
+
+    def __init__(self, embedder: Embedder, settings: Settings) -> None:
+        super().__init__(embedder, settings)
+        self.embedder = embedder
+        self.kind = embedder.model.kind
+
+
+def failed(error: OnnxparError) -> ApiError:
+    """Logs an error of the ranks; returns what the client is told of it."""
+    log_error(error)
+    text = "the model cannot finish the answer; try again later"
+    return ApiError(text, 503, code="model_failed", headers=RETRY)

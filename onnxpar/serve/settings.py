@@ -20,6 +20,7 @@ class Settings:
     max_body         most bytes of a request
     max_tokens       most new tokens of an answer; None: as many as the model has room for
     max_choices      most answers of a request: prompts times n
+    max_inputs       most texts of a request for embeddings, or documents of one for scores
     max_requests     most requests that are answered or wait at once
     request_timeout  longest time of a request, in seconds
     """
@@ -31,6 +32,7 @@ class Settings:
     max_body: int = 2 << 20
     max_tokens: int | None = None
     max_choices: int = 16
+    max_inputs: int = 2048
     max_requests: int = 256
     request_timeout: float = 600.0
 
@@ -38,7 +40,8 @@ class Settings:
         """Errors: InputError for a setting out of its range."""
         if not self.model_name or not self.model_name.isprintable():
             raise InputError(f"model_name is {self.model_name!r}; give a printable name")
-        for name in ("max_body", "max_tokens", "max_choices", "max_requests", "request_timeout"):
+        names = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests")
+        for name in (*names, "request_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"{name} is {value}; it must be above 0")

@@ -81,9 +81,10 @@ def test_other_paths_are_as_they_are(tmp_path: Path) -> None:
 
 def test_only_files_of_a_language_model_go_along(tmp_path: Path) -> None:
     touch(tmp_path, "model.onnx", "config.json", "secret.txt")
-    assert carried_files(tmp_path / "model.onnx") == []  # of a folder that may hold anything
-    touch(tmp_path, "tokenizer.json", "onnx/model.onnx")
-    wanted = [tmp_path / "config.json", tmp_path / "tokenizer.json"]
+    assert carried_files(tmp_path / "model.onnx") == {}  # of a folder that may hold anything
+    touch(tmp_path, "tokenizer.json", "onnx/model.onnx", "1_Pooling/config.json")
+    wanted = {name: tmp_path / name for name in ("config.json", "tokenizer.json")}
+    wanted["pooling.json"] = tmp_path / "1_Pooling" / "config.json"
     assert carried_files(tmp_path / "model.onnx") == wanted
     assert carried_files(tmp_path / "onnx" / "model.onnx") == wanted
 

@@ -1,0 +1,66 @@
+"""Runs batches of texts on the ranks of an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.llm.encoder_model import EncoderModel
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a text or a pair; `types` tell the texts of a pair apart, 0 or 1."""
+
+    ids: Sequence[int]
+    types: Sequence[int] = ()
+
+
+class Encoder:
+    """A session of an encoder, and the arrays that are fed to it."""
+
+    def __init__(self, session: Session, bundle: Bundle, model: EncoderModel) -> None:
+        self._session, self._model = session, model
+        self._dtypes = {r: bundle.inputs[name].dtype for r, name in model.inputs.items()}
+
+    def run(self, texts: Sequence[Tokens]) -> Array:
+        """Computes texts together; returns their vectors or logits, (texts, width). A result does
+        not depend on the others but by rounding."""
+        model = self._model
+        (found,) = self._session.run([model.output], self._feeds(texts))
+        if model.pooling is None:
+            scores: Array = found[: len(texts)].astype(np.float32)
+            return scores
+        is_pooled = found.ndim == 2
+        return np.stack(
+            [
+                model.pooling.vector(states if is_pooled else states[: len(text.ids)])
+                for text, states in zip(texts, found, strict=False)
+            ]
+        )
+
+    def _feeds(self, texts: Sequence[Tokens]) -> dict[str, Array]:
+        """The inputs: shorter texts are filled up behind their tokens. Where the model has a fixed
+        number of rows, further ones are of padding."""
+        model = self._model
+        shape = (
+            model.rows or len(texts),
+            model.length or max(len(text.ids) for text in texts),
+        )
+        found = {role: np.zeros(shape, dtype) for role, dtype in self._dtypes.items()}
+        found["tokens"][:] = model.padding
+        if "positions" in found:
+            found["positions"][:] = np.arange(shape[1]) + model.first
+        found["mask"][len(texts) :, :1] = 1  # attention to nothing would be no number
+        for row, text in enumerate(texts):
+            size = len(text.ids)
+            found["tokens"][row, :size] = text.ids
+            found["mask"][row, :size] = 1
+            if "types" in found and text.types:
+                found["types"][row, :size] = text.types
+        return {model.inputs[role]: array for role, array in found.items()}

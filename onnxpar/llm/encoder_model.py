@@ -1,0 +1,193 @@
+"""The roles of a sharded encoder's inputs and outputs, and what becomes of its results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnxpar.errors import ModelError
+from onnxpar.llm.pooling import Pooling
+from onnxpar.model.model_folder import CONFIG, read_config
+from onnxpar.runtime.bundle import Bundle, Port
+
+_VECTORS = ("sentence_embedding",)
+_HIDDEN = ("last_hidden_state", "token_embeddings")
+_POOLED = ("pooler_output",)
+_SCORES = ("logits",)
+_ROLES = (("positions", "position"), ("types", "type"), ("mask", "mask"), ("tokens", "ids"))
+"""What the names of inputs contain, the most special first."""
+_SHIFTED = ("roberta", "camembert", "mpnet", "xlm", "longformer", "data2vec")
+"""What the kinds of models contain whose positions begin behind the number of the padding."""
+_UNKNOWN = 8192
+"""The most tokens of a text where the folder does not say."""
+_ENDLESS = 1 << 24
+"""Lengths from here on, which tokenizers have, mean that there is no limit."""
+
+
+def is_encoder(par: str | os.PathLike[str]) -> bool:
+    """True for a sharded model that reads token ids and has no cache: an embedding model or a
+    reranker, if anything. False also for what cannot be read, of which an engine says what is
+    wrong."""
+    try:
+        bundle = Bundle.load(par)
+    except ModelError:
+        return False
+    return not bundle.states and "tokens" in map(_role, bundle.inputs.values())
+
+
+@dataclass(frozen=True)
+class EncoderModel:
+    """An encoder: tokens go in, hidden states, a vector or a score come out.
+
+    inputs      names by role: "tokens", "mask", "types" (of which text of a pair), "positions"
+    output      the output that is read
+    pooling     how it becomes a vector; None for a reranker, whose scores it has
+    width       numbers of a vector; 1 for a reranker
+    vocabulary  the number of tokens
+    longest     the most tokens of a text
+    padding     the token behind shorter texts
+    first       the position of a text's first token
+    rows        texts of each run, if the model has a fixed number
+    length      tokens of each text, if the model has a fixed number
+    """
+
+    inputs: Mapping[str, str]
+    output: str
+    pooling: Pooling | None
+    width: int
+    vocabulary: int
+    longest: int
+    padding: int
+    first: int
+    rows: int | None
+    length: int | None
+
+    @property
+    def kind(self) -> str:
+        """What it is, with its article."""
+        return "a reranker" if self.pooling is None else "an embedding model"
+
+    @staticmethod
+    def of(bundle: Bundle) -> EncoderModel:
+        """Reads the ports and the configuration of a sharded model. Errors: ModelError if it is
+        neither an embedding model nor a reranker."""
+        config = read_config(file) if (file := bundle.path / CONFIG).exists() else {}
+        inputs = _inputs(bundle)
+        output = _output(bundle, config)
+        is_score = output.name in _SCORES
+        pooling = None if is_score else Pooling.of(bundle.path, len(output.shape or ()) == 2)
+        width = (output.shape or (None,))[-1]
+        if not isinstance(width, int):
+            raise ModelError(
+                f"{bundle.path}: the width of {output.name!r} ({output.expects()}) is open; export "
+                "the model with a fixed one"
+            )
+        tokens = bundle.inputs[inputs["tokens"]]
+        rows, length = (s if isinstance(s, int) else None for s in tokens.shape or (None, None))
+        padding = _whole(config, "pad_token_id", 0)
+        is_shifted = any(name in str(config.get("model_type", "")) for name in _SHIFTED)
+        first = padding + 1 if is_shifted else 0
+        return EncoderModel(
+            inputs=inputs,
+            output=output.name,
+            pooling=pooling,
+            width=width * (len(pooling.modes) or 1 if pooling else 1),
+            vocabulary=_vocabulary(bundle, tokens.name, config),
+            longest=_longest(bundle.path, config, first, length),
+            padding=padding,
+            first=first,
+            rows=rows,
+            length=length,
+        )
+
+
+def _role(port: Port) -> str | None:
+    """The role of an input; None if it has none."""
+    if port.shape is None or len(port.shape) != 2 or port.dtype.kind != "i":
+        return None
+    return next((role for role, part in _ROLES if part in port.name), None)
+
+
+def _inputs(bundle: Bundle) -> dict[str, str]:
+    """The inputs by role. Errors: ModelError for an input that has none."""
+    found: dict[str, str] = {}
+    for port in bundle.inputs.values():
+        role = _role(port)
+        if role is not None and role not in found:
+            found[role] = port.name
+        elif not port.has_default:
+            raise ModelError(
+                f"{bundle.path}: an encoder has token ids, an attention mask, token types and "
+                f"position ids as inputs, but {port.name!r} ({port.expects()}) is none of these, "
+                "or a second one; export the encoder alone"
+            )
+    for role, what in (("tokens", "token ids"), ("mask", "attention mask")):
+        if role not in found:
+            raise ModelError(
+                f"{bundle.path}: an encoder has token ids and an attention mask as inputs, so that "
+                f"texts of different lengths run together, but this one has no {what}; export it "
+                "with both"
+            )
+    return found
+
+
+def _output(bundle: Bundle, config: Mapping[str, Any]) -> Port:
+    """The output that is read. Errors: ModelError if no output is known."""
+    for names, dims in ((_VECTORS, 2), (_HIDDEN, 3), (_POOLED, 2)):
+        for name in names:
+            if name in bundle.outputs and len(bundle.outputs[name].shape or ()) == dims:
+                return bundle.outputs[name]
+    for name in _SCORES:
+        port = bundle.outputs.get(name)
+        if port is not None and len(port.shape or ()) == 2:
+            _check_reranker(bundle, port, config)
+            return port
+    outputs = ", ".join(f"{p.name} ({p.expects()})" for p in bundle.outputs.values())
+    raise ModelError(
+        f"{bundle.path} has token ids and no cache, so it is no language model, and none of its "
+        f"outputs is that of an embedding model or a reranker: {outputs}. Export it with "
+        f"{', '.join((*_VECTORS, *_HIDDEN, *_POOLED))} or logits [batch, 1]; or a decoder with its "
+        "cache"
+    )
+
+
+def _check_reranker(bundle: Bundle, port: Port, config: Mapping[str, Any]) -> None:
+    """Errors: ModelError if logits are not those of a classifier with one label."""
+    kinds = config.get("architectures")
+    is_classifier = any("ForSequenceClassification" in str(k) for k in kinds or ()) or not kinds
+    if not is_classifier or (port.shape or ())[-1] != 1:
+        raise ModelError(
+            f"{bundle.path}: {port.name!r} is {port.expects()} of "
+            f"{', '.join(map(str, kinds or ['a classifier']))}; a reranker is a "
+            "...ForSequenceClassification with one label, [batch, 1]"
+        )
+
+
+def _vocabulary(bundle: Bundle, tokens: str, config: Mapping[str, Any]) -> int:
+    """The number of tokens, by the configuration or the table that they are looked up in."""
+    known = bundle.data.get("ranges", {}).get(tokens)
+    most = int(known[1]) if known else 1 << 31
+    return min(_whole(config, "vocab_size", most), most)
+
+
+def _longest(folder: Path, config: Mapping[str, Any], first: int, length: int | None) -> int:
+    """The most tokens of a text: the least that the folder says."""
+    found = [length] if length is not None else []
+    positions = _whole(config, "max_position_embeddings", 0)
+    found += [positions - first] if positions > first else []
+    limits = {"sentence_bert_config.json": "max_seq_length"}
+    limits["tokenizer_config.json"] = "model_max_length"
+    for name, member in limits.items():
+        if (folder / name).exists():
+            limit = _whole(read_config(folder / name), member, 0)
+            found += [limit] if 0 < limit < _ENDLESS else []
+    return min(found, default=_UNKNOWN)
+
+
+def _whole(config: Mapping[str, Any], name: str, default: int) -> int:
+    """A whole number of a configuration."""
+    found = config.get(name)
+    return found if isinstance(found, int) and found >= 0 else default

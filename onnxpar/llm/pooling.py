@@ -1,0 +1,109 @@
+"""How the hidden states of a text's tokens become one vector, by the files of
+sentence-transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import ModelError
+from onnxpar.model.model_folder import POOLING, read_config, read_json
+
+_MODULES = "modules.json"
+
+
+def _weighted(hidden: Array) -> Array:
+    """The mean, in which later tokens weigh more."""
+    weights = np.arange(1, len(hidden) + 1, dtype=hidden.dtype)
+    found: Array = weights @ hidden / weights.sum()
+    return found
+
+
+_POOLINGS: Mapping[str, Callable[[Array], Array]] = {
+    "cls_token": lambda hidden: hidden[0],
+    "max_tokens": lambda hidden: hidden.max(0),
+    "mean_tokens": lambda hidden: hidden.mean(0),
+    "mean_sqrt_len_tokens": lambda hidden: hidden.sum(0) / np.sqrt(len(hidden)),
+    "weightedmean_tokens": _weighted,
+    "lasttoken": lambda hidden: hidden[-1],
+}
+"""By the names behind `pooling_mode_`, in the order in which several are put together."""
+_SHORT = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens"}
+"""Other names, which `pooling_mode` has."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Makes a vector of hidden states.
+
+    modes       names of poolings, whose vectors are put together
+    normalizes  True if a vector then gets the length 1
+    """
+
+    modes: tuple[str, ...] = ("mean_tokens",)
+    normalizes: bool = False
+
+    @staticmethod
+    def of(folder: Path, is_pooled: bool) -> Pooling:
+        """Reads the files in a folder. `is_pooled`: the model itself does all but to normalize.
+        Errors: ModelError for what is not known."""
+        kinds = _modules(folder)
+        known = ("Transformer", "Pooling", "Normalize")
+        unknown = [kind for kind in kinds if kind not in known]
+        if unknown and not is_pooled:
+            raise ModelError(
+                f"{folder / _MODULES} has a module {unknown[0]!r}, which is not in the ONNX file; "
+                "export the model with all modules, so that it has the output sentence_embedding"
+            )
+        return Pooling(() if is_pooled else _modes(folder), "Normalize" in kinds)
+
+    def vector(self, states: Array) -> Array:
+        """Returns the vector of a text, in float32, of its tokens' hidden states, (tokens, width);
+        or of what the model has pooled, (width,)."""
+        found = states.astype(np.float32)
+        if self.modes:
+            found = np.concatenate([_POOLINGS[mode](found) for mode in self.modes])
+        return normalized(found) if self.normalizes else found
+
+
+def normalized(vectors: Array) -> Array:
+    """Returns vectors of length 1 in the same directions."""
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    found: Array = vectors / np.maximum(lengths, 1e-12)
+    return found
+
+
+def _modes(folder: Path) -> tuple[str, ...]:
+    """The poolings that the configuration asks for. Errors: ModelError."""
+    file = folder / POOLING
+    if not file.exists():
+        return Pooling.modes
+    config = read_config(file)
+    wanted = config.get("pooling_mode")
+    asked = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(asked, list):
+        prefix = "pooling_mode_"
+        asked = [name.removeprefix(prefix) for name, value in config.items() if value is True]
+        asked = [name for name in asked if f"{prefix}{name}" in config]
+    modes = {_SHORT.get(name, name) for name in map(str, asked)}
+    if not modes or modes - _POOLINGS.keys():
+        what = sorted(modes - _POOLINGS.keys()) or "none"
+        raise ModelError(f"{file}: the pooling {what} is not known; {', '.join(_POOLINGS)} are")
+    return tuple(name for name in _POOLINGS if name in modes)
+
+
+def _modules(folder: Path) -> list[str]:
+    """The kinds of modules that follow each other; none if there is no such file. Errors:
+    ModelError."""
+    file = folder / _MODULES
+    if not file.exists():
+        return []
+    found: Any = read_json(file)
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ModelError(f"{file} does not hold a list of JSON objects; copy it again")
+    return [str(each.get("type", "")).rpartition(".")[2] for each in found]

@@ -1,0 +1,70 @@
+"""Answers requests for embeddings and for scores."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import numpy as np
+from anyio.to_thread import run_sync
+from starlette.types import Receive, Scope
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError, OnnxparError
+from onnxpar.llm.requests import Busy, End, Failure
+from onnxpar.serve.api_error import ApiError, json_bytes, written_response
+from onnxpar.serve.body import fields_of
+from onnxpar.serve.embedding_request import EncoderRequest
+from onnxpar.serve.event_stream import EventStream
+from onnxpar.serve.service import EmbeddingService, failed
+from onnxpar.serve.visiting import Visiting
+
+
+class EmbeddingAnswering(Visiting):
+    """The endpoint of a route that embeds or ranks texts.
+
+    read  the requests of the route
+    """
+
+    def __init__(self, service: EmbeddingService, read: type[EncoderRequest]) -> None:
+        super().__init__(service)
+        self._service, self._read = service, read
+
+    async def _answer(
+        self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
+    ) -> None:
+        request = await run_sync(lambda: self._read(fields_of(body), self._service))
+        results = await self._results(request)
+        written = await run_sync(lambda: json_bytes(request.answer(results)))
+        await written_response(written)(scope, receive, stream.raw)
+
+    async def _results(self, request: EncoderRequest) -> Array:
+        """What the model computes of the texts. Errors: ApiError if it does not."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Array | End | Failure] = loop.create_future()
+
+        def set_result(event: Array | End | Failure) -> None:
+            if not future.done():
+                future.set_result(event)
+
+        def listen(event: Array | End | Failure) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it the request
+                loop.call_soon_threadsafe(set_result, event)
+
+        try:
+            running = self._service.embedder.submit(request.texts, listen)
+        except InputError as error:
+            raise ApiError(str(error)) from None
+        except OnnxparError as error:
+            raise (self._service.busy() if isinstance(error, Busy) else failed(error)) from None
+        try:
+            event = await future
+        finally:
+            running.cancel()  # has no effect on one that has ended
+        if isinstance(event, Failure):
+            raise failed(event.error)
+        if isinstance(event, End):
+            raise self._service.busy()
+        if not np.isfinite(event).all():
+            raise failed(OnnxparError("the model computes what is no finite number"))
+        return event

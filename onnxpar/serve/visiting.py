@@ -1,0 +1,79 @@
+"""What all routes have in common that ask for work: time, clients that go away, and the end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import anyio
+from starlette.types import Receive, Scope, Send
+
+from onnxpar.serve.api_error import ApiError, json_bytes
+from onnxpar.serve.body import Gone, read_body
+from onnxpar.serve.event_stream import EventStream
+from onnxpar.serve.gate import Visit, ending
+from onnxpar.serve.service import Service
+
+GONE = "gone"
+"""Why a request is stopped whose client has closed the connection."""
+ENDING = "ending"
+"""Why a request is stopped that outlasts the end of the server."""
+
+
+class Visiting(ABC):
+    """The endpoint of a route, as an ASGI application."""
+
+    def __init__(self, service: Service) -> None:
+        self._shared = service
+
+    @abstractmethod
+    async def _answer(
+        self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
+    ) -> None:
+        """Answers a request that has been read. Errors: ApiError."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request. Errors: ApiError, before the answer has begun."""
+        stream = EventStream(send)
+        with self._shared.gate.visit() as visit:
+            error = await self._visit(visit, scope, receive, stream)
+        if error is None:
+            return
+        if not stream.has_begun:
+            raise error
+        await stream.send(json_bytes(error.body()))
+        await stream.end()
+
+    async def _visit(
+        self, visit: Visit, scope: Scope, receive: Receive, stream: EventStream
+    ) -> ApiError | None:
+        """Answers a request, within its time and while its client is there; returns the error, if
+        there is one to tell."""
+        error: ApiError | None = None
+        is_done = False
+        async with anyio.create_task_group() as group:
+            visit.enter(group.cancel_scope)
+            seconds = self._shared.settings.request_timeout
+            group.cancel_scope.deadline = anyio.current_time() + seconds
+            try:
+                body = await read_body(receive, self._shared.settings.max_body)
+                group.start_soon(_watch, receive, visit)
+                await self._answer(body, scope, receive, stream)
+            except Gone:
+                visit.stop(GONE)
+            except ApiError as found:
+                error = found
+            is_done = True
+            group.cancel_scope.cancel()
+        if is_done or visit.why == GONE:
+            return error
+        if visit.why == ENDING:
+            return ending()
+        text = f"the request has taken more than {seconds:g} s, which is the limit of the server"
+        return ApiError(text, 504, code="timeout")
+
+
+async def _watch(receive: Receive, visit: Visit) -> None:
+    """Stops a request when its client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    visit.stop(GONE)
