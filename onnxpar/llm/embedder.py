@@ -146,7 +146,8 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         self._batch_tokens, self._max_waiting = batch_tokens, max_waiting
         self._counts = EmbedderCounts()
         self._queue = _Queue()
-        self._begin("onnxpar-embedder", self._keep)
+        self._encoder = self._start_ranks()
+        self._start_thread("onnxpar-embedder")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -224,9 +225,6 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
     def _open(self, session: InferenceSession) -> Encoder:
         return Encoder(session, self._bundle, self.model)
-
-    def _keep(self, encoder: Encoder) -> None:
-        self._encoder = encoder
 
     def _adopt(self, made: Encoder) -> None:
         self._encoder = made

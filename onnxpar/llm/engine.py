@@ -107,7 +107,8 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
         self._max_running, self._max_waiting = max_running, max_waiting
         self._step_tokens = step_tokens
         self._before = Counts()
-        self._begin("onnxpar-engine", self._keep)
+        self._batching = self._start_ranks()
+        self._start_thread("onnxpar-engine")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -156,13 +157,7 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
 
     def _check(self, tokens: Sequence[int], limits: Limits) -> None:
         """Errors: InputError for a prompt or limits that cannot be served."""
-        if not tokens:
-            raise InputError("a prompt has no tokens; give a text, token ids or a chat")
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                raise InputError(
-                    f"a prompt has token {token}; ids are from 0 to {self.vocabulary - 1}"
-                )
+        self.model.check_tokens(tokens)
         if limits.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {limits.max_new_tokens}; it must be at least 1")
         if not 0 <= limits.top_logprobs <= self.vocabulary:
@@ -182,9 +177,6 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
     def _open(self, session: InferenceSession) -> Batching:
         decoder = PagedDecoder(session, self._bundle, self.model, self._pages)
         return Batching(decoder, self._max_running, self._step_tokens)
-
-    def _keep(self, batching: Batching) -> None:
-        self._batching = batching
 
     def _adopt(self, made: Batching) -> None:
         self._before = replace(self.counts, restarts=self._before.restarts + 1)

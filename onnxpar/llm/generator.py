@@ -68,7 +68,6 @@ class Generator(Closing):
     ) -> None:
         bundle = Bundle.load(par)
         self.model = LanguageModel.of(bundle)
-        self._vocabulary = self.model.vocabulary
         self._folder = bundle.path
         pages = count_pages(bundle, self.model, kv_memory, _TOGETHER) if self.model.page_size else 0
         self._room = pages * self.model.page_size
@@ -133,7 +132,7 @@ class Generator(Closing):
 
     def _running(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> _Run:
         tokens = [self._tokens(prompt) for prompt in prompts]
-        return _Run(self, self._source, tokens, self._limits(tokens, dict(options)))
+        return _Run(self, self._source, tokens, *self._limits(tokens, dict(options)))
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Errors: InputError."""
@@ -145,19 +144,15 @@ class Generator(Closing):
             found = [int(token) for token in cast(Sequence[int], prompt)]
         if not found and self.model.begin is not None:
             found = [self.model.begin]
-        if not found:
-            raise InputError("a prompt has no tokens; give a text, token ids or a chat")
-        for token in found:
-            if not 0 <= token < self._vocabulary:
-                raise InputError(
-                    f"a prompt has token {token}; ids are from 0 to {self._vocabulary - 1}"
-                )
+        self.model.check_tokens(found)
         return found
 
-    def _limits(self, prompts: Sequence[Sequence[int]], options: dict[str, Any]) -> _Limits:
-        """The options of a run. Errors: InputError."""
+    def _limits(
+        self, prompts: Sequence[Sequence[int]], options: dict[str, Any]
+    ) -> tuple[list[Limits], tuple[str, ...]]:
+        """The limits of each text, and the stop strings. Errors: InputError."""
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
-        sampling.check(self._vocabulary)
+        sampling.check(self.model.vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
         for name, value in (("max_new_tokens", most_new), ("max_length", most)):
             if value is not None and not isinstance(value, Integral):
@@ -194,7 +189,8 @@ class Generator(Closing):
                 f"may follow, but the model's context is {context}; give a smaller max_new_tokens, "
                 "or prompts of similar lengths"
             )
-        return _Limits(sampling, rooms, frozenset([ends] if isinstance(ends, int) else ends), stops)
+        ended = frozenset([ends] if isinstance(ends, int) else ends)
+        return [Limits(sampling, room, ended, row=i) for i, room in enumerate(rooms)], stops
 
     def _within(self, prompt: Sequence[int], room: int) -> int:
         """How many of `room` new tokens the context and the caches have room for. Errors:
@@ -222,16 +218,6 @@ def _source(
     return PagedSource(Batching(decoder, _TOGETHER, _STEP_TOKENS))
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """How tokens are chosen and when each text ends."""
-
-    sampling: Sampling
-    rooms: Sequence[int]
-    ends: frozenset[int]
-    stops: tuple[str, ...]
-
-
 class _Run:
     """Texts that are generated together."""
 
@@ -240,24 +226,21 @@ class _Run:
         generator: Generator,
         source: TokenSource,
         prompts: Sequence[Sequence[int]],
-        limits: _Limits,
+        limits: Sequence[Limits],
+        stops: Sequence[str],
     ) -> None:
         self._source, self._prompts, self._limits = source, prompts, limits
         self.completions = [Completion(prompt=len(prompt)) for prompt in prompts]
-        has_text = bool(limits.stops) or (generator._folder / "tokenizer.json").exists()
+        has_text = bool(stops) or (generator._folder / "tokenizer.json").exists()
         self._streams = [Stream(generator.tokenizer) for _ in prompts] if has_text else []
-        self._stops = [StopStrings(limits.stops) for _ in prompts]
+        self._stops = [StopStrings(stops) for _ in prompts]
 
     def steps(self) -> Iterator[list[str]]:
         """Generates texts until all have ended; yields the new text of each."""
         if not self._prompts:
             return
         ended: set[int] = set()
-        given = [
-            Limits(self._limits.sampling, room, self._limits.ends, row=row)
-            for row, room in enumerate(self._limits.rooms)
-        ]
-        for step in self._source.follow(self._prompts, given, ended):
+        for step in self._source.follow(self._prompts, self._limits, ended):
             pieces = [""] * len(self._prompts)
             for row, token in step:
                 completion = self.completions[row]
@@ -272,10 +255,10 @@ class _Run:
 
     def _text(self, row: int, token: int) -> str:
         """The new text of a row after a token; sets the reason if it ends the text."""
-        completion, limits = self.completions[row], self._limits
+        completion, limits = self.completions[row], self._limits[row]
         if token in limits.ends:
             completion.reason = "stop"
-        elif len(completion.tokens) == limits.rooms[row]:
+        elif len(completion.tokens) == limits.max_new_tokens:
             completion.reason = "length"
         if not self._streams:
             return ""

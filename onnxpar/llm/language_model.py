@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.errors import ModelError
+from onnxpar.errors import InputError, ModelError
 from onnxpar.model.model_folder import CONFIG, GENAI, genai_config, read_config
 from onnxpar.runtime.bundle import Bundle, Port
 
@@ -93,6 +93,16 @@ class LanguageModel:
             _page_size(bundle) if paging else 0,
             size if isinstance(size := (logits[0].shape or (0,))[-1], int) else 1 << 31,
         )
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Errors: InputError for a prompt without tokens, or with one that there is not."""
+        if not tokens:
+            raise InputError("a prompt has no tokens; give a text, token ids or a chat")
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                raise InputError(
+                    f"a prompt has token {token}; ids are from 0 to {self.vocabulary - 1}"
+                )
 
 
 def _page_size(bundle: Bundle) -> int:

@@ -107,11 +107,14 @@ class Worker(Closing, Generic[Request, Work, Made]):
             self._thread.join()
         self._session.close()
 
-    def _begin(self, name: str, keep: Callable[[Made], None]) -> None:
-        """Starts the ranks, keeps what `_open` made, and starts the thread of this name. Errors:
-        RankError if a rank does not start."""
+    def _start_ranks(self) -> Made:
+        """Starts the first ranks; returns what `_open` made. Errors: RankError if a rank does not
+        start."""
         self._session, made = self._start()
-        keep(made)
+        return made
+
+    def _start_thread(self, name: str) -> None:
+        """Starts the thread of this name, once all is there that it needs."""
         self._status = READY
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()

@@ -93,7 +93,7 @@ class Processes:
         self.check_usable()
         ended = next((rank for rank in self.ranks if rank.fate() is not None), None)
         if ended is not None:
-            self._fail(ended, "the idle time")
+            self._fail(ended, "a check")
 
     def close(self) -> None:
         """Ends all ranks without an error. May be called twice."""

@@ -80,6 +80,9 @@ def test_fed_caches_take_the_place_of_kept_ones(session: Session) -> None:
     found = session.run(["logits"], {**feeds([1], [2]), **small}, keep_states=True)
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(session.states.read(KEYS), after[:3])
+    session.run(["logits"], {**feeds([1], [2]), **kept}, keep_states=True)  # of another size
+    np.testing.assert_array_equal(session.states.read(KEYS), after)
+    session.states.clear(dict.fromkeys(session.states.names, (3, *SHAPE[1:])))
     session.states.write(KEYS, np.ones((3, *SHAPE[1:]), "f4"))
     session.run(["logits"], feeds([0], [0]), keep_states=True)
     assert (session.states.read(KEYS)[1:] == 1).all()

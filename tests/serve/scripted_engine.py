@@ -15,6 +15,7 @@ import numpy as np
 from committed import MODELS
 
 from onnxpar.errors import RankError
+from onnxpar.llm.engine import Counts
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener, Token
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.runtime.closing import Closing
@@ -30,22 +31,6 @@ class Model:
 
     ends: frozenset[int] = frozenset([END])
     begin: int | None = 0
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What an engine has done."""
-
-    running: int = 0
-    waiting: int = 0
-    pages: int = 64
-    used_pages: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    restarts: int = 0
 
 
 @dataclass(eq=False)
@@ -112,7 +97,7 @@ class Engine(Closing):
         self.delay, self.fails, self.most, self.state = 0.0, False, 1000, "ready"
         self.model, self.vocabulary, self.longest = Model(), 320, 512
         self.tokenizer = Tokenizer(FOLDER if par is None else Path(str(par)))
-        self.counts = Counts()
+        self.counts = Counts(pages=64)
         self.generations: list[Generation] = []
         self.closed = False
         self._running: list[Generation] = []
