@@ -20,7 +20,7 @@ from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, too_old
-from onnxpar.model.model_folder import carried_files, decoder_in
+from onnxpar.model.model_folder import carried_files, model_at
 
 TABLE, ROWS, POSITIONS, PICKS = "block_table", "token_rows", "token_positions", "picked_tokens"
 """Inputs that the rewrite adds: the pages of each text, (texts, pages of a text); the text of each
@@ -79,10 +79,8 @@ class _Ports:
 def usual_page_size(folder: Path) -> int:
     """Returns PAGE_SIZE for a folder that holds a language model whose caches can be in pages, else
     0. Errors: ModelError."""
-    if not folder.is_dir() or too_old():
-        return 0
-    file = decoder_in(folder)
-    if not carried_files(file):
+    file = model_at(folder)
+    if file == folder or too_old() or not carried_files(file):
         return 0
     try:
         page_caches(onnx.load(str(file), load_external_data=False), PAGE_SIZE)

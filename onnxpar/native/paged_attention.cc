@@ -318,7 +318,7 @@ class PagedAttention : public Kernel {
         scaled_(info.Int("scale_bytes", 0) != 0),
         scale_(info.Float("scale", 0)),
         softcap_(info.Float("softcap", 0)) {
-    if (heads_ % shared_ == 0) return;
+    if (shared_ == 0 ? heads_ == 0 : heads_ % shared_ == 0) return;
     throw std::runtime_error("num_heads=" + std::to_string(heads_) +
                              " is not a multiple of kv_num_heads=" + std::to_string(shared_));
   }
@@ -330,16 +330,18 @@ class PagedAttention : public Kernel {
     const bool has_sink = smooth_ || context.Has(kSink);
     const std::vector<Run> runs = step.Runs();
     context.ParallelFor(step.tokens(), [&](size_t token) { step.Keep(token, interleaved_); });
+    if (heads_ == 0) return;
     context.ParallelFor(runs.size() * shared_, [&](size_t i) {
       Attend(step, runs[i / shared_], i % shared_, has_sink, result);
     });
   }
 
  private:
+  /// Reads a count of heads: 0 on a rank without heads, where ranks are more than heads.
   static size_t Count(const KernelInfo& info, const char* name) {
     const int64_t count = info.Int(name);
-    if (count > 0) return static_cast<size_t>(count);
-    throw std::runtime_error(std::string(name) + "=" + std::to_string(count) + " is not positive");
+    if (count >= 0) return static_cast<size_t>(count);
+    throw std::runtime_error(std::string(name) + "=" + std::to_string(count) + " is negative");
   }
 
   /// Computes the results of a run's queries that read one head of keys and values.

@@ -13,6 +13,8 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
+from onnxpar.ir.paged_attention import COMPUTE
+from onnxpar.runtime.library import library_path
 
 Operand = tuple[int, ...] | Array | None
 
@@ -159,6 +161,8 @@ def compiled(graph: gs.Graph) -> Program:
         options.intra_op_num_threads = 1
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
+        if any(node.domain == COMPUTE for node in graph.nodes):
+            options.register_custom_ops_library(str(library_path()))
         _SESSIONS[model] = ort.InferenceSession(model, options, ["CPUExecutionProvider"])
     return Program(_SESSIONS[model], frozenset(t.name for t in operands), values)
 

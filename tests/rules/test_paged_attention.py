@@ -1,40 +1,55 @@
 """The rule of PagedAttention: heads of keys and values may be split, and nothing else."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import numpy as np
-import onnx_graphsurgeon as gs
 import pytest
-from llm.test_paged_attention import Case, Paged, arrays, tables
 
 from onnxpar.ir.paged_attention import COMPUTE, too_old
-from onnxpar.rules.rule import rule_of
+from onnxpar.testing.case import Case
+
+pytestmark = pytest.mark.skipif(too_old() is not None, reason=str(too_old()))
+
+CACHES = [(8, 3, 4, 16)] * 2
+BYTES = [np.random.default_rng(i).integers(-99, 99, (8, 3, 4, 12)).astype(np.int8) for i in (0, 1)]
+for each in BYTES:  # the scales behind the elements
+    each[..., 8:] = np.full((8, 3, 4, 1), 0.02, np.float32).view(np.int8)
+PLACES = [
+    np.array([[6, 1, 4], [0, 7, 2]]),
+    np.array([0, 0, 0, 1, 1]),
+    np.array([4, 5, 6, 0, 9]),
+]
+TURNS = [np.random.default_rng(i).standard_normal((12, 8)).astype(np.float32) for i in (0, 1)]
+HEADS = {"num_heads": 6, "kv_num_heads": 3}
 
 
-def test_heads_alone_may_be_split() -> None:
-    shapes = {"q": (1, 5, 96), "k": (1, 5, 48), "v": (1, 5, 48), "kc": (8, 3, 4, 16)}
-    shapes |= {"vc": (8, 3, 4, 16), "t": (2, 4), "r": (5,), "p": (5,)}
-    inputs = [gs.Variable(n, np.float32, shape) for n, shape in shapes.items()]
-    outputs = [gs.Variable(n, np.float32, shapes[m]) for n, m in zip("xyz", ("q", "kc", "vc"))]  # noqa: B905
-    attrs = {"num_heads": 6, "kv_num_heads": 3}
-    rule = rule_of(gs.Node("PagedAttention", "n", attrs, inputs, outputs, domain=COMPUTE))
-    assert rule.sizes["k"] == 3 and rule.sizes["g"] == 2
-    assert rule.whole.keys() >= {"s", "n", "p", "r", "m", "d", "e"}
-    assert not {"k"} & rule.whole.keys() and not rule.reduce
+def case(operands, attrs=None, fed=()):
+    return Case(
+        "PagedAttention", operands, {**HEADS, **(attrs or {})}, fed=fed, outputs=3, domain=COMPUTE
+    )
 
 
-@pytest.mark.skipif(too_old() is not None, reason=str(too_old()))
-def test_heads_apart_are_those_together() -> None:
-    case, rng = Case(heads=6, shared=3, sink=True), np.random.default_rng(0)
-    text, stored = arrays(case, 9, rng), tables(case, rng)
-    places = [0] * 9, list(range(9))
-    whole = Paged(case, 1, rng).run(text, *places, **stored)
-    for begin, end in ((0, 2), (2, 3)):
-        own = replace(case, heads=2 * (end - begin), shared=end - begin)
-        part = {n: a[:, 16 * begin : 16 * end] for n, a in text.items()}
-        part["query"] = text["query"][:, 32 * begin : 32 * end]
-        sinks = {**stored, "sink": stored["sink"][2 * begin : 2 * end]}
-        found = Paged(own, 1, rng).run(part, *places, **sinks)
-        np.testing.assert_array_equal(found, whole[:, 32 * begin : 32 * end])
+CASES = [
+    (
+        case([(1, 5, 96), (1, 5, 48), (1, 5, 48), *CACHES, *PLACES, *TURNS, (6,)]),
+        "1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m, s, s, q c, q c, (k g)"
+        " -> 1 s (k g d); n k p e; n k p e {whole: s n p r m d e q c}",
+    ),
+    (
+        case([(1, 5, 192), None, None, *CACHES, *PLACES], {"local_window_size": 4}),
+        "1 s (k g d) + (k d) + (k d), _, _, n k p e, n k p e, r m, s, s"
+        " -> 1 s (k g d); n k p e; n k p e {whole: s n p r m d e}",
+    ),
+    (
+        case(
+            [(1, 5, 48), (1, 5, 24), (1, 5, 24), *BYTES, *PLACES],
+            {"scale_bytes": 4, "smooth_softmax": 1, "softcap": 3.0},
+            fed=[3, 4],
+        ),
+        "1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m, s, s"
+        " -> 1 s (k g d); n k p e; n k p e {whole: s n p r m d e}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), CASES, ids=["rotated", "packed", "int8"])
+def test_rule(prove_rule, case, text):
+    prove_rule(case, text)
