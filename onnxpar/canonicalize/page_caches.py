@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.canonicalize.candidates import ASKED_DIM, PICK_DIM, add_candidates
 from onnxpar.errors import ModelError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, too_old
 from onnxpar.model.model_folder import carried_files, model_at
@@ -25,13 +26,7 @@ from onnxpar.model.model_folder import carried_files, model_at
 TABLE, ROWS, POSITIONS, PICKS = "block_table", "token_rows", "token_positions", "picked_tokens"
 """Inputs that the rewrite adds: the pages of each text, (texts, pages of a text); the text of each
 token, and its position there, (tokens,); and the tokens whose logits are wanted, (picks,)."""
-TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM, PICK_DIM = (
-    "new_tokens",
-    "texts",
-    "pages_of_text",
-    "pages",
-    "picks",
-)
+TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM = "new_tokens", "texts", "pages_of_text", "pages"
 """Names of the open sizes of these inputs, and of the number of pages."""
 
 DTYPES = {
@@ -42,9 +37,10 @@ DTYPES = {
 """Types that caches may have, by name."""
 PAGE_SIZE = 16
 """Tokens of a page, unless the user asks for other ones."""
+_STEP = {TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8, ASKED_DIM: 1}
 USUAL = (
-    ({TOKEN_DIM: 8, TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8}, 0.9),
-    ({TOKEN_DIM: 256, TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8}, 0.1),
+    ({TOKEN_DIM: 8, **_STEP}, 0.9),
+    ({TOKEN_DIM: 256, **_STEP}, 0.1),
 )
 """Usual sizes and their weights: most steps generate some texts, the others read a prompt, too."""
 
@@ -111,6 +107,7 @@ def page_caches(
     if dtype is not None:
         _set_dtype(graph, pairs, DTYPES[dtype])
     _pick(graph, ports.logits)
+    add_candidates(graph, ports.logits)
     _remove_unread(graph)
     left = {name for node in graph.node for name in node.input} & set(ports.others)
     _remove_inputs(graph, [name for name in ports.others if name not in left])

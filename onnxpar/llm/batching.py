@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from onnxpar.base.arrays import Array
+from onnxpar.canonicalize.candidates import BEST
+from onnxpar.errors import OnnxparError
+from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder
-from onnxpar.llm.requests import End, Event, Token
-from onnxpar.llm.sampling import log_total
+from onnxpar.llm.requests import End, Event, Failure, Limits, Token
 from onnxpar.llm.scheduler import Piece, Scheduler, Text
 
 
@@ -58,17 +59,33 @@ class Batching:
         """Returns the pieces of the next step; none if there is no text."""
         return self.scheduler.next()
 
-    def run(self, pieces: Sequence[Piece]) -> list[tuple[Text, Token]]:
+    def run(self, pieces: Sequence[Piece]) -> list[tuple[Text, Token | Failure]]:
         """Computes pieces; returns the next token of each text that is complete."""
-        logits = self._decoder.run(pieces)
         complete = [piece.text for piece in pieces if piece.is_last]
-        return [
-            (text, _chosen(text, row))
-            for text, row in zip(complete, logits, strict=False)
-            if not text.is_cancelled
-        ]
+        whole = any(_needs_all(text.limits) for text in complete)
+        found = list(self._choose(complete, self._decoder.run(pieces, whole)))
+        # Computing a text's last token again writes the same into the caches.
+        again = [text for text, token in found if token is None]
+        if again:
+            last = [Piece(text, len(text.tokens) - 1, 1) for text in again]
+            found += self._choose(again, self._decoder.run(last, whole=True))
+        return [(text, token) for text, token in found if token is not None]
 
-    def finish(self, pieces: Sequence[Piece], chosen: Sequence[tuple[Text, Token]]) -> None:
+    def _choose(
+        self, texts: Sequence[Text], candidates: Sequence[Candidates]
+    ) -> Iterator[tuple[Text, Token | Failure | None]]:
+        """Yields the next token of each text that is still wanted; None if it takes all logits to
+        tell."""
+        for text, each in zip(texts, candidates, strict=True):
+            if not text.is_cancelled:
+                try:
+                    yield text, _chosen(text, each)
+                except OnnxparError as error:
+                    yield text, Failure(error)
+
+    def finish(
+        self, pieces: Sequence[Piece], chosen: Sequence[tuple[Text, Token | Failure]]
+    ) -> None:
         """Appends the tokens that a step has chosen; ends texts that are complete."""
         for piece in pieces:
             self._count(piece)
@@ -76,6 +93,9 @@ class Batching:
         self.done.steps += 1
         self.done.generated_tokens += len(chosen)
         for text, token in chosen:
+            if isinstance(token, Failure):
+                self.end(text, token)
+                continue
             text.tokens.append(token.id)
             text.listen(token)
             if text.is_cancelled:
@@ -94,17 +114,21 @@ class Batching:
             self.done.prompt_tokens += text.prompt
 
 
-def _chosen(text: Text, logits: Array) -> Token:
-    """The next token of a text."""
+def _needs_all(limits: Limits) -> bool:
+    """True if tokens can seldom be chosen without the logits of all tokens."""
+    is_long = limits.top_logprobs > BEST
+    return is_long or limits.constraint is not None or limits.sampling.needs_all
+
+
+def _chosen(text: Text, candidates: Candidates) -> Token | None:
+    """The next token of a text; None if it takes all logits to tell."""
     limits = text.limits
     if limits.constraint is not None:
-        logits = np.where(limits.constraint.allowed(), logits, -np.inf)
-    step = len(text.tokens) - text.prompt
-    token, logprob = limits.sampling.choose(logits, text.tokens, limits.row, step)
+        allowed = limits.constraint.allowed()
+        candidates = Candidates.all(np.where(allowed, candidates.logits, -np.inf))
+    found = limits.sampling.choose(candidates, text.tokens, limits.row, text.step)
+    if found is None:
+        return None
     if limits.constraint is not None:
-        limits.constraint.accept(token)
-    if not limits.top_logprobs:
-        return Token(token, logprob)
-    best = np.argsort(-logits, kind="stable")[: limits.top_logprobs]
-    total = log_total(logits)
-    return Token(token, logprob, [(int(t), float(logits[t]) - total) for t in best])
+        limits.constraint.accept(found[0])
+    return Token(*found, candidates.logprobs(limits.top_logprobs))

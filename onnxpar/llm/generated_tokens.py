@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from onnxpar.llm.batching import Batching
+from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.decoder import Decoder
-from onnxpar.llm.requests import Event, Limits, Token
+from onnxpar.llm.requests import Event, Failure, Limits, Token
 from onnxpar.llm.scheduler import Text
 
 Step = Sequence[tuple[int, Token]]
@@ -44,7 +45,9 @@ class BatchSource:
             for row, own in enumerate(limits):
                 if row not in ended:
                     count = len(texts[row]) - len(prompts[row])
-                    chosen = own.sampling.choose(logits[row], texts[row], own.row, count)
+                    every = Candidates.all(logits[row])
+                    chosen = own.sampling.choose(every, texts[row], own.row, count)
+                    assert chosen is not None, "they are all"
                     step.append((row, Token(*chosen)))
                     texts[row].append(chosen[0])
             yield step
@@ -65,11 +68,14 @@ class PagedSource:
     ) -> Iterator[Step]:
         """As `TokenSource` says. The thread that wants the next token runs a step of all texts."""
         come: deque[tuple[int, Token]] = deque()
+        failed: list[Failure] = []
 
         def text(row: int) -> Text:
             def listen(event: Event) -> None:
                 if isinstance(event, Token):
                     come.append((row, event))
+                elif isinstance(event, Failure):
+                    failed.append(event)
 
             tokens, own = list(prompts[row]), limits[row]
             return Text(tokens, len(tokens), len(tokens) + own.max_new_tokens, own, listen)
@@ -86,6 +92,8 @@ class PagedSource:
                         self._step()
                     step = list(come)
                     come.clear()
+                if failed:
+                    raise failed[0].error
                 if step:
                     yield step
         finally:

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 
+from onnxpar.canonicalize.candidates import ASKED, TEMPERATURES
 from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import InputError, ModelError
 from onnxpar.model.model_folder import CONFIG, GENAI, genai_config, read_config
@@ -18,7 +19,7 @@ _GROUPED = "GroupQueryAttention"
 """The op of com.microsoft that reads the length of each row of a batch, and no mask."""
 _RING = "sliding_window_cache"
 """Its attribute that is 1 if a cache is a ring buffer."""
-PAGING = frozenset((TABLE, ROWS, POSITIONS, PICKS))
+PAGING = frozenset((TABLE, ROWS, POSITIONS, PICKS, TEMPERATURES, ASKED))
 """The inputs of a decoder whose caches are in pages, besides tokens and position ids."""
 _CONTEXT = ("context_length", "max_position_embeddings", "n_positions")
 """What configurations call the most tokens of a text."""

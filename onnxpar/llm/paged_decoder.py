@@ -9,9 +9,18 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.units import quantity
+from onnxpar.canonicalize.candidates import (
+    ASKED,
+    ASKED_LOGITS,
+    BEST_LOGITS,
+    BEST_TOKENS,
+    LOG_TOTALS,
+    TEMPERATURES,
+)
 from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.ir.paged_attention import too_old
+from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.scheduler import Piece
 from onnxpar.runtime.bundle import Bundle
@@ -39,20 +48,26 @@ class PagedDecoder:
         caches = {name: self._ports[name].shape or () for name in model.caches}
         session.states.clear({n: (pages, *map(_fixed, s[1:])) for n, s in caches.items()})
 
-    def run(self, pieces: Sequence[Piece]) -> Array:
-        """Computes pieces; returns the logits of the next token of each text that is complete with
-        its piece, (texts, vocabulary), in order; of any one token if no text is."""
+    def run(self, pieces: Sequence[Piece], whole: bool = False) -> list[Candidates]:
+        """Computes pieces; returns the candidates for the next token of each text that is complete
+        with its piece, in order: all tokens if `whole`, else the likeliest ones, so that the logits
+        stay on their ranks."""
         tokens = sum(piece.count for piece in pieces)
         widest = max(len(piece.text.pages) for piece in pieces)
-        picks = max(sum(piece.is_last for piece in pieces), 1)
+        complete = [piece.text for piece in pieces if piece.is_last]
+        asked = [text.changed for text in complete]
+        most = max(map(len, asked), default=0)
         # Rounded up, so that a text may grow for some time without another shape.
-        self._resize(tokens, len(pieces), 1 << (widest - 1).bit_length(), picks)
+        self._resize(tokens, len(pieces), _rounded(widest), max(len(complete), 1), _rounded(most))
         feeds, model = self._feeds, self._model
+        for pick, text in enumerate(complete):
+            feeds[TEMPERATURES][pick] = text.limits.sampling.temperature or 1
+            feeds[ASKED][pick, : len(asked[pick])] = asked[pick]
         at = pick = 0
         for row, piece in enumerate(pieces):
             text, part = piece.text, slice(at, at + piece.count)
-            positions = np.arange(text.done, text.done + piece.count)
-            feeds[model.tokens][0, part] = text.tokens[text.done : text.done + piece.count]
+            positions = np.arange(piece.begin, piece.begin + piece.count)
+            feeds[model.tokens][0, part] = text.tokens[piece.begin : piece.begin + piece.count]
             feeds[ROWS][part], feeds[POSITIONS][part] = row, positions
             if model.positions is not None:
                 feeds[model.positions][0, part] = positions
@@ -61,20 +76,33 @@ class PagedDecoder:
             if piece.is_last:
                 feeds[PICKS][pick] = at - 1
                 pick += 1
-        (logits,) = self._session.run([model.logits], feeds, keep_states=True)
-        each: Array = logits[0]
-        return each
+        if whole:
+            (logits,) = self._session.run([model.logits], feeds, keep_states=True)
+            return [Candidates.all(row) for row in logits[0][: len(complete)]]
+        names = [BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS]
+        found = self._session.run(names, feeds, keep_states=True)
+        rows = zip(found[0], found[1], feeds[ASKED], *found[2:], strict=True)
+        return [Candidates.best(*row) for _, row in zip(complete, rows, strict=False)]
 
-    def _resize(self, tokens: int, texts: int, pages: int, picks: int) -> None:
-        """Makes arrays of these sizes, unless the last ones have them."""
-        if self._sizes == (tokens, texts, pages, picks):
+    def _resize(self, *sizes: int) -> None:
+        """Makes arrays for so many tokens, texts, pages of a text, picks and tokens that are asked
+        for, unless the last ones have these sizes."""
+        if self._sizes == sizes:
             return
-        self._sizes = tokens, texts, pages, picks
+        self._sizes = sizes
+        tokens, texts, pages, picks, asked = sizes
         shapes = {self._model.tokens: (1, tokens), ROWS: (tokens,), POSITIONS: (tokens,)}
         if self._model.positions is not None:
             shapes[self._model.positions] = (1, tokens)
         shapes |= {TABLE: (texts, pages), PICKS: (picks,)}
+        shapes |= {TEMPERATURES: (picks, 1), ASKED: (picks, asked)}
         self._feeds = {n: np.zeros(s, self._ports[n].dtype) for n, s in shapes.items()}
+        self._feeds[TEMPERATURES][:] = 1
+
+
+def _rounded(count: int) -> int:
+    """The power of two that is not below a count, at least 1."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def count_pages(

@@ -1,4 +1,4 @@
-"""Chooses the next token from logits."""
+"""Chooses the next token of a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.canonicalize.candidates import BEST
+from onnxpar.errors import InputError, ModelError
+from onnxpar.llm.candidates import Candidates
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,51 @@ class Sampling:
         """True if the likeliest token is chosen."""
         return not self.do_sample or self.temperature == 0
 
-    def choose(self, logits: Array, seen: Sequence[int], row: int, step: int) -> tuple[int, float]:
-        """Returns the next token of a text, and the natural logarithm of its probability by the
-        model.
+    @property
+    def needs_all(self) -> bool:
+        """True if a token can seldom be chosen without the logits of all tokens."""
+        if self.is_greedy:
+            return False
+        return self.top_k >= BEST or (not self.top_k and self._changes)
 
-        logits  of the vocabulary, in any float dtype
+    def changed(self, seen: Sequence[int], step: int) -> Array:
+        """Returns the ids of tokens whose logits are changed before one is chosen, ascending;
+        arguments as of `choose`."""
+        found = list(self.logit_bias)
+        if self.repetition_penalty != 1:
+            found += seen
+        elif step and (self.frequency_penalty or self.presence_penalty):
+            found += seen[-step:]
+        return np.unique(np.array(found, np.int64))
+
+    def choose(
+        self, candidates: Candidates, seen: Sequence[int], row: int, step: int
+    ) -> tuple[int, float] | None:
+        """Returns the next token of a text, and the natural logarithm of its probability by the
+        model; None if it can be told only with the logits of all tokens.
+
+        candidates  among them, those that `changed` gives
         seen    the tokens of the text, prompt included; the last `step` of them were generated
         row, step  the number of the text and of the token in it, which decide what is drawn
+
+        Errors: ModelError for logits that are not numbers.
         """
-        total = log_total(logits)
-        scores = self._changed(logits, seen, step) if self._changes else logits
+        if math.isnan(candidates.log_total):
+            raise ModelError("the model's logits of the next token are not numbers (NaN)")
+        if self.needs_all and not candidates.are_all:
+            return None
+        scores = candidates.logits.astype(np.float64)
+        if self._changes:
+            self._change(scores, candidates.tokens, seen, step)
         if self.is_greedy:
-            token = int(scores.argmax())
+            at = int(scores.argmax())
+            is_sure = candidates.are_all or scores[at] > candidates.floor
         else:
-            token = self._draw(scores.astype(np.float64), row, step)
-        return token, float(logits[token]) - total
+            at, is_sure = self._draw(scores, candidates, row, step)
+        if not is_sure:
+            return None
+        logprob = float(candidates.logits[at]) - candidates.log_total
+        return int(candidates.tokens[at]), logprob
 
     @property
     def _changes(self) -> bool:
@@ -92,50 +124,67 @@ class Sampling:
         penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
         return bool(penalties or self.logit_bias)
 
-    def _changed(self, logits: Array, seen: Sequence[int], step: int) -> Array:
-        """The logits after penalties and biases."""
-        scores = logits.astype(np.float64)
+    def _change(self, scores: Array, tokens: Array, seen: Sequence[int], step: int) -> None:
+        """Applies penalties and biases in place to scores of tokens, which are in order."""
         if self.repetition_penalty != 1 and len(seen):
-            at = np.unique(np.asarray(seen, np.int64))
+            at = np.searchsorted(tokens, np.unique(np.asarray(seen, np.int64)))
             scores[at] *= np.where(
                 scores[at] > 0, 1 / self.repetition_penalty, self.repetition_penalty
             )
         if step and (self.frequency_penalty or self.presence_penalty):
-            at, counts = np.unique(np.asarray(seen[-step:], np.int64), return_counts=True)
+            own, counts = np.unique(np.asarray(seen[-step:], np.int64), return_counts=True)
+            at = np.searchsorted(tokens, own)
             scores[at] -= self.frequency_penalty * counts + self.presence_penalty
         for token, bias in self.logit_bias.items():
-            scores[token] += bias
-        return scores
+            scores[np.searchsorted(tokens, token)] += bias
 
-    def _draw(self, scores: Array, row: int, step: int) -> int:
-        """Draws a token by the Gumbel-max trick: the largest of scores with noise has the
-        probabilities of their softmax."""
-        scores = scores / self.temperature
-        kept = self._kept(scores)
+    def _draw(self, scores: Array, candidates: Candidates, row: int, step: int) -> tuple[int, bool]:
+        """Draws the index of a score by one number from 0 to 1: of the token at which the
+        probabilities, added in the order of ids, exceed it. Returns False, too, if it may be
+        another token that is no candidate.
+
+        If no limit leaves out any token, the likeliest ones come before all others, so that these
+        are seldom needed.
+        """
+        scores, floor = scores / self.temperature, candidates.floor / self.temperature
+        powers = np.exp(scores - scores.max())
+        total = powers.sum() if candidates.are_all else math.exp(candidates.cooled)
+        least = self._least(scores, powers, total)
+        if least is not None:
+            ordered = np.flatnonzero(scores >= least)
+        else:
+            edge = _edge(scores) if candidates.are_all else floor
+            ordered = np.argsort(scores <= edge, kind="stable")
+        sums = np.cumsum(powers[ordered])
+        if least is not None or candidates.are_all:
+            total = sums[-1]
         counter = np.array([0, 0, step, row], np.uint64)
-        drawn = np.random.Generator(np.random.Philox(counter=counter, key=self.seed))
-        noise = -np.log(-np.log(drawn.random(len(scores)) + np.finfo(np.float64).tiny))
-        return int(np.where(kept, scores + noise, -np.inf).argmax())
+        drawn = np.random.Generator(np.random.Philox(counter=counter, key=self.seed)).random()
+        at = ordered[min(int(np.searchsorted(sums, drawn * total, "right")), len(ordered) - 1)]
+        lowest = scores[at] if least is None else least
+        return int(at), candidates.are_all or bool(lowest > floor)
 
-    def _kept(self, scores: Array) -> Array:
-        """The tokens of which one is drawn: those that no limit leaves out, in the order top_k,
-        top_p, min_p. Tokens with the score of the last one that stays, stay, too."""
-        least = -np.inf
+    def _least(self, scores: Array, powers: Array, total: float) -> float | None:
+        """The score of the least likely token of those of which one is drawn, by the limits in the
+        order top_k, top_p, min_p; None if they leave none out. Tokens with its score stay, too.
+
+        powers  exp(score - best score); `total` is their sum over the vocabulary, which may have
+                more tokens than `scores`
+        """
+        least = None
         if 0 < self.top_k < len(scores):
             least = np.partition(scores, -self.top_k)[-self.top_k]
+            total = powers[scores >= least].sum()
         if self.top_p < 1:
-            ordered = np.sort(scores[scores >= least])[::-1]
-            powers = np.exp(ordered - ordered[0])
-            before = np.cumsum(powers) - powers
-            least = ordered[before < max(self.top_p * powers.sum(), 1e-300)][-1]
+            kept = np.sort(powers if least is None else powers[scores >= least])[::-1]
+            before = np.cumsum(kept) - kept
+            count = int((before < max(self.top_p * total, 1e-300)).sum())
+            least = np.sort(scores)[-count]
         if self.min_p > 0:
-            least = max(least, scores.max() + math.log(self.min_p))
-        return scores >= least
+            least = max(-math.inf if least is None else least, scores.max() + math.log(self.min_p))
+        return None if least is None else float(least)
 
 
-def log_total(logits: Array) -> float:
-    """Returns the logarithm of the sum of exponentials of logits: what a logit must be less by to
-    be the logarithm of a probability."""
-    logits = np.asarray(logits, np.result_type(logits, np.float32))
-    largest = logits.max()
-    return float(largest) + math.log(np.exp(logits - largest).sum(dtype=np.float64))
+def _edge(scores: Array) -> float:
+    """The best score of a token that is not among the likeliest ones."""
+    return float(np.partition(scores, -BEST)[-BEST]) if len(scores) > BEST else -math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from onnxpar.base.arrays import Array
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.requests import Limits, Listener
 
@@ -34,6 +35,16 @@ class Text:
     is_cancelled: bool = False
 
     @property
+    def step(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def changed(self) -> Array:
+        """The tokens whose logits are changed before the next one is chosen."""
+        return self.limits.sampling.changed(self.tokens, self.step)
+
+    @property
     def left(self) -> int:
         """How many tokens are not in the caches yet."""
         return len(self.tokens) - self.done
@@ -41,15 +52,21 @@ class Text:
 
 @dataclass(frozen=True)
 class Piece:
-    """The next `count` tokens of a text, which one step reads."""
+    """`count` tokens of a text that one step reads, from `begin` on."""
 
     text: Text
+    begin: int
     count: int
+
+    @staticmethod
+    def next(text: Text, most: int) -> Piece:
+        """Returns the next tokens of a text, at most `most`."""
+        return Piece(text, text.done, min(text.left, most))
 
     @property
     def is_last(self) -> bool:
         """True if the text then is complete, so that its next token can be chosen."""
-        return self.count == self.text.left
+        return self.begin + self.count == len(self.text.tokens)
 
 
 class Scheduler:
@@ -73,7 +90,7 @@ class Scheduler:
         for text in sorted(self.running, key=lambda text: text.left > 1):
             room = budget - sum(piece.count for piece in pieces)
             if text in self.running and room and self._reserve(text, min(text.left, room)):
-                pieces.append(Piece(text, min(text.left, room)))
+                pieces.append(Piece.next(text, room))
         pieces = [piece for piece in pieces if piece.text in self.running]
         room = budget - sum(piece.count for piece in pieces)
         while room and self.waiting and len(self.running) < self.max_running:
@@ -140,4 +157,4 @@ class Scheduler:
         text.cached = max(text.cached, min(text.done, text.prompt))
         self.waiting.popleft()
         self.running.append(text)
-        return Piece(text, min(text.left, room))
+        return Piece.next(text, room)

@@ -43,6 +43,8 @@ def feeds(positions: list[int], pages: list[int]) -> Feeds:
         "token_positions": np.array(positions),
         "block_table": np.array([pages]),
         "picked_tokens": np.array([count - 1]),
+        "asked_tokens": np.zeros((1, 1), np.int64),
+        "temperatures": np.ones((1, 1), np.float32),
     }
 
 

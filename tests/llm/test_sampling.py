@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from onnxpar.errors import InputError
+from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.sampling import Sampling
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], np.float32))
@@ -18,11 +20,24 @@ LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], np.float32))
 def drawn(number: int = 2000, **options: Any) -> Counter[int]:
     """How often each token is drawn."""
     sampling = Sampling(do_sample=True, **options)
-    return Counter(sampling.choose(LOGITS, [], 0, step)[0] for step in range(number))
+    return Counter(choose(sampling, step=step)[0] for step in range(number))
+
+
+def choose(
+    sampling: Sampling,
+    logits: np.ndarray = LOGITS,
+    seen: Sequence[int] = (),
+    row: int = 0,
+    step: int = 0,
+) -> tuple[int, float]:
+    """The token that is chosen of all logits, and the logarithm of its probability."""
+    found = sampling.choose(Candidates.all(logits), seen, row, step)
+    assert found is not None
+    return found
 
 
 def test_greedy_is_the_likeliest_with_its_probability() -> None:
-    token, logprob = Sampling().choose(LOGITS, [], 0, 0)
+    token, logprob = choose(Sampling())
     assert token == 1
     assert math.isclose(math.exp(logprob), 0.4, rel_tol=1e-6)
 
@@ -64,15 +79,15 @@ def test_limits(options: dict[str, Any], wanted: set[int]) -> None:
 
 def test_a_penalty_makes_what_is_there_less_likely() -> None:
     logits = np.array([2.0, 1.5, -1.0], np.float32)
-    assert Sampling(repetition_penalty=2.0).choose(logits, [0], 0, 0)[0] == 1
-    assert Sampling(repetition_penalty=2.0).choose(-logits, [2, 2], 0, 0)[0] == 2  # 1 -> 0.5
-    assert Sampling(repetition_penalty=2.0).choose(np.array([-1.0, -1.5]), [0], 0, 0)[0] == 1
+    assert choose(Sampling(repetition_penalty=2.0), logits, [0])[0] == 1
+    assert choose(Sampling(repetition_penalty=2.0), -logits, [2, 2])[0] == 2  # 1 -> 0.5
+    assert choose(Sampling(repetition_penalty=2.0), np.array([-1.0, -1.5]), [0])[0] == 1
 
 
 def test_the_seed_decides_what_is_drawn() -> None:
     def tokens(seed: int, row: int) -> list[int]:
         sampling = Sampling(do_sample=True, seed=seed)
-        return [sampling.choose(LOGITS, [], row, step)[0] for step in range(50)]
+        return [choose(sampling, row=row, step=step)[0] for step in range(50)]
 
     assert tokens(1, 0) == tokens(1, 0)
     assert len({tuple(tokens(*each)) for each in ((1, 0), (2, 0), (1, 1), (2**64 - 1, 0))}) == 4

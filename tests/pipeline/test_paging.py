@@ -207,12 +207,15 @@ def test_logits_are_computed_for_picked_tokens_alone() -> None:
     (pick,) = (
         n for n in model.graph.node if n.op_type == "Gather" and n.input[1] == "picked_tokens"
     )
-    assert pick.input[0] == NORM and model.graph.node[-1].input[0] == pick.output[0]
+    (product,) = (n for n in model.graph.node if "logits" in n.output)
+    assert pick.input[0] == NORM and product.input[0] == pick.output[0]
     assert {i.name for i in model.graph.input} - {past for past, _ in pairs} == {
         "input_ids",
         "block_table",
         "token_rows",
         "token_positions",
+        "temperatures",
+        "asked_tokens",
         "picked_tokens",
     }
 

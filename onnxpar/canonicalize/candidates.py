@@ -1,0 +1,71 @@
+"""Adds to a decoder what a token is chosen by: the likeliest tokens, and sums over all of them.
+
+They are made by ordinary nodes, whose sharding rules take logits that are split over the
+vocabulary: a rank finds the best of its own, and sums are all-reduced. So logits stay on the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onnx import GraphProto, NodeProto, TensorProto, helper
+
+TEMPERATURES, ASKED = "temperatures", "asked_tokens"
+"""Inputs: by what logits are divided for the second sum, (picks, 1); and ids of tokens whose logits
+are told in any case, (picks, asked)."""
+BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS = (
+    "best_tokens",
+    "best_logits",
+    "asked_logits",
+    "log_totals",
+)
+"""Outputs: the likeliest tokens, the best first, (picks, best), and their logits, in float32; the
+logits of those that were asked for, (picks, asked); and the logarithms of two sums over all tokens,
+(picks, 2): of exp(logit - best logit), and of exp((logit - best logit) / temperature)."""
+PICK_DIM, ASKED_DIM = "picks", "asked"
+BEST = 64
+"""How many of the likeliest tokens are told, if there are as many."""
+
+
+def add_candidates(graph: GraphProto, logits: str) -> None:
+    """Adds the nodes, inputs and outputs to a decoder in place. `logits` is its output, (1, picks,
+    vocabulary)."""
+    nodes: list[NodeProto] = []
+    size = next(o for o in graph.output if o.name == logits).type.tensor_type.shape.dim[2]
+
+    def add(
+        op: str, *operands: str, results: int = 1, name: str = "", **attrs: Any
+    ) -> list[str]:
+        made = [name or f"candidates/{op}_{len(nodes)}"]
+        made += [f"{made[0]}_{i}" for i in range(1, results)]
+        nodes.append(helper.make_node(op, operands, made, made[0], **attrs))
+        return made
+
+    def constant(*values: int) -> str:
+        tensor = helper.make_tensor("value", TensorProto.INT64, [len(values)], values)
+        return add("Constant", value=tensor)[0]
+
+    zero, one = constant(0), constant(1)
+    (rows,) = add("Squeeze", logits, zero)
+    (x,) = add("Cast", rows, to=TensorProto.FLOAT)
+    best, tokens = add("TopK", x, constant(min(BEST, size.dim_value or BEST)), results=2, axis=1)
+    (top,) = add("Slice", best, zero, one, one)
+    (below,) = add("Sub", x, top)
+    (cooled,) = add("Div", below, TEMPERATURES)
+    sums = [add("ReduceSum", add("Exp", each)[0], one, keepdims=1)[0] for each in (below, cooled)]
+    add("Log", add("Concat", *sums, axis=1)[0], name=LOG_TOTALS)
+    add("Identity", best, name=BEST_LOGITS)
+    add("Identity", tokens, name=BEST_TOKENS)
+    add("GatherElements", x, ASKED, name=ASKED_LOGITS, axis=1)
+    graph.node.extend(nodes)
+    float32, int64 = TensorProto.FLOAT, TensorProto.INT64
+    for port, dtype, width in ((TEMPERATURES, float32, 1), (ASKED, int64, ASKED_DIM)):
+        graph.input.append(helper.make_tensor_value_info(port, dtype, [PICK_DIM, width]))
+    best_size = min(BEST, size.dim_value or BEST)
+    for port, dtype, width in (
+        (BEST_TOKENS, int64, best_size),
+        (BEST_LOGITS, float32, best_size),
+        (ASKED_LOGITS, float32, ASKED_DIM),
+        (LOG_TOTALS, float32, 2),
+    ):
+        graph.output.append(helper.make_tensor_value_info(port, dtype, [PICK_DIM, width]))

@@ -1,0 +1,60 @@
+"""The tokens of which the next one of a text is chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """All tokens of a vocabulary, or the likeliest and some more, with their logits.
+
+    tokens     ids, ascending, (n,)
+    logits     theirs, in any float dtype, (n,)
+    floor      no other token has a logit above it; -inf if `tokens` are all that there are
+    are_all    True if `tokens` are all that there are
+    log_total  the logarithm of the sum of exp(logit) over the vocabulary: what a logit must be less
+               by to be the logarithm of a probability
+    cooled     the logarithm of the sum of exp((logit - best logit) / temperature) over the
+               vocabulary; 0 if `tokens` are all
+    """
+
+    tokens: Array
+    logits: Array
+    log_total: float
+    are_all: bool = True
+    floor: float = -math.inf
+    cooled: float = 0.0
+
+    @staticmethod
+    def all(logits: Array) -> Candidates:
+        """Returns all tokens of a vocabulary. `logits`: (vocabulary,)."""
+        return Candidates(np.arange(len(logits)), logits, _log_total(logits))
+
+    @staticmethod
+    def best(
+        tokens: Array, logits: Array, asked: Array, asked_logits: Array, log_totals: Array
+    ) -> Candidates:
+        """Returns the likeliest tokens, the best first, and others that were asked for.
+        `log_totals` are those of `canonicalize.candidates`."""
+        each, at = np.unique(np.concatenate([tokens, asked]), return_index=True)
+        total, cooled = map(float, log_totals)
+        values = np.concatenate([logits, asked_logits])[at]
+        return Candidates(each, values, float(logits[0]) + total, False, float(logits[-1]), cooled)
+
+    def logprobs(self, count: int) -> list[tuple[int, float]]:
+        """Returns the likeliest tokens, and the natural logarithms of their
+        probabilities."""
+        best = np.argsort(-self.logits, kind="stable")[:count]
+        return [(int(self.tokens[i]), float(self.logits[i]) - self.log_total) for i in best]
+
+
+def _log_total(logits: Array) -> float:
+    logits = np.asarray(logits, np.result_type(logits, np.float32))
+    largest = logits.max()
+    return float(largest) + math.log(np.exp(logits - largest).sum(dtype=np.float64))
