@@ -33,9 +33,7 @@ def add_candidates(graph: GraphProto, logits: str) -> None:
     nodes: list[NodeProto] = []
     size = next(o for o in graph.output if o.name == logits).type.tensor_type.shape.dim[2]
 
-    def add(
-        op: str, *operands: str, results: int = 1, name: str = "", **attrs: Any
-    ) -> list[str]:
+    def add(op: str, *operands: str, results: int = 1, name: str = "", **attrs: Any) -> list[str]:
         made = [name or f"candidates/{op}_{len(nodes)}"]
         made += [f"{made[0]}_{i}" for i in range(1, results)]
         nodes.append(helper.make_node(op, operands, made, made[0], **attrs))

@@ -48,6 +48,7 @@ class Batching:
 
     def add(self, text: Text) -> None:
         """Adds a text, which waits behind all others."""
+        text.needs_all = text.needs_all or _needs_all(text.limits)
         self.scheduler.waiting.append(text)
 
     def end(self, text: Text, event: Event) -> None:
@@ -62,11 +63,13 @@ class Batching:
     def run(self, pieces: Sequence[Piece]) -> list[tuple[Text, Token | Failure]]:
         """Computes pieces; returns the next token of each text that is complete."""
         complete = [piece.text for piece in pieces if piece.is_last]
-        whole = any(_needs_all(text.limits) for text in complete)
+        whole = any(text.needs_all for text in complete)
         found = list(self._choose(complete, self._decoder.run(pieces, whole)))
-        # Computing a text's last token again writes the same into the caches.
         again = [text for text, token in found if token is None]
         if again:
+            # Computing a text's last token again writes the same into the caches.
+            for text in again:
+                text.needs_all = True
             last = [Piece(text, len(text.tokens) - 1, 1) for text in again]
             found += self._choose(again, self._decoder.run(last, whole=True))
         return [(text, token) for text, token in found if token is not None]

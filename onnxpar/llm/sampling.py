@@ -64,8 +64,8 @@ class Sampling:
                 raise InputError(
                     f"logit_bias has token {token}; ids are from 0 to {vocabulary - 1}"
                 )
-            if math.isnan(bias):
-                raise InputError(f"logit_bias of token {token} is not a number")
+            if not bias < math.inf:
+                raise InputError(f"logit_bias of token {token} is {bias}; it must be below inf")
 
     @property
     def is_greedy(self) -> bool:
@@ -75,9 +75,10 @@ class Sampling:
     @property
     def needs_all(self) -> bool:
         """True if a token can seldom be chosen without the logits of all tokens."""
-        if self.is_greedy:
+        if self.is_greedy or 0 < self.top_k < BEST:
             return False
-        return self.top_k >= BEST or (not self.top_k and self._changes)
+        is_limited = self.top_p < 1 or self.min_p > 0
+        return self.top_k >= BEST or self._changes or not is_limited
 
     def changed(self, seen: Sequence[int], step: int) -> Array:
         """Returns the ids of tokens whose logits are changed before one is chosen, ascending;
@@ -141,50 +142,34 @@ class Sampling:
     def _draw(self, scores: Array, candidates: Candidates, row: int, step: int) -> tuple[int, bool]:
         """Draws the index of a score by one number from 0 to 1: of the token at which the
         probabilities, added in the order of ids, exceed it. Returns False, too, if it may be
-        another token that is no candidate.
-
-        If no limit leaves out any token, the likeliest ones come before all others, so that these
-        are seldom needed.
-        """
-        scores, floor = scores / self.temperature, candidates.floor / self.temperature
+        another token that is no candidate."""
+        scores = scores / self.temperature
         powers = np.exp(scores - scores.max())
         total = powers.sum() if candidates.are_all else math.exp(candidates.cooled)
         least = self._least(scores, powers, total)
-        if least is not None:
-            ordered = np.flatnonzero(scores >= least)
-        else:
-            edge = _edge(scores) if candidates.are_all else floor
-            ordered = np.argsort(scores <= edge, kind="stable")
-        sums = np.cumsum(powers[ordered])
-        if least is not None or candidates.are_all:
-            total = sums[-1]
+        kept = np.flatnonzero(scores >= least)
+        sums = np.cumsum(powers[kept])
         counter = np.array([0, 0, step, row], np.uint64)
         drawn = np.random.Generator(np.random.Philox(counter=counter, key=self.seed)).random()
-        at = ordered[min(int(np.searchsorted(sums, drawn * total, "right")), len(ordered) - 1)]
-        lowest = scores[at] if least is None else least
-        return int(at), candidates.are_all or bool(lowest > floor)
+        at = kept[np.searchsorted(sums, drawn * sums[-1], "right")]
+        return int(at), candidates.are_all or least > candidates.floor / self.temperature
 
-    def _least(self, scores: Array, powers: Array, total: float) -> float | None:
+    def _least(self, scores: Array, powers: Array, total: float) -> float:
         """The score of the least likely token of those of which one is drawn, by the limits in the
-        order top_k, top_p, min_p; None if they leave none out. Tokens with its score stay, too.
+        order top_k, top_p, min_p; -inf if there are none. Tokens with its score stay, too.
 
         powers  exp(score - best score); `total` is their sum over the vocabulary, which may have
                 more tokens than `scores`
         """
-        least = None
+        least = -math.inf
         if 0 < self.top_k < len(scores):
             least = np.partition(scores, -self.top_k)[-self.top_k]
             total = powers[scores >= least].sum()
         if self.top_p < 1:
-            kept = np.sort(powers if least is None else powers[scores >= least])[::-1]
+            kept = np.sort(powers[scores >= least])[::-1]
             before = np.cumsum(kept) - kept
             count = int((before < max(self.top_p * total, 1e-300)).sum())
             least = np.sort(scores)[-count]
         if self.min_p > 0:
-            least = max(-math.inf if least is None else least, scores.max() + math.log(self.min_p))
-        return None if least is None else float(least)
-
-
-def _edge(scores: Array) -> float:
-    """The best score of a token that is not among the likeliest ones."""
-    return float(np.partition(scores, -BEST)[-BEST]) if len(scores) > BEST else -math.inf
+            least = max(least, scores.max() + math.log(self.min_p))
+        return float(least)

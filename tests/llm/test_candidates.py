@@ -92,19 +92,6 @@ def test_equal_logits_are_not_told_apart_by_candidates() -> None:
         assert sampling.choose(Candidates.all(logits), [], 0, 0) is not None
 
 
-def test_what_is_drawn_beyond_the_candidates_has_its_probability() -> None:
-    """Of nearly equal logits, most tokens that are drawn are no candidates."""
-    logits = np.linspace(0, 0.5, SIZE, dtype=np.float32)
-    chances = np.exp(logits) / np.exp(logits).sum()
-    sampling, draws = Sampling(do_sample=True, top_k=0), 6_000
-    found = [sampling.choose(Candidates.all(logits), [], 0, step) for step in range(draws)]
-    counts = np.bincount([f[0] for f in found if f is not None], minlength=SIZE)
-    for part in np.array_split(np.arange(SIZE), 8):
-        share = chances[part].sum()
-        error = math.sqrt(share * (1 - share) / draws)
-        assert abs(counts[part].sum() / draws - share) < 4 * error
-
-
 def test_logits_that_are_no_numbers() -> None:
     for logits in ([1.0, math.nan], [-math.inf, -math.inf], [1.0, math.inf]):
         with pytest.raises(ModelError, match="not numbers"), np.errstate(invalid="ignore"):

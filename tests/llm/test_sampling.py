@@ -104,7 +104,8 @@ def test_the_seed_decides_what_is_drawn() -> None:
         ({"seed": -1}, "seed"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be above 0"),
         ({"logit_bias": {5: 1.0}}, "logit_bias has token 5; ids are from 0 to 4"),
-        ({"logit_bias": {0: math.nan}}, "logit_bias of token 0 is not a number"),
+        ({"logit_bias": {0: math.nan}}, "logit_bias of token 0 is nan; it must be below inf"),
+        ({"logit_bias": {0: math.inf}}, "logit_bias of token 0 is inf; it must be below inf"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], named: str) -> None:
