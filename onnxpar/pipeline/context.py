@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.pass_times import ANALYSE, LOAD
-from onnxpar.canonicalize.page_caches import USUAL
+from onnxpar.canonicalize.page_caches import HOLDING, USUAL
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
 from onnxpar.compiler.replay import opened, variants
 from onnxpar.ir.training_spec import Step
@@ -125,7 +125,9 @@ def make_context(model: Model, options: Options) -> PassContext:
         return PassContext(model, nothing, Request(preset=MANUAL, manual=manual))
     refuse_groups(options)
     options.objective.check(model.step)
-    options = replace(options, objective=replace(options.objective, on_host=model.on_host))
+    holding = HOLDING if options.page_size else 0.0
+    own = replace(options.objective, on_host=model.on_host, holding=holding)
+    options = replace(options, objective=own)
     if not options.compared:
         refuse_without_search(options)
     refuse_collectives(model.graph)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -64,17 +64,9 @@ class MemoryTimeline:
     def add_weight(
         self, reshard_costs: ReshardCosts, required: Sequence[ShardingDomain], count: int
     ) -> None:
-        """Adds `count` weights. A weight is stored once for each different sharding that its
-        readers require. If a table over all readers would have more than MOST_TOGETHER entries,
-        each reader is only compared with the one before, so that a sharding may count twice."""
-        span = [(0, self.end)] * count
-        if required:
-            self._add(required[:1], reshard_costs.sizes(required[0]), span)
-        for i, reader in enumerate(required[1:], 1):
-            together = math.prod(len(d.factor_shardings) for d in required[: i + 1])
-            scope = required[: i + 1] if together <= MOST_TOGETHER else [required[i - 1], reader]
-            size = _where(reshard_costs.sizes(reader), reshard_costs.differ(*scope))
-            self._add(scope, size, span)
+        """Adds `count` weights."""
+        for scope in weight_scopes(required):
+            self._add(scope, weight_bytes(reshard_costs, scope), [(0, self.end)] * count)
 
     def add_produced(
         self,
@@ -152,6 +144,23 @@ class MemoryTimeline:
                 starts = np.flatnonzero(of.reshape(-1) == i) * (self.end + 1)
                 own = np.array(spans) + starts[:, None, None]
                 self.demands.append(Demand(table_of(scope, kind), own.reshape(-1, 2)))
+
+
+def weight_scopes(required: Sequence[ShardingDomain]) -> Iterator[Sequence[ShardingDomain]]:
+    """Yields, for each reader of a weight, the domains over which `weight_bytes` is a table. A
+    weight is stored once for each different sharding that its readers require. If a table over all
+    readers would have more than MOST_TOGETHER entries, each reader is only compared with the one
+    before, so that a sharding may count twice."""
+    for i, reader in enumerate(required):
+        together = math.prod(len(d.factor_shardings) for d in required[: i + 1])
+        yield required[: i + 1] if together <= MOST_TOGETHER else [required[i - 1], reader]
+
+
+def weight_bytes(reshard_costs: ReshardCosts, scope: Sequence[ShardingDomain]) -> Array:
+    """Returns the bytes of a weight for the last domain of a scope, where no other domain has its
+    sharding; by profile and by the shardings of the domains."""
+    sizes = reshard_costs.sizes(scope[-1])
+    return sizes if len(scope) == 1 else _where(sizes, reshard_costs.differ(*scope))
 
 
 def _where(sizes: Array, differ: Array) -> Array:

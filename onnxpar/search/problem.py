@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 
 import numpy as np
@@ -25,7 +25,12 @@ from onnxpar.search.domains import Domains, States, Tensors
 from onnxpar.search.gradient_sums import GradientSums
 from onnxpar.search.known import Known
 from onnxpar.search.known_compute import KnownCompute
-from onnxpar.search.memory_timeline import LiveRange, MemoryTimeline
+from onnxpar.search.memory_timeline import (
+    LiveRange,
+    MemoryTimeline,
+    weight_bytes,
+    weight_scopes,
+)
 from onnxpar.search.objective import THROUGHPUT, Objective
 from onnxpar.search.op_strategies import (
     Kept,
@@ -291,7 +296,7 @@ class Problem:
             held = [tensor for tensor in found if tensor.name not in self.objective.on_host]
             if not is_weight:
                 self._add_tensor(found)
-            elif held and self.objective.memory is not None:
+            elif held:
                 self._add_weight(held)
 
     def _add_nodes(self, alike: Sequence[OpFactors], most: int) -> None:
@@ -389,12 +394,24 @@ class Problem:
         return around if producer.index is not None else around * iterations(producer.op.node)
 
     def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
-        """Adds the memory of weights with one signature."""
+        """Adds the memory of weights with one signature, and what it costs to hold them."""
+        read = self.sharding.costs.memory(1 << 30, far=1 << 30) / (1 << 30)
+        price = self.objective.holding * read
+        if self.objective.memory is None and not price:
+            return
         required = self.domains.required(found[0].name)
         shardings = [p for domain in required for p in domain.distinct]
         costs = ReshardCosts(self.sharding, found[0], shardings, None, self._is_apart, self.holders)
-        add = self.timeline.add_weight
-        self.tables.later(lambda: add(costs, required, len(found)))
+        if self.objective.memory is not None:
+            add = self.timeline.add_weight
+            self.tables.later(lambda: add(costs, required, len(found)))
+        for scope in weight_scopes(required) if price else ():
+            self.tables.add(scope, partial(self._holding, costs, scope, price * len(found)))
+
+    def _holding(self, costs: ReshardCosts, scope: Sequence[ShardingDomain], price: float) -> Array:
+        """The table of what it costs to hold a weight, for each sum."""
+        most = price * weight_bytes(costs, scope).max(0)
+        return np.broadcast_to(most, (2 if self._is_apart else 1, *most.shape))
 
     def _live_range(self, name: str, at: Mapping[ShardingDomain, ShardingDomain]) -> LiveRange:
         """The steps at which a tensor exists and is read; `at` maps the domains of readers to the

@@ -17,6 +17,7 @@ import onnxpar
 from onnxpar.canonicalize.page_caches import page_caches
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.llm.generator import Generator
+from onnxpar.pipeline import context
 
 LLAMA = MODELS / "llm" / "llama"
 NORM = "/model/layers.2/final_norm_layernorm/output_0"
@@ -255,3 +256,17 @@ def test_pages_count_once_in_memory() -> None:
     few, many = memory(100), memory(1000)
     assert few[0] == 100 * 4096 and many[0] == 1000 * 4096
     assert few[1] == many[1]
+
+
+def test_a_table_of_tokens_is_split_where_a_step_takes_little_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    level = {"name": "host", "size": 2, "latency": 1e-6, "bandwidth": 1e8}
+    host = {"device": {"flops": 1e7, "memory_bandwidth": 1e7}, "levels": [level]}
+    found = onnxpar.plan(LLAMA, devices=2, topology=host)
+    monkeypatch.setattr(context, "HOLDING", 0.0)
+    others = onnxpar.plan(LLAMA, devices=2, topology=host)
+    table = 320 * 32 * 4
+    assert found.memory["weights_per_rank"] <= others.memory["weights_per_rank"] - table // 2
+    seconds = [plan.predicted.compute + plan.predicted.communication for plan in (found, others)]
+    assert seconds[0] <= 1.05 * seconds[1]

@@ -124,8 +124,7 @@ class BruteForce:
         for name in self.tensors:
             steps = [at[op.node.name] for op in self.ops for t in op.node.inputs if t.name == name]
             if name in self.weights:
-                stored = sum(self.size(name, need) for need in set(required[name]))
-                self.hold(held, 0, len(held) - 1, stored)
+                self.hold(held, 0, len(held) - 1, self.stored(name, required))
                 continue
             maker = next(
                 (at[o.node.name] for o in self.ops for t in o.node.outputs if t.name == name), 0
@@ -145,6 +144,15 @@ class BruteForce:
                 if need == other != requested:
                     self.hold(held, step + 1, then - 1, self.size(name, need))
         return held
+
+    def stored(self, name: str, required: Mapping[str, Sequence[FactorSharding]]) -> float:
+        """Bytes of a weight that a rank stores."""
+        return sum(self.size(name, need) for need in set(required[name]))
+
+    def weight_bytes(self, chosen: Chosen, fed: Fed) -> float:
+        """Bytes of all weights that a rank stores."""
+        required = self.factor_shardings(chosen, fed)[1]
+        return sum(self.stored(name, required) for name in self.tensors if name in self.weights)
 
     @staticmethod
     def hold(held: list[float], first: int, last: int, size: float) -> None:
@@ -273,6 +281,30 @@ def test_no_strategy_that_fits_is_better(
         own = [m for (c, _), m in zip(everything, measured, strict=True) if c == chosen]
         best = min(value(s) for s, peak in own if peak <= limit)
         assert best == pytest.approx(seconds, rel=1e-9)
+
+
+@SETTINGS
+@given(
+    graphs(4),
+    st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]),
+    topologies(),
+    st.sampled_from([0.05, 1.0, 100.0]),
+)
+def test_holding_weights_costs(
+    model: onnx.ModelProto, mesh: str, topology: Topology, holding: float
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(model, Path(folder) / "m.onnx")
+        graph, ctx = context(path, mesh, topology)
+    judge = BruteForce(graph, ctx.sharding)
+    problem = Problem(graph, ctx.sharding, objective=Objective(holding=holding))
+    assume(math.prod(map(len, problem.strategies.values())) <= MOST // 2)
+    price = holding / topology.device.memory_bandwidth
+    least = min(
+        sum(judge.seconds(*strategy)) + price * judge.weight_bytes(*strategy)
+        for strategy in judge.strategies(problem.strategies)
+    )
+    assert problem.solve().seconds == pytest.approx(least, rel=1e-9)
 
 
 def check_held(graph: gs.Graph, sharding: ShardingState, decide: Callable[[int], int]) -> None:
