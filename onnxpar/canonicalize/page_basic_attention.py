@@ -28,10 +28,13 @@ def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Por
     """Rewrites a decoder with these caches in place. Errors: ModelError, which says why the caches
     cannot be paged."""
     graph = model.graph
+    for node in graph.node:
+        if any(a.HasField("g") for a in node.attribute):
+            raise unpaged(f"{node.op_type} {node.name!r} has bodies, which are not followed")
     sampler = Sampler(model, ports)
     small = sampler.small()
     if len(small) < _FEW:
-        raise unpaged("it does not run with every number of past and new tokens")
+        raise unpaged("it cannot be evaluated with every number of past and new tokens")
     attentions = find_attentions(graph, caches, small[-1])
     masks = {name for a in attentions for node in a.steps or a.nodes for name in node.input if name}
     masks -= {n for a in attentions for n in (a.query, a.keys.new, a.values.new, *ports.past)}
@@ -45,6 +48,7 @@ def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Por
     rewrite = WithoutPast(graph, gone, ports.tokens, POSITIONS)
     replaced = rewrite.run(small)
     rewrite.check(replaced, [*small, *sampler.large(replaced)])
+    rewrite.check_order([*replaced, *filter(None, [ports.positions])], small)
 
 
 def _replace(graph: GraphProto, found: Sequence[tuple[FoundAttention, Terms]]) -> None:

@@ -71,6 +71,23 @@ class WithoutPast:
             if self._instead([name], samples) is None:
                 raise unpaged(f"{name!r} depends in another way on the length of long texts")
 
+    def check_order(self, positions: Collection[str], samples: Sequence[Sample]) -> None:
+        """Errors: ModelError if a node reads numbers that differ by the order of new tokens, other
+        than from their `positions`: in pages, tokens of several texts follow each other."""
+        known = set(positions)
+        for node in self.graph.node:
+            if not known.isdisjoint(node.input):
+                known |= set(node.output)
+        for node in self.graph.node:
+            if samples[-1].value(node.output[0]) is not None:
+                continue
+            for name in set(node.input) - known:
+                if _differs_by_token([s.value(name) for s in samples], [s.new for s in samples]):
+                    raise unpaged(
+                        f"{node.op_type} {node.name!r} reads {name!r}, which depends on the order "
+                        "of new tokens, and not on their positions"
+                    )
+
     def _instead(self, names: Sequence[str], samples: Sequence[Sample]) -> _Made | None:
         """What makes a tensor without past; None if it must stay as it is."""
         if len(names) != 1 or names[0] not in self.depending:
@@ -136,6 +153,18 @@ def _positions(name: str, values: Mapping[tuple[int, int], Array], positions: st
         _cast(total, name, array.dtype),
     ]
     return nodes, {to: np.array(shape), plus: np.array(added)}
+
+
+def _differs_by_token(values: Sequence[Array | None], new: Sequence[int]) -> bool:
+    """True if tensors have an axis of new tokens, along which their elements differ."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values) or len({value.ndim for value in known}) > 1:
+        return False
+    return any(
+        all(value.shape[axis] == count for value, count in zip(known, new, strict=True))
+        and any((value != value.take([0], axis)).any() for value in known)
+        for axis in range(known[0].ndim)
+    )
 
 
 def _cast(source: str, name: str, dtype: np.dtype[np.generic]) -> NodeProto:

@@ -365,6 +365,31 @@ def test_keys_that_are_read_elsewhere_are_refused(decoder: Decoder) -> None:
         page_caches(changed(change, decoder), 16)
 
 
+def test_the_order_of_new_tokens_is_no_position() -> None:
+    def number(graph: GraphProto) -> None:
+        constants(graph, one=np.array(1), none=np.array(0), axis=np.array([1]))
+        made = [node("Shape", "input_ids", "s"), node("Gather", "s one", "n")]
+        made += [node("Range", "none n one", "r"), node("Unsqueeze", "r axis", "column")]
+        made += [node("Cast", "column", "f", to=TensorProto.FLOAT), node("Add", "x f")]
+        before(graph, graph.node[-1], 0, *made)
+
+    with pytest.raises(ModelError, match="depends on the order of new tokens"):
+        page_caches(changed(number), 16)
+
+
+def test_bodies_are_refused() -> None:
+    def choose(graph: GraphProto) -> None:
+        constants(graph, yes=np.array(True))
+        made = helper.make_node("Identity", ["present.0.key"], ["inner"])
+        body = helper.make_graph([made], "b", [], [helper.make_empty_tensor_value_info("inner")])
+        graph.node.append(
+            helper.make_node("If", ["yes"], ["if"], then_branch=body, else_branch=body, name="if")
+        )
+
+    with pytest.raises(ModelError, match="If 'if' has bodies"):
+        page_caches(changed(choose), 16)
+
+
 def test_what_needs_the_length_of_texts_is_refused() -> None:
     """A factor that grows with the number of all tokens is no position."""
 
