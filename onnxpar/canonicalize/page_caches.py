@@ -1,8 +1,9 @@
 """Makes a decoder with caches of its own into one whose caches are in pages.
 
-GroupQueryAttention of com.microsoft becomes PagedAttention (`ir/paged_attention.py`). The tokens of
-many texts then lie one behind the other, (1, tokens), and each says its text and its position; an
-attention mask is not read any more. Logits are computed for those tokens alone that a run asks for.
+GroupQueryAttention of com.microsoft becomes PagedAttention (`ir/paged_attention.py`), and so does
+attention in basic ops (`page_basic_attention.py`). The tokens of many texts then lie one behind the
+other, (1, tokens), and each says its text and its position; an attention mask is not read any more.
+Logits are computed for those tokens alone that a run asks for.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 
 from onnxpar.base.arrays import Array
 from onnxpar.canonicalize.candidates import ASKED_DIM, PICK_DIM, add_candidates
+from onnxpar.canonicalize.decoder_samples import Ports
+from onnxpar.canonicalize.found_attention import Cache, find_caches
+from onnxpar.canonicalize.page_basic_attention import page_basic_attention
+from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.canonicalize.past_branch import take_past_branch
 from onnxpar.errors import ModelError
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, too_old
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, too_old, unpaged
 from onnxpar.model.model_folder import carried_files, model_at
 
-TABLE, ROWS, POSITIONS, PICKS = "block_table", "token_rows", "token_positions", "picked_tokens"
-"""Inputs that the rewrite adds: the pages of each text, (texts, pages of a text); the text of each
-token, and its position there, (tokens,); and the tokens whose logits are wanted, (picks,)."""
 TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM = "new_tokens", "texts", "pages_of_text", "pages"
 """Names of the open sizes of these inputs, and of the number of pages."""
 
@@ -96,17 +99,29 @@ def page_caches(
     why the caches cannot be paged."""
     if page_size < 1:
         raise ModelError(f"a page of a cache has at least one token, not {page_size}")
+    take_past_branch(model)
     graph = model.graph
-    attentions = [node for node in graph.node if _is_grouped(node)]
-    if not attentions:
-        raise _unpaged(f"it has no {_GROUPED} (com.microsoft)")
-    pairs = [pair for node in attentions for pair in _caches(node, graph)]
+    grouped = [node for node in graph.node if _is_grouped(node)]
+    caches = [] if grouped else find_caches(graph)
+    pairs = [pair for node in grouped for pair in _caches(node, graph)]
+    pairs += [(cache.past, cache.present) for cache in caches]
+    if not pairs:
+        raise unpaged(
+            f"it has no {_GROUPED} (com.microsoft), and neither a Concat nor an attention that "
+            "extends a cache"
+        )
     if len({p[0] for p in pairs}) < len(pairs):
-        raise _unpaged("two attentions share a cache")
+        raise unpaged("two attentions share a cache")
     ports = _ports(graph, {name for pair in pairs for name in pair})
-    for node in attentions:
-        _replace(node, SCALE_BYTES if dtype == "int8" else 0)
+    for node in grouped:
+        _replace(node)
+    if caches:
+        page_basic_attention(model, caches, _roles(ports, caches))
     _set_ports(graph, ports, pairs, page_size)
+    if dtype == "int8":
+        for node in graph.node:
+            if node.op_type == PAGED_ATTENTION:
+                node.attribute.append(helper.make_attribute("scale_bytes", SCALE_BYTES))
     if dtype is not None:
         _set_dtype(graph, pairs, DTYPES[dtype])
     _pick(graph, ports.logits)
@@ -119,13 +134,6 @@ def page_caches(
     if not any(o.domain == COMPUTE for o in model.opset_import):
         model.opset_import.append(helper.make_opsetid(COMPUTE, 1))
     return pairs
-
-
-def _unpaged(reason: str) -> ModelError:
-    return ModelError(
-        f"the caches of this model cannot be in pages, because {reason}; give --page-size 0 "
-        "to keep them as the model has them"
-    )
 
 
 def _is_grouped(node: NodeProto) -> bool:
@@ -141,7 +149,7 @@ def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
     for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
         if past not in inputs or present not in outputs:
-            raise _unpaged(f"a cache of {node.name!r} is no input and output of the model")
+            raise unpaged(f"a cache of {node.name!r} is no input and output of the model")
         yield past, present
     defaults = {"qk_output": 0, "k_quant_type": b"NONE", "v_quant_type": b"NONE"}
     for attribute in node.attribute:
@@ -150,11 +158,11 @@ def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
         if (not known and value != defaults.get(attribute.name, value)) or (
             not known and attribute.name not in defaults
         ):
-            raise _unpaged(f"{node.name!r} has {attribute.name}={value!r}")
+            raise unpaged(f"{node.name!r} has {attribute.name}={value!r}")
     more = [i for i in (10, *range(12, len(node.input))) if _given(node, i)]
     if more or any(node.output[3:]):
         what = f"operand {more[0]}" if more else "a fourth result"
-        raise _unpaged(f"{node.name!r} has {what}")
+        raise unpaged(f"{node.name!r} has {what}")
 
 
 def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
@@ -165,7 +173,7 @@ def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
     tokens = [i.name for i in inputs if "ids" in i.name and "position" not in i.name]
     if len(tokens) != 1 or len(outputs) != 1:
         names = ", ".join(p.name for p in (*inputs, *outputs))
-        raise _unpaged(
+        raise unpaged(
             "besides caches, it must have one input of token ids and one output, the logits, but "
             f"it has {names}"
         )
@@ -173,7 +181,19 @@ def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
     return _Ports(tokens[0], others, outputs[0].name)
 
 
-def _replace(node: NodeProto, scale_bytes: int) -> None:
+def _roles(ports: _Ports, caches: Collection[Cache]) -> Ports:
+    """The inputs of a decoder whose attention is in basic ops, by role. Errors: ModelError."""
+    found: dict[str, str] = {}
+    for name in ports.others:
+        role = next((r for r in ("position", "mask") if r in name), None)
+        if role is None or role in found:
+            raise unpaged(f"its input {name!r} is neither token ids, position ids nor a mask")
+        found[role] = name
+    past = tuple(cache.past for cache in caches)
+    return Ports(ports.tokens, found.get("mask"), found.get("position"), past)
+
+
+def _replace(node: NodeProto) -> None:
     """Makes a GroupQueryAttention a PagedAttention."""
     values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     rotates = bool(values.get("do_rotary"))
@@ -190,8 +210,6 @@ def _replace(node: NodeProto, scale_bytes: int) -> None:
         if name in values:  # exporters write numbers of either type
             value = int(values[name]) if name in integers else values[name]
             node.attribute.append(helper.make_attribute(name, value))
-    if scale_bytes:
-        node.attribute.append(helper.make_attribute("scale_bytes", scale_bytes))
 
 
 def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> None:
@@ -232,7 +250,7 @@ def _set_ports(
     taken = {i.name for i in graph.input}
     for name, shape in added.items():
         if name in taken:
-            raise _unpaged(f"it already has an input {name!r}")
+            raise unpaged(f"it already has an input {name!r}")
         graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, shape))
     del graph.value_info[:]
 
@@ -249,7 +267,7 @@ def _pick(graph: GraphProto, logits: str) -> None:
             break
         node = makers[inner[0]]
     if node.op_type not in _PRODUCTS:
-        raise _unpaged(f"its logits are made by {node.op_type}, not by a product with weights")
+        raise unpaged(f"its logits are made by {node.op_type}, not by a product with weights")
     every = _before_last(node.input[0], graph, makers)
     picked = f"{every}/picked"
     gather = helper.make_node("Gather", [every, PICKS], [picked], "pick_tokens", axis=1)
@@ -322,4 +340,4 @@ def _check_positions(name: str, graph: GraphProto) -> None:
     ids."""
     port = next(i for i in graph.input if i.name == name)
     if "position" not in name or len(port.type.tensor_type.shape.dim) != 2:
-        raise _unpaged(f"its input {name!r} is neither token ids, position ids nor a cache")
+        raise unpaged(f"its input {name!r} is neither token ids, position ids nor a cache")

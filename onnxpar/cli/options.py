@@ -198,8 +198,8 @@ def _add_states(to: argparse.ArgumentParser) -> None:
         metavar="N",
         help="put the caches of a language model's decoder in pages of N tokens, so that texts of "
         "any lengths run together, and join and leave between runs, as in `serve`. Default for a "
-        "folder of a language model with GroupQueryAttention: 16; else 0, which leaves caches as "
-        "the model has them. check and annotate always use the model without pages",
+        "folder of a language model whose caches can be in pages: 16; else 0, which leaves caches "
+        "as the model has them. check and annotate always use the model without pages",
     )
     to.add_argument(
         "--kv-dtype",

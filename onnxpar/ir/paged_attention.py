@@ -16,6 +16,8 @@ import onnxruntime as ort
 from onnx import TypeProto
 from onnx.defs import OpSchema
 
+from onnxpar.errors import ModelError
+
 SINCE = (1, 24)
 """The onnxruntime that can run the op; older ones crash if such an op lacks an optional input."""
 COMPUTE = "onnxpar.compute"
@@ -68,6 +70,14 @@ def too_old() -> str | None:
         return None
     since = ".".join(map(str, SINCE))
     return f"caches in pages need onnxruntime {since} or later, and this is {ort.__version__}"
+
+
+def unpaged(reason: str) -> ModelError:
+    """Returns the error of a decoder whose caches cannot be in pages."""
+    return ModelError(
+        f"the caches of this model cannot be in pages, because {reason}; give --page-size 0 "
+        "to keep them as the model has them"
+    )
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:

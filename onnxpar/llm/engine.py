@@ -96,12 +96,11 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
         self._bundle = Bundle.load(par)
         self.model = LanguageModel.of(self._bundle)
         if not self.model.page_size:
-            has = "caches as its model has them"
-            if self.model.pads_right:
-                remedy = "shard the model again with --page-size 16"
-            else:
-                remedy = "only those of GroupQueryAttention can be in pages; use `generate`"
-            raise ModelError(f"{self._bundle.path} has {has}, and not in pages: {remedy}")
+            raise ModelError(
+                f"{self._bundle.path} has caches as its model has them, and not in pages: shard "
+                "the model again with --page-size 16, which says why if they cannot be in pages; "
+                "then use `generate`"
+            )
         self.vocabulary = self.model.vocabulary
         self._pages = count_pages(self._bundle, self.model, kv_memory, max_running)
         self._max_running, self._max_waiting = max_running, max_waiting

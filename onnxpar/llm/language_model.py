@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from onnxpar.canonicalize.candidates import ASKED, TEMPERATURES
-from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import InputError, ModelError
 from onnxpar.model.model_folder import CONFIG, GENAI, genai_config, read_config
 from onnxpar.runtime.bundle import Bundle, Port

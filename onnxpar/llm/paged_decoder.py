@@ -17,7 +17,7 @@ from onnxpar.canonicalize.candidates import (
     LOG_TOTALS,
     TEMPERATURES,
 )
-from onnxpar.canonicalize.page_caches import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.ir.paged_attention import too_old
 from onnxpar.llm.candidates import Candidates

@@ -75,7 +75,8 @@ class Walk:
     graph order.
 
     With `keep`, weights that may be trained are not folded into other constants: floating-point
-    arrays, and the floating-point scalars that `keep` names.
+    arrays, and the floating-point scalars that `keep` names. With `limit`, all results of at most
+    so many elements are folded.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class Walk:
         model: onnx.ModelProto,
         inputs: Mapping[str, TypeProto] | None = None,
         keep: Collection[str] | None = None,
+        limit: int | None = None,
     ) -> None:
         self.model = model
         self.keep = keep
+        self.limit, self.equal_limit = limit or FOLD_LIMIT, limit or SMALL_WEIGHT
         self.opsets = {o.domain or "": o.version for o in model.opset_import}
         self.runtime = RuntimeShapes(model.opset_import, model.ir_version)
         self.types: dict[str, TypeProto] = {}
@@ -193,13 +196,13 @@ class Walk:
         if node.op_type == "ConstantOfShape":
             value = next((numpy_helper.to_array(a.t) for a in node.attribute), np.zeros(1, "f4"))
             size = np.prod(self.values[node.input[0]], dtype=np.int64)
-            if value.dtype.kind == "f" and size > SMALL_WEIGHT:
+            if value.dtype.kind == "f" and size > self.equal_limit:
                 return False
         types = self._inferred(node)
         shapes = [_static_shape(types.get(o)) for o in node.output if o]
         if any(shape is None for shape in shapes):
             return node.op_type in ("Range", "NonZero", "ConstantOfShape", "Tile", "Expand")
-        return all(np.prod(shape or (), dtype=np.int64) <= FOLD_LIMIT for shape in shapes)
+        return all(np.prod(shape or (), dtype=np.int64) <= self.limit for shape in shapes)
 
     def _one_node(self, node: NodeProto) -> onnx.ModelProto:
         inputs = [

@@ -44,6 +44,7 @@ class Options:
     place      where tables are, by glob: HOST
     page_size  tokens of a page, in which a decoder's caches are; 0 or None: they stay as the model
                has them
+    pages_if_possible  true if a decoder that cannot have pages keeps its caches as they are
     kv_dtype   the type of these caches; None: that of the model
     compared   true if the plan is one of several that are compared by the objective
     host       called when costs are needed and there is no `topology`; if it returns None, costs
@@ -60,6 +61,7 @@ class Options:
     states: Sequence[tuple[str, str]] = ()
     find_states: bool = True
     page_size: int | None = None
+    pages_if_possible: bool = False
     kv_dtype: str | None = None
     strict: bool = False
     verify: bool = False

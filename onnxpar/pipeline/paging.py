@@ -8,7 +8,8 @@ from pathlib import Path
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.page_caches import PICKS, ROWS, usual_page_size
+from onnxpar.canonicalize.page_caches import usual_page_size
+from onnxpar.canonicalize.page_ports import PICKS, ROWS
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
 from onnxpar.pipeline.options import Options
@@ -16,12 +17,17 @@ from onnxpar.sharding.carried_rows import mixing_node
 from onnxpar.sharding.factors import GraphFactors
 
 
+class MixedTokensError(ModelError):
+    """A decoder mixes tokens outside of attention, so that its caches cannot be in pages."""
+
+
 def paged_by_default(model: object, options: Options) -> Options:
     """Returns options with the usual page size, if the model is a folder of a language model and
     the user asks for nothing else. Errors: ModelError if it is unclear which model is meant;
     StrategyError for a type of caches without pages."""
     if options.page_size is None and isinstance(model, (str, os.PathLike)):
-        options = replace(options, page_size=usual_page_size(Path(model)))
+        size = usual_page_size(Path(model))
+        options = replace(options, page_size=size, pages_if_possible=options.kv_dtype is None)
     if options.kv_dtype is not None and not options.page_size:
         raise StrategyError(
             f"--kv-dtype {options.kv_dtype}: only caches in pages can have another type than in "
@@ -32,14 +38,14 @@ def paged_by_default(model: object, options: Options) -> Options:
 
 def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
     """Checks that a decoder whose caches are in pages mixes tokens in its attention alone. Errors:
-    ModelError if it does so elsewhere, as a convolution over tokens does: in a step, tokens of
-    different texts are neighbors."""
+    MixedTokensError if it does so elsewhere, as a convolution over tokens does: in a step, tokens
+    of different texts are neighbors."""
     paged = {n.name for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE}
     picks = {n.name for n in graph.nodes if n.op == "Gather" and n.inputs[1].name == PICKS}
     tokens = factors.tensors[ROWS].leaves[0].atom
     node = mixing_node(factors, tokens, paged | picks)
     if node is not None:
-        raise ModelError(
+        raise MixedTokensError(
             f"the caches of this model cannot be in pages, because {node.op} {node.name!r} may mix "
             "tokens, and in a step tokens of different texts are neighbors; give --page-size 0"
         )

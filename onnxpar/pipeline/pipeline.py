@@ -41,7 +41,7 @@ from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
-from onnxpar.pipeline.paging import refuse_paging
+from onnxpar.pipeline.paging import MixedTokensError, refuse_paging
 from onnxpar.pipeline.predicted_times import (
     Reckon,
     Reckoning,
@@ -76,7 +76,12 @@ def plan(
 ) -> tuple[Plan, PassContext]:
     """Makes the plan that `shard` writes, and its context. Errors: OnnxparError."""
     with options.times.of(OTHER):
-        return _fitting(path, options, watch, reckoning)
+        try:
+            return _fitting(path, options, watch, reckoning)
+        except MixedTokensError:
+            if not options.pages_if_possible:
+                raise
+        return _fitting(path, replace(options, page_size=0), watch, reckoning)
 
 
 def _fitting(

@@ -63,8 +63,8 @@ class LayoutOptions(TypedDict, total=False):
     find_states     find state pairs by ops and by names (default); False: use only `states`
     page_size       puts the caches of a language model's decoder in pages of so many tokens, so
                     that texts of any lengths run together, as in `onnxpar serve`. Default for a
-                    folder of a language model with GroupQueryAttention: 16; else 0, which leaves
-                    caches as the model has them
+                    folder of a language model whose caches can be in pages: 16; else 0, which
+                    leaves caches as the model has them
     kv_dtype        the type of caches in pages: float32, float16, or int8, where each key and value
                     has a scale; default: that of the model
     strict          True: an op without a sharding rule is an error

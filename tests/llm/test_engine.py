@@ -296,6 +296,31 @@ def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[
     assert counts.cached_tokens > 0
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_attention_in_basic_ops_is_served(devices: int, tmp_path: Path) -> None:
+    """Requests of a GPT-2 of Optimum join late, in chunks, share a beginning, and wait again."""
+    folder = MODELS / "llm" / "gpt2_optimum"
+    onnxpar.shard(folder, tmp_path / "m.par", devices=devices)
+    onnxpar.shard(folder, tmp_path / "dense.par", devices=1, page_size=0)
+    shared = prompts(1, 90, seed=9)[0][:40]
+    given = [*prompts(4, 60, seed=10), *([*shared, *end] for end in ([5], [6, 7], [5]))]
+    with Generator(tmp_path / "dense.par", timeout=TIMEOUT) as generator:
+        made = [generator.generate(p, max_new_tokens=30, eos_token_id=[])[0] for p in given]
+    with Engine(tmp_path / "m.par", timeout=TIMEOUT, step_tokens=16) as engine:
+        clients = []
+        for prompt in given:
+            clients.append(send(engine, prompt, 30)[0])
+            clients[-1].wait_for(3)
+        assert [c.wait() for c in clients] == [c.tokens for c in made]
+        assert engine.counts.cached_tokens >= 64
+        assert engine.counts.running == engine.counts.used_pages == 0
+        page = engine.counts.pages
+    with Engine(tmp_path / "m.par", timeout=TIMEOUT, kv_memory=4096 * 14 * 4) as engine:
+        assert engine.counts.pages < page
+        clients = [send(engine, prompt, 30)[0] for prompt in given]
+        assert [c.wait() for c in clients] == [c.tokens for c in made]
+
+
 def test_the_same_seed_draws_the_same_tokens(make: Make) -> None:
     engine = make()
     sampling = Sampling(do_sample=True, seed=5, top_k=0)

@@ -73,8 +73,6 @@ def keeps_pages(name: str) -> bool:
 def test_tokens_are_those_of_others(
     name: str, layout: str, page_size: int | None, tmp_path: Path
 ) -> None:
-    if page_size and name.endswith("_optimum"):
-        pytest.skip("its attention is in basic ops, and its caches stay as they are")
     if page_size == 0 and keeps_pages(name):
         pytest.skip("its caches are rings, which pages replace")
     preset = "tensor-parallel" if layout.startswith("tp") else None

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from committed import MODELS
+from decoders import Decoder, build
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 import onnxpar
@@ -174,12 +175,26 @@ def test_what_pages_do_not_know_is_refused(change: Change, reason: str) -> None:
         page_caches(model, 16)
 
 
-def test_models_without_grouped_attention_are_refused() -> None:
-    file = MODELS / "llm" / "gpt2_optimum"
+def test_models_without_caches_that_are_known_are_refused(tmp_path: Path) -> None:
+    decoder = Decoder("com.microsoft.Attention")
+    onnx.save(build(decoder), tmp_path / "model.onnx")
     with pytest.raises(ModelError, match="it has no GroupQueryAttention"):
-        onnxpar.plan(file, devices=2, page_size=16)
-    names = {port.name for port in onnxpar.plan(file, devices=2).inputs}
-    assert "attention_mask" in names  # not by default either
+        onnxpar.plan(tmp_path / "model.onnx", devices=2, page_size=16)
+
+
+def test_folders_keep_their_caches_where_pages_cannot_be(tmp_path: Path) -> None:
+    """By default; whether the attention is an unknown one, or tokens mix elsewhere."""
+    shutil.copy(LLAMA / "tokenizer.json", tmp_path)
+
+    def names(**options: int) -> set[str]:
+        return {port.name for port in onnxpar.plan(tmp_path, devices=2, **options).inputs}
+
+    onnx.save(build(Decoder("com.microsoft.Attention")), tmp_path / "model.onnx")
+    assert "block_table" not in names()
+    written(MIXING["mean"], tmp_path)
+    assert "attention_mask" in names()
+    with pytest.raises(ModelError, match="may mix tokens"):
+        names(page_size=16)
 
 
 def test_folders_have_pages_by_default_and_files_do_not() -> None:
@@ -187,6 +202,7 @@ def test_folders_have_pages_by_default_and_files_do_not() -> None:
         return {port.name for port in onnxpar.plan(model, devices=2, **options).inputs}
 
     assert "block_table" in names(LLAMA)
+    assert "block_table" in names(MODELS / "llm" / "gpt2_optimum")
     assert "block_table" not in names(LLAMA, page_size=0)
     assert "block_table" not in names(LLAMA / "model.onnx")
     assert "block_table" in names(LLAMA / "model.onnx", page_size=8)

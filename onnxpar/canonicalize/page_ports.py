@@ -1,0 +1,5 @@
+"""The names of the inputs that pages of caches add to a decoder."""
+
+TABLE, ROWS, POSITIONS, PICKS = "block_table", "token_rows", "token_positions", "picked_tokens"
+"""The pages of each text, (texts, pages of a text); the text of each token, and its position there,
+(tokens,); and the tokens whose logits are wanted, (picks,)."""
