@@ -45,6 +45,7 @@ class Options:
     page_size  tokens of a page, in which a decoder's caches are; 0 or None: they stay as the model
                has them
     kv_dtype   the type of these caches; None: that of the model
+    part       the part of an encoder-decoder that is made of its folder; None: any other model
     compared   true if the plan is one of several that are compared by the objective
     host       called when costs are needed and there is no `topology`; if it returns None, costs
                are those of the default topology
@@ -61,6 +62,7 @@ class Options:
     find_states: bool = True
     page_size: int | None = None
     kv_dtype: str | None = None
+    part: str | None = None
     strict: bool = False
     verify: bool = False
     configuration: str | None = None

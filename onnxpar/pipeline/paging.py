@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.canonicalize.page_caches import PICKS, ROWS, usual_page_size
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
+from onnxpar.pipeline.encoder_decoders import decoder_by_default
 from onnxpar.pipeline.options import Options
 from onnxpar.sharding.carried_rows import mixing_node
 from onnxpar.sharding.factors import GraphFactors
@@ -18,8 +19,10 @@ from onnxpar.sharding.factors import GraphFactors
 
 def paged_by_default(model: object, options: Options) -> Options:
     """Returns options with the usual page size, if the model is a folder of a language model and
-    the user asks for nothing else. Errors: ModelError if it is unclear which model is meant;
-    StrategyError for a type of caches without pages."""
+    the user asks for nothing else; of an encoder-decoder, the options for its decoder. Errors:
+    ModelError if it is unclear which model is meant; StrategyError for a type of caches without
+    pages."""
+    options = decoder_by_default(model, options)
     if options.page_size is None and isinstance(model, (str, os.PathLike)):
         options = replace(options, page_size=usual_page_size(Path(model)))
     if options.kv_dtype is not None and not options.page_size:
