@@ -45,7 +45,10 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     "run": ([onnxpar.InferenceSession], {"par", "inputs", "outputs", "repeat"}),
     "generate": (
         [onnxpar.InferenceSession, Sampling],
-        {"par", "prompt", "file", "chat", "system", "max_new_tokens", "stop", "sample"},
+        {
+            *("par", "prompt", "file", "chat", "system", "max_new_tokens", "stop", "sample"),
+            *("audio", "language", "task"),
+        },
     ),
     "serve": (
         [onnxpar.InferenceSession, Settings],

@@ -30,6 +30,6 @@ def taken_branch(
     if any(name in names for name in made) or branch.sparse_initializer:
         return None
     for source, result in zip(branch.output, node.output, strict=False):
-        if result:
+        if result and result != source.name:
             branch.node.append(onnx.helper.make_node("Identity", [source.name], [result]))
     return branch

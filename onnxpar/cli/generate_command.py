@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ _NUMBERS: Mapping[str, tuple[type, str]] = {
 
 def add_generate(to: Any) -> None:
     """Adds the command to the commands of a parser."""
-    text = "continue a text, or answer a chat, with a sharded language model"
+    text = "continue a text, answer a chat, or write down speech, with a sharded language model"
     command = to.add_parser(
         "generate",
         help=text,
         description=f"{text.capitalize()}. Prints the text as its tokens come, and the speed on "
         "standard error. `onnxpar shard FOLDER -o llm.par` makes llm.par of a folder that holds a "
-        "decoder, its configuration and tokenizer.json.",
+        "decoder, or an encoder and a decoder (T5, BART, Whisper), the configuration and "
+        "tokenizer.json.",
     )
     command.set_defaults(command=generate)
     command.add_argument("par", metavar="llm.par", help="folder that shard wrote")
@@ -43,6 +44,25 @@ def add_generate(to: Any) -> None:
         type=Path,
         metavar="FILE",
         help="read the prompt from a file; - for standard input",
+    )
+    command.add_argument(
+        "--audio",
+        type=Path,
+        metavar="FILE",
+        help="what a speech model hears: a WAV file, or FILE.npy with samples of one channel at "
+        "the model's rate, or with features; a longer sound in windows of the model's length, one "
+        "after the other",
+    )
+    command.add_argument(
+        "--language",
+        metavar="NAME",
+        help="with --audio: the language that is spoken, such as de (default: the likeliest); of a "
+        "translator: the special token of the language to translate to, such as deu_Latn",
+    )
+    command.add_argument(
+        "--task",
+        choices=("transcribe", "translate"),
+        help="with --audio: write down what is said, or translate it to English",
     )
     command.add_argument(
         "--chat",
@@ -99,6 +119,10 @@ def generate(args: argparse.Namespace) -> int:
         bind=args.bind,
         ranks_per_numa=args.ranks_per_numa,
     ) as generator:
+        if args.audio is not None:
+            for what, sound in _sounds(args.audio, generator):
+                _answer(generator, sound, options, what)
+            return 0
         chat = [{"role": "system", "content": args.system}] if args.system is not None else []
         if not args.chat:
             assert prompt is not None, "only a chat may begin without a prompt"
@@ -112,6 +136,13 @@ def generate(args: argparse.Namespace) -> int:
 
 def _prompt(args: argparse.Namespace) -> str | None:
     """The text of the prompt; None for a chat on the terminal. Errors: InputError."""
+    if args.audio is not None:
+        others = (args.prompt, args.file, args.system, args.chat or None)
+        if any(other is not None for other in others):
+            raise InputError("--audio is the prompt: leave other prompts and --chat out")
+        return None
+    if args.task is not None:
+        raise InputError("--task is for speech: add --audio FILE")
     if args.system is not None and not args.chat:
         raise InputError("--system is for chats: add --chat")
     if args.prompt is not None and args.file is not None:
@@ -135,6 +166,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--{next(iter(drawn)).replace('_', '-')} is for drawing: add --sample")
     if args.repetition_penalty is not None:
         drawn["repetition_penalty"] = args.repetition_penalty
+    named = {"language": args.language, "task": args.task}
+    drawn |= {name: value for name, value in named.items() if value is not None}
     return {
         **drawn,
         "do_sample": args.sample,
@@ -143,8 +176,37 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _answer(generator: Any, prompt: Any, options: Mapping[str, Any]) -> str:
-    """Prints an answer as it comes, and its speed; returns it."""
+def _sounds(file: Path, generator: Any) -> Iterator[tuple[str, Any]]:
+    """The windows of a sound, each with the text that says how much it is; or features. Errors:
+    InputError."""
+    import numpy as np
+
+    from onnxpar.llm.sound import read_wave
+
+    if not generator.hears:
+        raise InputError(f"--audio {file}: the model reads text, not sound; give a text")
+    if file.suffix == ".npy":
+        try:
+            given = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(f"--audio {file}: cannot read it as an array: {error}") from None
+        if given.dtype.kind != "f" or given.ndim not in (1, 2):
+            raise InputError(
+                f"--audio {file}: it has {given.dtype} {list(given.shape)}; give samples between "
+                "-1 and 1 in one dimension, or features in two"
+            )
+        if given.ndim == 2:
+            yield "features", given
+            return
+    else:
+        given = read_wave(file, generator.sound.rate)
+    for window in generator.sound.windows(given):
+        yield f"{len(window) / generator.sound.rate:.1f} s of sound", window
+
+
+def _answer(generator: Any, prompt: Any, options: Mapping[str, Any], what: str = "") -> str:
+    """Prints an answer as it comes, and its speed; returns it. `what` says what is read, if it is
+    not counted in tokens."""
     times = [time.perf_counter()]
     completion = None
     for piece, completion in generator.follow(prompt, **options):  # noqa: B007 (the last one counts)
@@ -155,8 +217,8 @@ def _answer(generator: Any, prompt: Any, options: Mapping[str, Any]) -> str:
     first, count = times[1] - times[0], len(completion.tokens)
     speed = f"; then {(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else ""
     print(
-        f"onnxpar: {completion.prompt} tokens read, the first new one after {first:.2f} s{speed} "
-        f"({count} new, ended by {completion.reason})",
+        f"onnxpar: {what or f'{completion.prompt} tokens'} read, the first new one after "
+        f"{first:.2f} s{speed} ({count} new, ended by {completion.reason})",
         file=sys.stderr,
     )
     return str(completion.text)

@@ -34,7 +34,8 @@ class GivenModel(argparse.Action):
 
 def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Adds the model, and the options that decide its layouts."""
-    what = "an ONNX model, or a folder of a language model (of GenAI, Optimum or transformers.js)"
+    what = "an ONNX model, or a folder of a language model (of GenAI, Optimum or transformers.js), "
+    what += "also of an encoder-decoder"
     what += "; or a file that --dump wrote" if nargs else ""
     to.add_argument("model", metavar="model.onnx", action=GivenModel, nargs=nargs, help=what)
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")

@@ -16,7 +16,7 @@ from onnxpar.files.digests import digests_of, sealed
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.model.model_folder import CARRIED
+from onnxpar.model.model_folder import CARRIED, ENCODER_PART
 from onnxpar.open_sizes.cache_sizes import CacheSizes
 from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.bundle import FORMAT
@@ -335,7 +335,7 @@ def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 def foreign_part(folder: Path) -> str | None:
     """Names something in a folder that does not belong to a sharded model; None if the folder holds
-    a sharded model, of any format, and nothing else."""
+    a sharded model, of any format, perhaps with that of its encoder, and nothing else."""
     try:
         plan = json.loads((folder / "plan.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -343,6 +343,11 @@ def foreign_part(folder: Path) -> str | None:
     if not isinstance(plan, dict) or not {"format", "model", "mesh", "ranks"} <= plan.keys():
         return "its plan.json was not written by onnxpar"
     for entry in sorted(folder.iterdir()):
+        if entry.name == ENCODER_PART and entry.is_dir() and not entry.is_symlink():
+            odd = foreign_part(entry)
+            if odd is not None:
+                return f"its folder {entry.name!r} {odd}"
+            continue
         if entry.is_symlink() or not entry.is_file() or not _OWN_FILE.fullmatch(entry.name):
             return f"contains {entry.name!r}, which is not part of a sharded model"
     return None

@@ -81,10 +81,13 @@ def unpaged(reason: str) -> ModelError:
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The inputs of those states, (input, output) pairs, that the op writes where they are."""
+    """The inputs of those states, (input, output) pairs, that the op writes where they are, or that
+    an Identity passes on, which copies nothing there."""
     pairs = set(states)
     paged = [n for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE]
     found = [(n.inputs[KEYS + i].name, n.outputs[1 + i].name) for n in paged for i in (0, 1)]
+    same = [n for n in graph.nodes if n.op == "Identity" and not n.domain]
+    found += [(n.inputs[0].name, n.outputs[0].name) for n in same]
     return frozenset(before for before, after in found if (before, after) in pairs)
 
 

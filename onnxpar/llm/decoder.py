@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,21 +22,25 @@ class Decoder:
         self._session = session
         self._model = model
         self._ports = bundle.inputs
+        self._caches = frozenset(model.caches)
         self._mask = np.zeros((0, 0), np.int64)
         self._lengths = np.zeros(0, np.int64)
         self._lock = threading.Lock()
         self._batch = 0
+        self._always: dict[str, Array] = {}
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[int, Array]:
+    def start(
+        self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array] | None = None
+    ) -> tuple[int, Array]:
         """Reads prompts of at least one token each, in place of all texts before; returns the
         number of the batch, and the logits of the token after each prompt, (batch, vocabulary).
-        Errors: InputError for prompts of different lengths, if the model cannot tell these
-        apart."""
+        `given` are further inputs of the batch: caches to begin with, others for each run. Errors:
+        InputError for prompts of different lengths, if the model cannot tell these apart."""
         with self._lock:
             self._batch += 1
-            return self._batch, self._read(prompts)
+            return self._batch, self._read(prompts, given or {})
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> Array:
+    def _read(self, prompts: Sequence[Sequence[int]], given: Mapping[str, Array]) -> Array:
         """Reads prompts in place of all texts before."""
         self._session.states.reset()
         self._lengths = np.array([len(p) for p in prompts])
@@ -45,7 +49,8 @@ class Decoder:
         if (is_single or self._model.mask is None) and longest > self._lengths.min():
             lack = "reads one token at a time" if is_single else "has no attention mask"
             raise InputError(f"the model {lack}: give prompts of equally many tokens")
-        caches = self._empty(len(prompts))
+        caches = self._empty(len(prompts)) | {n: a for n, a in given.items() if n in self._caches}
+        self._always = {n: a for n, a in given.items() if n not in self._caches}
         if is_single:
             self._lengths = np.zeros_like(self._lengths)
             self._mask = np.zeros((len(prompts), 0), np.int64)
@@ -110,11 +115,12 @@ class Decoder:
     def _run(self, tokens: Array, positions: Array, caches: dict[str, Array]) -> Array:
         """Runs the ranks once; returns the logits of all new tokens."""
         model = self._model
-        feeds = {model.tokens: tokens, **caches}
+        feeds = {model.tokens: tokens, **self._always, **caches}
         if model.mask is not None:
             feeds[model.mask] = self._mask
         if model.positions is not None:
-            feeds[model.positions] = positions
+            is_shared = len(self._ports[model.positions].shape or ()) == 1
+            feeds[model.positions] = positions[0] if is_shared else positions
         feeds = {n: a.astype(self._ports[n].dtype, copy=False) for n, a in feeds.items()}
         (logits,) = self._session.run([model.logits], feeds, keep_states=True)
         return np.asarray(logits)

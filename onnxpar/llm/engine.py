@@ -95,6 +95,12 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
         super().__init__(par, options, tell)
         self._bundle = Bundle.load(par)
         self.model = LanguageModel.of(self._bundle)
+        if self.model.has_encoder:
+            raise ModelError(
+                f"{self._bundle.path} is an encoder-decoder, which cannot be served yet, only "
+                "decoders with caches in pages and embedding models can; use `onnxpar generate` or "
+                "onnxpar.llm.Generator"
+            )
         if not self.model.page_size:
             raise ModelError(
                 f"{self._bundle.path} has caches as its model has them, and not in pages: shard "

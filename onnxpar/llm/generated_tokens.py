@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
+from onnxpar.base.arrays import Array
 from onnxpar.llm.batching import Batching
+from onnxpar.llm.beginnings import Beginning
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.generation_rules import GenerationRules, RuledText
+from onnxpar.llm.prompt_encoder import Input, PromptEncoder
 from onnxpar.llm.requests import Event, Failure, Limits, Token
 from onnxpar.llm.scheduler import Text
 
@@ -29,31 +36,72 @@ class TokenSource(Protocol):
 
 
 class BatchSource:
-    """Texts of a decoder that runs one batch at a time, from its beginning to its end."""
+    """Texts of a decoder that runs one batch at a time, from its beginning to its end; `given` are
+    further inputs of the batch."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, given: Mapping[str, Array] | None = None) -> None:
+        self._decoder, self._given = decoder, given
 
     def follow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
     ) -> Iterator[Step]:
         """As `TokenSource` says. Errors: InputError if another batch has begun meanwhile."""
         texts = [list(prompt) for prompt in prompts]
-        batch, logits = self._decoder.start(prompts)
+        batch, logits = self._decoder.start(prompts, self._given)
         while True:
             step = []
             for row, own in enumerate(limits):
                 if row not in ended:
                     count = len(texts[row]) - len(prompts[row])
-                    every = Candidates.all(logits[row])
+                    scores = logits[row]
+                    if own.constraint is not None:
+                        scores = np.where(own.constraint.allowed(), scores, -np.inf)
+                    every = Candidates.all(scores)
                     chosen = own.sampling.choose(every, texts[row], own.row, count)
                     assert chosen is not None, "they are all"
+                    if own.constraint is not None:
+                        own.constraint.accept(chosen[0])
                     step.append((row, Token(*chosen)))
                     texts[row].append(chosen[0])
             yield step
             if len(ended) == len(texts):
                 return
             logits = self._decoder.step(batch, [text[-1] for text in texts])
+
+
+class EncodedSource:
+    """Texts of a decoder behind an encoder: the prompts are read by the encoder, and the texts
+    begin as the model prescribes."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        encoder: PromptEncoder,
+        inputs: Sequence[Input],
+        beginning: Beginning,
+        rules: GenerationRules,
+        vocabulary: int,
+    ) -> None:
+        self._decoder, self._encoder, self._inputs = decoder, encoder, inputs
+        self._beginning, self._rules, self._vocabulary = beginning, rules, vocabulary
+
+    def follow(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[Limits], ended: Collection[int]
+    ) -> Iterator[Step]:
+        """As `TokenSource` says; `prompts` tell only the lengths of the beginnings."""
+        given = self._encoder.read(self._inputs)
+
+        def first_logits(tokens: Sequence[int]) -> Array:
+            return self._decoder.start([tokens] * len(prompts), given)[1]
+
+        texts = self._beginning.of_each(len(prompts), first_logits)
+        ruled = [
+            replace(
+                own, constraint=RuledText(self._rules, self._vocabulary, text, own.max_new_tokens)
+            )
+            for text, own in zip(texts, limits, strict=True)
+        ]
+        yield from BatchSource(self._decoder, given).follow(texts, ruled, ended)
 
 
 class PagedSource:

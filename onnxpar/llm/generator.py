@@ -9,22 +9,29 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, cast
 
+import numpy as np
+
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.encoder_decoder import EncoderDecoder
 from onnxpar.llm.generated_tokens import BatchSource, PagedSource, TokenSource
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
+from onnxpar.llm.prompt_encoder import Input
 from onnxpar.llm.requests import Limits
 from onnxpar.llm.sampling import Sampling
+from onnxpar.llm.sound import SoundFeatures
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.session import InferenceSession
 
-Prompt = str | Sequence[int] | Messages
-"""A text, its tokens, or a chat: objects with `role` and `content`."""
+Prompt = str | Sequence[int] | Messages | Array
+"""A text, its tokens, or a chat: objects with `role` and `content`. For a speech model, the samples
+of a sound, between -1 and 1, in an array of one dimension; or its features, (mels, columns)."""
 MOST_NEW_TOKENS = 256
 """Tokens of an answer where neither max_new_tokens nor max_length is given."""
 _TOGETHER, _STEP_TOKENS = 16, 512
@@ -40,7 +47,7 @@ class Completion:
     text      their text without special tokens; empty if the model has no tokenizer
     logprobs  the natural logarithm of each token's probability by the model
     reason    why it ended: "stop" (a token that ends texts, or a stop string) or "length"
-    prompt    the number of tokens of the prompt
+    prompt    the number of tokens of the prompt; of the features of a sound, that of columns
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -72,15 +79,31 @@ class Generator(Closing):
         pages = count_pages(bundle, self.model, kv_memory, _TOGETHER) if self.model.page_size else 0
         self._room = pages * self.model.page_size
         self._session = InferenceSession(par, **options)
+        self._encoded: EncoderDecoder | None = None
         try:
-            self._source = _source(self._session, bundle, self.model, pages)
+            if self.model.has_encoder:
+                self._encoded = EncoderDecoder.open(self._session, bundle, self.model, options)
+            else:
+                self._source = _source(self._session, bundle, self.model, pages)
         except BaseException:
             self._session.close()
             raise
 
     def close(self) -> None:
         """Ends the ranks."""
+        if self._encoded is not None:
+            self._encoded.close()
         self._session.close()
+
+    @property
+    def hears(self) -> bool:
+        """True for a speech model, whose prompts are sounds."""
+        return self._encoded is not None and self._encoded.hears
+
+    @cached_property
+    def sound(self) -> SoundFeatures:
+        """How sound becomes features. Errors: ModelError if the model does not say."""
+        return SoundFeatures.of(self._folder)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -94,6 +117,9 @@ class Generator(Closing):
         max_new_tokens  most tokens to generate for a prompt; or `max_length`, prompt included
         stop_strings    texts that end an answer, which then has the text before them
         eos_token_id    ids of tokens that end a text; default: those of the model
+        language, task  of a speech model: the language that is spoken (default: the likeliest), and
+                        "transcribe" or "translate"; `language` of a translator: the special token
+                        of the language to translate to, such as "deu_Latn"
         others          see `Sampling`
 
         Errors: InputError for a prompt without tokens, one that leaves no room in the model's
@@ -124,28 +150,67 @@ class Generator(Closing):
         """The prompts of a batch. A text, a list of numbers and a list of messages are one."""
         if copies < 1:
             raise InputError(f"num_return_sequences is {copies}; it must be at least 1")
-        is_one = isinstance(prompts, str) or (
-            len(prompts) > 0 and isinstance(prompts[0], (int, Mapping))
+        is_one = (
+            (isinstance(prompts, np.ndarray) and prompts.ndim <= 2)
+            or isinstance(prompts, str)
+            or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
         )
         each: list[Any] = [prompts] if is_one else list(prompts)
         return [prompt for prompt in each for _ in range(copies)]
 
     def _running(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> _Run:
+        if self._encoded is not None:
+            return self._reading(self._encoded, prompts, dict(options))
         tokens = [self._tokens(prompt) for prompt in prompts]
         return _Run(self, self._source, tokens, *self._limits(tokens, dict(options)))
 
+    def _reading(
+        self, encoded: EncoderDecoder, prompts: Sequence[Prompt], options: dict[str, Any]
+    ) -> _Run:
+        """A run whose prompts are read by the encoder."""
+        language, task = options.pop("language", None), options.pop("task", None)
+        begin, rules = encoded.start(language, task, self.tokenizer if language else None)
+        inputs = [self._input(prompt) for prompt in prompts]
+        for each in inputs:
+            encoded.check(each)
+        limits = self._limits([begin.tokens] * len(prompts), options)
+        source = encoded.source(inputs, begin, rules)
+        run = _Run(self, source, [begin.tokens] * len(prompts), *limits)
+        for completion, each in zip(run.completions, inputs, strict=True):
+            completion.prompt = each.shape[-1] if isinstance(each, np.ndarray) else len(each)
+        return run
+
+    def _input(self, prompt: Prompt) -> Input:
+        """What the encoder reads of a prompt. Errors: InputError."""
+        is_sound = isinstance(prompt, np.ndarray) and prompt.dtype.kind == "f"
+        if is_sound != self.hears:
+            given = "sound" if is_sound else "text"
+            reads = (
+                "speech: give a sound (an array of samples, --audio FILE)"
+                if self.hears
+                else "text: give a text or token ids"
+            )
+            raise InputError(f"the prompt is {given}, and the model reads {reads}")
+        if not is_sound:
+            return self._encoded_text(prompt)
+        sound = cast(Array, prompt)
+        return self.sound.of_sound(sound) if sound.ndim == 1 else sound
+
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Errors: InputError."""
-        if isinstance(prompt, str):
-            found = self.tokenizer.encode(prompt)
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            found = self.tokenizer.chat(cast(Messages, prompt))
-        else:
-            found = [int(token) for token in cast(Sequence[int], prompt)]
+        found = self._encoded_text(prompt)
         if not found and self.model.begin is not None:
             found = [self.model.begin]
         self.model.check_tokens(found)
         return found
+
+    def _encoded_text(self, prompt: Prompt) -> list[int]:
+        """The tokens of a text, a chat or tokens."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return self.tokenizer.chat(cast(Messages, prompt))
+        return [int(token) for token in cast(Sequence[int], prompt)]
 
     def _limits(
         self, prompts: Sequence[Sequence[int]], options: dict[str, Any]
@@ -167,6 +232,7 @@ class Generator(Closing):
             raise InputError(
                 f"generate has no option {next(iter(options))!r}; it has max_new_tokens, "
                 "max_length, stop_strings, eos_token_id, num_return_sequences, "
+                + ("language, task, " if self._encoded else "")
                 + ", ".join(sorted(_SAMPLING))
             )
         if most_new is None and most is None:

@@ -12,7 +12,14 @@ import onnx
 from onnxpar.canonicalize.candidates import ASKED, TEMPERATURES
 from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import InputError, ModelError
-from onnxpar.model.model_folder import CONFIG, GENAI, genai_config, read_config
+from onnxpar.model.model_folder import (
+    CONFIG,
+    ENCODER_PART,
+    GENAI,
+    GENERATION,
+    genai_config,
+    read_config,
+)
 from onnxpar.runtime.bundle import Bundle, Port
 
 _GROUPED = "GroupQueryAttention"
@@ -23,6 +30,14 @@ PAGING = frozenset((TABLE, ROWS, POSITIONS, PICKS, TEMPERATURES, ASKED))
 """The inputs of a decoder whose caches are in pages, besides tokens and position ids."""
 _CONTEXT = ("context_length", "max_position_embeddings", "n_positions")
 """What configurations call the most tokens of a text."""
+_DECODER_CONTEXT = (
+    "max_target_positions",
+    "max_decoder_position_embeddings",
+    "max_position_embeddings",
+)
+"""The same of the decoder of an encoder-decoder."""
+ENCODER_MASK = "encoder_attention_mask"
+"""The input of such a decoder that is the mask of the tokens which the encoder has read."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,8 @@ class LanguageModel:
 
     tokens     the input of token ids, (batch, length)
     mask       the input of the attention mask, (batch, past and new tokens); None if there is none
-    positions  the input of position ids, (batch, length); None if there is none
+    positions  the input of position ids, (batch, length), or (length,) if the same for all texts;
+               None if there is none
     logits     the output of logits, (batch, length, vocabulary)
     caches     the inputs that are the cache
     ends       ids of the tokens that end a text
@@ -41,6 +57,7 @@ class LanguageModel:
     page_size   tokens of a page, if the caches are in pages, else 0
     vocabulary  the number of tokens
     pads_right  True if shorter rows of a batch are filled up behind their tokens, else before them
+    has_encoder  True if an encoder reads the prompts
     """
 
     tokens: str
@@ -55,16 +72,19 @@ class LanguageModel:
     pads_right: bool
     page_size: int
     vocabulary: int
+    has_encoder: bool = False
 
     @staticmethod
     def of(bundle: Bundle) -> LanguageModel:
         """Reads the ports and the configuration of a sharded model. Errors: ModelError if it is no
         decoder with a cache."""
-        settings = _settings(bundle.path)
+        settings = settings_of(bundle.path)
+        has_encoder = encoder_bundle(bundle) is not None
         roles: dict[str, str] = {}
         paging = PAGING if bundle.inputs.keys() >= PAGING else frozenset()
         for port in bundle.inputs.values():
-            if port.name not in bundle.states and port.name not in paging:
+            is_encoders = has_encoder and port.name == ENCODER_MASK
+            if port.name not in bundle.states and port.name not in paging and not is_encoders:
                 roles[_role(port, bundle.path)] = port.name
         logits = [o for o in bundle.outputs.values() if _is_logits(o, bundle)]
         if "tokens" not in roles or not bundle.states or len(logits) != 1:
@@ -80,6 +100,7 @@ class LanguageModel:
                 f"{bundle.path}: each run reads {length} tokens, because the model has a fixed "
                 f"length of {tokens.name!r}; export it with an open one"
             )
+        contexts = _DECODER_CONTEXT if has_encoder else _CONTEXT
         return LanguageModel(
             tokens.name,
             roles.get("mask"),
@@ -88,11 +109,12 @@ class LanguageModel:
             tuple(bundle.states),
             frozenset(_ids(settings.get("eos_token_id"))),
             next(iter(_ids(settings.get("bos_token_id"))), None),
-            next((settings[name] for name in _CONTEXT if name in settings), None),
+            next((settings[name] for name in contexts if name in settings), None),
             length == 1,
             not paging and _has_grouped_attention(bundle),
             _page_size(bundle) if paging else 0,
             size if isinstance(size := (logits[0].shape or (0,))[-1], int) else 1 << 31,
+            has_encoder,
         )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
@@ -118,6 +140,8 @@ def _page_size(bundle: Bundle) -> int:
 def _role(port: Port, path: Path) -> str:
     """The role of an input that is no cache. Errors: ModelError if it has none."""
     is_row = port.shape is not None and len(port.shape) == 2 and port.dtype.kind == "i"
+    if port.name == "cache_position" and len(port.shape or ()) == 1:
+        return "positions"
     for role, part in (("positions", "position"), ("mask", "mask"), ("tokens", "ids")):
         if is_row and part in port.name:
             return role
@@ -133,11 +157,21 @@ def _is_logits(port: Port, bundle: Bundle) -> bool:
     return not is_state and len(port.shape or ()) == 3 and port.dtype.kind not in "iub"
 
 
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """The configuration in a folder: special tokens and the length of the context."""
+def encoder_bundle(decoder: Bundle) -> Bundle | None:
+    """Returns the encoder in the folder of a sharded encoder-decoder; None for other models.
+    Errors: ModelError."""
+    folder = decoder.path / ENCODER_PART
+    return Bundle.load(folder) if folder.is_dir() else None
+
+
+def settings_of(folder: Path, only_generation: bool = False) -> Mapping[str, Any]:
+    """Returns the configuration in a folder: special tokens and the length of the context. With
+    `only_generation`, that of generation alone, if it has a file. Errors: ModelError."""
     if (folder / GENAI).exists():
         return genai_config(folder)
-    files = [folder / CONFIG, folder / "generation_config.json"]
+    files = [folder / CONFIG, folder / GENERATION]
+    if only_generation and files[1].exists():
+        files = files[1:]
     found: dict[str, Any] = {}
     for file in files:
         if file.exists():

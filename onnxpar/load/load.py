@@ -14,6 +14,7 @@ from onnx import TensorProto
 
 from onnxpar.canonicalize.bodies_for_training import add_bodies
 from onnxpar.canonicalize.embedding_bags import add_up_bags
+from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_unread, read_part
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.name_nodes import name_nodes
@@ -123,6 +124,7 @@ def load(
     remainders: int = 0,
     page_size: int = 0,
     kv_dtype: str | None = None,
+    part: str | None = None,
 ) -> Model:
     """Reads a model and makes it ready for passes.
 
@@ -140,6 +142,7 @@ def load(
     remainders  sizes are sampled with every remainder modulo this number
     page_size  tokens of a page, in which the caches of a decoder are put; 0: they stay as they are
     kv_dtype   the type of the caches in pages; None: that of the model
+    part       the part of an encoder-decoder to make of its files; None: the model is read as it is
 
     Errors: ModelError for a file that cannot be used, StrategyError for a size whose symbol the
     model does not have.
@@ -147,6 +150,9 @@ def load(
     # Long, so that the order of all rewrites and checks is in one place.
     path = Path(path)
     proto = read_proto(path)
+    if part is not None:
+        proto, pairs = read_part(proto, part, path)
+        states = [*states, *pairs]
     check_text(proto, path)
     annotations = read_annotations(proto)
     least = max([least, *(c.devices for c in annotations)])
@@ -168,7 +174,7 @@ def load(
         states = [*states, *page_caches(proto, page_size, kv_dtype)]
         show("page-caches", proto)
     stored = _checked_stored(proto, path)
-    keeps_ports = not (for_training or page_size)
+    keeps_ports = not (for_training or page_size or part == ENCODER)
     original = StoredModel.of(proto, path, dims or {}, shapes or {}) if keeps_ports else None
     refusal = check_standard(proto, path)
     with blaming(refusal, path):
@@ -189,7 +195,8 @@ def load(
             raise ModelError(
                 f"{path} is already a training step; give the model that it was made from"
             )
-        importer = _Importer(proto, path, defaults, bool(open_dims), for_training, show)
+        kinds = (bool(open_dims), for_training, part == ENCODER)
+        importer = _Importer(proto, path, defaults, *kinds, show)
         infer_types = own_types(step)
         sizes = None
         if infer_types is not None:
@@ -261,10 +268,11 @@ class _Importer:
         defaults: Mapping[str, TensorProto],
         is_open: bool,
         for_training: bool,
+        is_cut: bool,
         show: Show,
     ) -> None:
         self.path, self.defaults = path, defaults
-        self.is_open, self.for_training = is_open, for_training
+        self.is_open, self.for_training, self.is_cut = is_open, for_training, is_cut
         ports = (*proto.graph.input, *proto.graph.output)
         self.declared = {port.name: _type_copy(port.type) for port in ports}
         self.show = show
@@ -275,6 +283,8 @@ class _Importer:
         name_nodes(inferred.graph)
         self.show("infer-shapes", inferred)
         graph = import_graph(inferred, self.defaults, self.path.parent)
+        if self.is_cut:
+            drop_unread(graph)
         for tensor in graph.outputs:
             tensor.onnx_declared = self.declared[tensor.name]
         if self.is_open:

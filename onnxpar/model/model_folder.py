@@ -1,5 +1,5 @@
-"""Folders that hold a language or embedding model: the ONNX file of its decoder or encoder, and
-files beside it, such as the tokenizer.
+"""Folders that hold a language or embedding model: the ONNX files of its decoder, its encoder or
+both, and files beside these, such as the tokenizer.
 
 Written by onnxruntime-genai's builder (genai_config.json), by Hugging Face Optimum, or for
 transformers.js (config.json, and the model often in a folder `onnx`).
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from onnxpar.errors import ModelError
 
 GENAI = "genai_config.json"
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
+PREPROCESSOR = "preprocessor_config.json"
 POOLING = "pooling.json"
 CARRIED = (
     GENAI,
     CONFIG,
-    "generation_config.json",
+    GENERATION,
+    PREPROCESSOR,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,6 +39,11 @@ _PLACES = {POOLING: "1_Pooling/config.json"}
 """Where those are beside a model that have another name there: a sharded model has no folders."""
 _DECODERS = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx")
 """Names of a decoder with a cache, the likeliest first."""
+ENCODER_PART = "encoder"
+"""The folder, in that of a sharded encoder-decoder, that holds its encoder."""
+_ENCODER = "encoder_model.onnx"
+_MERGED = "decoder_model_merged.onnx"
+_FIRST, _LATER = "decoder_model.onnx", "decoder_with_past_model.onnx"
 _SINGLE = re.compile(r"encoder|embed|vision|speech|vocoder")
 
 
@@ -50,6 +59,9 @@ def decoder_in(folder: Path) -> Path:
     of the usual names, or else the only file. Errors: ModelError."""
     if (folder / GENAI).exists():
         return _named_by_genai(folder)
+    both = encoder_decoder_in(folder)
+    if both is not None:
+        return both.later
     places = [place for place in (folder, folder / "onnx") if place.is_dir()]
     for place in places:
         for name in _DECODERS:
@@ -66,6 +78,41 @@ def decoder_in(folder: Path) -> Path:
         f"{', '.join(_DECODERS[:-1])} or {_DECODERS[-1]}; give an .onnx file, such as "
         f"{(decoders or files)[0]}"
     )
+
+
+@dataclass(frozen=True)
+class EncoderDecoderFiles:
+    """The files of an encoder-decoder: the decoder of the first step and that of later steps may
+    be in one file."""
+
+    encoder: Path
+    first: Path
+    later: Path
+
+
+def encoder_decoder_in(folder: Path) -> EncoderDecoderFiles | None:
+    """Returns the files of an encoder-decoder in a folder, or in its folder `onnx`; None if the
+    folder holds none. Errors: ModelError if some of them are missing."""
+    for place in (folder, folder / "onnx"):
+        encoder = place / _ENCODER
+        for first, later in ((_FIRST, _LATER), (_MERGED, _MERGED)):
+            files = EncoderDecoderFiles(encoder, place / first, place / later)
+            if all(file.is_file() for file in (encoder, files.first, files.later)):
+                return files
+    config = _root(folder) / CONFIG
+    has_other = any((place / _DECODERS[0]).is_file() for place in (folder, folder / "onnx"))
+    if has_other or not config.is_file() or not read_config(config).get("is_encoder_decoder"):
+        return None
+    raise ModelError(
+        f"{folder} holds an encoder-decoder ({config.name}: is_encoder_decoder), of which files "
+        f"are missing: it needs {_ENCODER}, and {_MERGED} or both {_FIRST} and {_LATER}; export it "
+        "again with a task that ends in -with-past, or give an .onnx file"
+    )
+
+
+def encoder_file(decoder: Path) -> Path:
+    """Returns the file of the encoder that belongs to a file of a decoder."""
+    return decoder.parent / _ENCODER
 
 
 def _named_by_genai(folder: Path) -> Path:
@@ -108,12 +155,17 @@ def read_json(file: Path) -> object:
         raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
 
 
-def carried_files(model: Path) -> dict[str, Path]:
+def carried_files(model: Path, is_part: bool = False) -> dict[str, Path]:
     """Returns the files beside a language or embedding model that its sharded model has, too, by
     their names there; none if there is neither genai_config.json nor tokenizer.json, so that the
-    folder may hold anything."""
-    folder = model.parent.parent if model.parent.name == "onnx" else model.parent
-    if not any((folder / name).is_file() for name in (GENAI, "tokenizer.json")):
+    folder may hold anything, unless the model `is_part` of an encoder-decoder."""
+    folder = _root(model.parent)
+    if not is_part and not any((folder / name).is_file() for name in (GENAI, "tokenizer.json")):
         return {}
     places = {name: folder / _PLACES.get(name, name) for name in CARRIED}
     return {name: place for name, place in places.items() if place.is_file()}
+
+
+def _root(place: Path) -> Path:
+    """The folder of the configuration: that of the models, or the one around it."""
+    return place.parent if place.name == "onnx" else place

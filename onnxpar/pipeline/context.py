@@ -71,6 +71,7 @@ def load_model(
             remainders=sampled_remainders(options),
             page_size=options.page_size or 0,
             kv_dtype=options.kv_dtype,
+            part=options.part,
         )
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []

@@ -46,6 +46,7 @@ class Options:
                has them
     pages_if_possible  true if a decoder that cannot have pages keeps its caches as they are
     kv_dtype   the type of these caches; None: that of the model
+    part       the part of an encoder-decoder that is made of its folder; None: any other model
     compared   true if the plan is one of several that are compared by the objective
     host       called when costs are needed and there is no `topology`; if it returns None, costs
                are those of the default topology
@@ -63,6 +64,7 @@ class Options:
     page_size: int | None = None
     pages_if_possible: bool = False
     kv_dtype: str | None = None
+    part: str | None = None
     strict: bool = False
     verify: bool = False
     configuration: str | None = None

@@ -12,6 +12,7 @@ from onnxpar.canonicalize.page_caches import usual_page_size
 from onnxpar.canonicalize.page_ports import PICKS, ROWS
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
+from onnxpar.pipeline.encoder_decoders import decoder_by_default
 from onnxpar.pipeline.options import Options
 from onnxpar.sharding.carried_rows import mixing_node
 from onnxpar.sharding.factors import GraphFactors
@@ -23,8 +24,10 @@ class MixedTokensError(ModelError):
 
 def paged_by_default(model: object, options: Options) -> Options:
     """Returns options with the usual page size, if the model is a folder of a language model and
-    the user asks for nothing else. Errors: ModelError if it is unclear which model is meant;
-    StrategyError for a type of caches without pages."""
+    the user asks for nothing else; of an encoder-decoder, the options for its decoder. Errors:
+    ModelError if it is unclear which model is meant; StrategyError for a type of caches without
+    pages."""
+    options = decoder_by_default(model, options)
     if options.page_size is None and isinstance(model, (str, os.PathLike)):
         size = usual_page_size(Path(model))
         options = replace(options, page_size=size, pages_if_possible=options.kv_dtype is None)

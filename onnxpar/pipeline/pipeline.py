@@ -14,6 +14,7 @@ from typing import Any
 import onnx
 
 from onnxpar.base.pass_times import OTHER, PREDICT, REPEAT, WRITE
+from onnxpar.canonicalize.encoder_decoder import DECODER
 from onnxpar.compiler.expose import expose
 from onnxpar.compiler.open_ports import open_ports
 from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Pass, PassContext, Stage
@@ -33,12 +34,13 @@ from onnxpar.ir.tensors import Whole
 from onnxpar.load.load import Model, unseen
 from onnxpar.manual.manual import MANUAL
 from onnxpar.model.interchange import metadata_of
-from onnxpar.model.model_folder import carried_files
+from onnxpar.model.model_folder import ENCODER_PART, carried_files, encoder_file
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.passes.split_ranks import SplitRanks, check_open
 from onnxpar.pipeline.balance import fitting_shares
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import may_overlap, passes_of
+from onnxpar.pipeline.encoder_decoders import encoder_options, note_encoder
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
 from onnxpar.pipeline.paging import MixedTokensError, refuse_paging
@@ -289,13 +291,26 @@ def shard(
     OnnxparError."""
     place = check_place(Path(output), foreign_part)
     made, ctx = plan(path, options, watch, reckoning)
+    encoder = None
+    if options.part == DECODER:
+        encoder = plan(encoder_file(Path(path)), encoder_options(options, made))
+        note_encoder(made, encoder[0], Path(output))
     timed = options.times.of
     with timed(OTHER), writing(output), new_folder(place, foreign_part) as folder:
         extra: dict[str, Any] = {"progress": progress} if progress else {}
         with timed(SplitRanks.name):
             SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
         with timed(WRITE):
-            for name, file in carried_files(Path(path)).items():
+            for name, file in carried_files(Path(path), options.part is not None).items():
                 shutil.copyfile(file, folder / name)
             write_plan(folder, made.to_json())
+        if encoder is not None:
+            _write_beside(folder / ENCODER_PART, *encoder)
     return made
+
+
+def _write_beside(folder: Path, made: Plan, ctx: PassContext) -> None:
+    """Writes a sharded model to a new folder in that of another one."""
+    folder.mkdir()
+    SplitRanks(folder).run(ctx.model.graph, ctx)
+    write_plan(folder, made.to_json())

@@ -1,0 +1,107 @@
+"""The tokens with which a decoder's texts begin: of a speech model, the language and the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError, ModelError
+
+_TASKS = ("transcribe", "translate")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first tokens of each text; the second one may be chosen by the sound.
+
+    tokens     the tokens
+    languages  if the language is not given: the tokens of which the second token is one
+    """
+
+    tokens: tuple[int, ...]
+    languages: tuple[int, ...] = ()
+
+    def of_each(
+        self, number: int, first_logits: Callable[[Sequence[int]], Array]
+    ) -> list[list[int]]:
+        """Returns the first tokens of texts. `first_logits` gives the logits behind tokens that are
+        the same for all texts, (texts, vocabulary)."""
+        if not self.languages:
+            return [list(self.tokens)] * number
+        logits = first_logits(self.tokens[:1])[:, list(self.languages)]
+        found = [self.languages[i] for i in np.argmax(logits, axis=1)]
+        return [[self.tokens[0], language, *self.tokens[2:]] for language in found]
+
+
+def start_token(settings: Mapping[str, Any]) -> int:
+    """Returns the token with which a decoder begins. Errors: ModelError if none is known."""
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        if isinstance(settings.get(name), int):
+            return int(settings[name])
+    raise ModelError(
+        "neither generation_config.json nor config.json has decoder_start_token_id; add it, and "
+        "shard the folder again"
+    )
+
+
+def text_beginning(settings: Mapping[str, Any]) -> Beginning:
+    """Returns the beginning of a text model's answers."""
+    return Beginning((start_token(settings),))
+
+
+def speech_beginning(
+    settings: Mapping[str, Any], language: str | None, task: str | None
+) -> Beginning:
+    """Returns the beginning of Whisper's transcripts, as the `generate` of Transformers makes it.
+
+    language  such as "de"; by default, that of the configuration, or the likeliest
+    task      "transcribe", or "translate" to English
+
+    Errors: InputError for a language or a task that the model does not know.
+    """
+    language = language if language is not None else settings.get("language")
+    task = task if task is not None else settings.get("task")
+    known, tasks = settings.get("lang_to_id") or {}, settings.get("task_to_id") or {}
+    tokens: list[int | None] = [start_token(settings)]
+    if task is None and language is None:
+        forced = settings.get("forced_decoder_ids") or []
+        tokens += [token for at, (place, token) in enumerate(forced, 1) if place == at]
+    is_open = len(tokens) == 1 or tokens[1] is None
+    found: int | None = None
+    if language is not None:
+        found = _language(language, known)
+    if found is not None or (known and is_open):
+        tokens[1:2] = [found]
+    is_detected = found is None and bool(known) and is_open
+    if task is not None:
+        if task not in _TASKS or task not in tasks:
+            raise InputError(
+                f"task is {task!r}; the model knows {', '.join(tasks) or 'no tasks: leave it out'}"
+            )
+        tokens.append(tasks[task])
+    elif language is not None and "transcribe" in tasks:
+        tokens.append(tasks["transcribe"])
+    untimed = settings.get("no_timestamps_token_id")
+    if isinstance(untimed, int) and tokens[-1] != untimed:
+        tokens.append(untimed)
+    if is_detected:
+        languages = tuple(known.values())
+        rest = [t for t in tokens[2:] if t is not None]
+        return Beginning((tokens[0] or 0, languages[0], *rest), languages)
+    return Beginning(tuple(t for t in tokens if t is not None))
+
+
+def _language(language: str, known: Mapping[str, int]) -> int:
+    """The token of a language. Errors: InputError."""
+    names = (language.lower(), f"<|{language.lower()}|>")
+    found = next((known[name] for name in names if name in known), None)
+    if found is None:
+        codes = ", ".join(sorted(name.strip("<|>") for name in known))
+        raise InputError(
+            f"language is {language!r}; the model knows {codes or 'one language: leave it out'}"
+        )
+    return found

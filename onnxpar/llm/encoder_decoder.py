@@ -1,0 +1,94 @@
+"""A sharded encoder-decoder on its ranks: the encoder reads prompts once, the decoder keeps what it
+reads of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnxpar.errors import InputError
+from onnxpar.llm.beginnings import Beginning, speech_beginning, text_beginning
+from onnxpar.llm.decoder import Decoder
+from onnxpar.llm.generated_tokens import EncodedSource
+from onnxpar.llm.generation_rules import GenerationRules
+from onnxpar.llm.language_model import LanguageModel, settings_of
+from onnxpar.llm.prompt_encoder import Input, PromptEncoder, read_encoder
+from onnxpar.llm.tokenizer import Tokenizer
+from onnxpar.model.model_folder import ENCODER_PART
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.session import InferenceSession, Session
+
+
+class EncoderDecoder(Closing):
+    """The encoder's ranks, beside those of its decoder."""
+
+    def __init__(
+        self, session: InferenceSession, encoder: PromptEncoder, decoder: Decoder, of: LanguageModel
+    ) -> None:
+        self._session, self._encoder, self._decoder, self._of = session, encoder, decoder, of
+        self._settings: Mapping[str, Any] = {}
+        self._generation: Mapping[str, Any] = {}
+
+    @staticmethod
+    def open(
+        decoder: Session, bundle: Bundle, model: LanguageModel, options: Mapping[str, Any]
+    ) -> EncoderDecoder:
+        """Starts the encoder's ranks, with the options of the decoder's. Errors: ModelError if the
+        encoder is not that of the decoder, or of another kind; RankError."""
+        encoder = read_encoder(bundle)
+        asked = dict(options)
+        if asked.get("log_dir") is not None:
+            asked["log_dir"] = os.path.join(asked["log_dir"], ENCODER_PART)
+        session = InferenceSession(encoder.path, **asked)
+        try:
+            reader = PromptEncoder(session, encoder, bundle)
+            made = EncoderDecoder(session, reader, Decoder(decoder, bundle, model), model)
+            made._settings = settings_of(bundle.path)
+            made._generation = settings_of(bundle.path, only_generation=True)
+            made.start(None, None, None)
+            return made
+        except BaseException:
+            session.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the encoder's ranks."""
+        self._session.close()
+
+    @property
+    def hears(self) -> bool:
+        """True for a speech model."""
+        return self._encoder.model.features is not None
+
+    def check(self, given: Input) -> None:
+        """Errors: InputError for a prompt that the encoder cannot read."""
+        self._encoder.model.check(given)
+
+    def start(
+        self, language: str | None, task: str | None, tokenizer: Tokenizer | None
+    ) -> tuple[Beginning, GenerationRules]:
+        """Returns how answers begin, and what may follow. Errors: InputError for a language or a
+        task that the model does not know."""
+        settings = dict(self._generation)
+        if self.hears:
+            begin = speech_beginning(self._settings, language, task)
+        else:
+            begin = text_beginning(self._settings)
+            if task is not None:
+                raise InputError("task is for speech models; leave it out")
+            if language is not None:
+                assert tokenizer is not None, "a language is the text of a token"
+                token = tokenizer.id_of(language)
+                if token is None:
+                    raise InputError(f"language is {language!r}, which is no token of the model")
+                settings["forced_bos_token_id"] = token
+        return begin, GenerationRules.of(settings, self._of.ends)
+
+    def source(
+        self, inputs: Sequence[Input], begin: Beginning, rules: GenerationRules
+    ) -> EncodedSource:
+        """Returns where the tokens of answers to prompts come from."""
+        vocabulary = self._of.vocabulary
+        return EncodedSource(self._decoder, self._encoder, inputs, begin, rules, vocabulary)

@@ -1,0 +1,112 @@
+"""Tokens that the configuration of a model forces or forbids; names are those of the `generate` of
+Hugging Face Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+
+
+@dataclass(frozen=True)
+class GenerationRules:
+    """What may come next in texts of a model.
+
+    ends        tokens that end a text
+    never       suppress_tokens
+    not_first   begin_suppress_tokens: not as the first new token
+    first       forced_bos_token_id: the first new token behind one other
+    last        forced_eos_token_id: one of these ends a text that is not ended before
+    phrases     bad_words_ids: sequences that must not occur
+    ngram       no_repeat_ngram_size: no sequence of so many tokens occurs twice; 0: all may
+    least       min_length: the tokens of a text before it may end, with those that it begins with
+    least_new   min_new_tokens: the same without these
+    """
+
+    ends: frozenset[int] = frozenset()
+    never: tuple[int, ...] = ()
+    not_first: tuple[int, ...] = ()
+    first: int | None = None
+    last: tuple[int, ...] = ()
+    phrases: tuple[tuple[int, ...], ...] = ()
+    ngram: int = 0
+    least: int = 0
+    least_new: int = 0
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], ends: Iterable[int]) -> GenerationRules:
+        """Reads a generation_config.json."""
+        phrases = settings.get("bad_words_ids")
+        return GenerationRules(
+            ends=frozenset(ends),
+            never=_ids(settings.get("suppress_tokens")),
+            not_first=_ids(settings.get("begin_suppress_tokens")),
+            first=next(iter(_ids(settings.get("forced_bos_token_id"))), None),
+            last=_ids(settings.get("forced_eos_token_id")),
+            phrases=tuple(filter(None, map(_ids, phrases if isinstance(phrases, list) else ()))),
+            ngram=next(iter(_ids(settings.get("no_repeat_ngram_size"))), 0),
+            least=next(iter(_ids(settings.get("min_length"))), 0),
+            least_new=next(iter(_ids(settings.get("min_new_tokens"))), 0),
+        )
+
+
+class RuledText:
+    """The rules for a text of at most `most_new` new tokens behind `begin`: a `Constraint`."""
+
+    def __init__(
+        self, rules: GenerationRules, vocabulary: int, begin: Sequence[int], most_new: int
+    ) -> None:
+        self._rules, self._vocabulary = rules, vocabulary
+        self._tokens, self._begin, self._most_new = list(begin), len(begin), most_new
+
+    def accept(self, token: int) -> None:
+        """Appends a token."""
+        self._tokens.append(token)
+
+    def allowed(self) -> Array:
+        """True for each token that may come next, (vocabulary,)."""
+        rules, step = self._rules, len(self._tokens) - self._begin
+        is_forced = rules.first is not None and self._begin == 1
+        if is_forced and step == 0:
+            return self._mask([rules.first or 0], True)
+        if rules.last and step == self._most_new - 1:
+            return self._mask(rules.last, True)
+        barred = [*rules.never, *self._repeating(), *self._completing()]
+        if step == int(is_forced):
+            barred += rules.not_first
+        if len(self._tokens) < rules.least or step < rules.least_new:
+            barred += rules.ends
+        return self._mask(barred, False)
+
+    def _mask(self, tokens: Iterable[int], value: bool) -> Array:
+        """A mask with a value for these tokens, and the other one elsewhere."""
+        found = np.full(self._vocabulary, not value)
+        found[[token for token in tokens if 0 <= token < self._vocabulary]] = value
+        return found
+
+    def _repeating(self) -> Iterable[int]:
+        """Tokens with which a sequence would occur again."""
+        size, tokens = self._rules.ngram, self._tokens
+        if not 0 < size <= len(tokens):
+            return
+        end = tokens[len(tokens) - size + 1 :]
+        for i in range(len(tokens) - size + 1):
+            if tokens[i : i + size - 1] == end:
+                yield tokens[i + size - 1]
+
+    def _completing(self) -> Iterable[int]:
+        """Tokens that would end a phrase that must not occur."""
+        for *begin, last in self._rules.phrases:
+            is_end = len(begin) == 0 and last in self._rules.ends
+            if not is_end and self._tokens[len(self._tokens) - len(begin) :] == begin:
+                yield last
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    """Token ids, of which a configuration has several, one or none."""
+    each = value if isinstance(value, list) else [value]
+    return tuple(v for v in each if isinstance(v, int))

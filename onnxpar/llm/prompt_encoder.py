@@ -1,0 +1,138 @@
+"""The encoder of a sharded encoder-decoder: what it reads, and what its decoder reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError, ModelError
+from onnxpar.llm.language_model import ENCODER_MASK, encoder_bundle, settings_of
+from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.session import Session
+
+_LENGTHS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
+"""What configurations call the most tokens of a prompt."""
+_FEATURES = "input_features"
+Input = Sequence[int] | Array
+"""The tokens of a prompt, or the features of a sound, (mels, columns)."""
+
+
+@dataclass(frozen=True)
+class PromptModel:
+    """An encoder with the projections to the caches of cross-attention.
+
+    tokens, mask  inputs of token ids and of their mask, (texts, length); None for features
+    features      the input of features, (texts, mels, columns); None for token ids
+    vocabulary    the number of tokens
+    longest       the most tokens of a prompt; None if there is no limit
+    padding       the token behind shorter prompts
+    """
+
+    tokens: Port | None
+    mask: Port | None
+    features: Port | None
+    vocabulary: int
+    longest: int | None
+    padding: int
+
+    @staticmethod
+    def of(bundle: Bundle) -> PromptModel:
+        """Reads the ports of an encoder, and the configuration beside its decoder. Errors:
+        ModelError if it reads neither token ids nor features of sound."""
+        ports = dict(bundle.inputs)
+        features = ports.pop(_FEATURES, None)
+        mask, tokens = ports.pop("attention_mask", None), ports.pop("input_ids", None)
+        if ports or (features is None) == (tokens is None):
+            raise ModelError(
+                f"{bundle.path}: the encoder of a language model has input_ids and perhaps "
+                f"attention_mask as inputs, that of a speech model {_FEATURES}, but this one has "
+                f"{', '.join(f'{p.name} ({p.expects()})' for p in bundle.inputs.values())}; run it "
+                "with InferenceSession"
+            )
+        settings = settings_of(bundle.path.parent)
+        known = bundle.data.get("ranges", {}).get("input_ids")
+        padding = settings.get("pad_token_id")
+        return PromptModel(
+            tokens,
+            mask,
+            features,
+            int(known[1]) if known else settings.get("vocab_size", 1 << 31),
+            next((settings[name] for name in _LENGTHS if name in settings), None),
+            padding if isinstance(padding, int) and padding >= 0 else 0,
+        )
+
+    def check(self, given: Input) -> None:
+        """Errors: InputError for a prompt that the encoder cannot read."""
+        if self.features is not None:
+            if not isinstance(given, np.ndarray) or not self.features.admits((1, *given.shape)):
+                shape = f" [{', '.join(map(str, given.shape))}]" if hasattr(given, "shape") else ""
+                raise InputError(
+                    f"features of a sound{shape} must be {self.features.expects()} without the "
+                    "first dimension"
+                )
+            return
+        if not len(given):
+            raise InputError("a prompt has no tokens; give a text or token ids")
+        for token in given:
+            if not 0 <= token < self.vocabulary:
+                raise InputError(
+                    f"a prompt has token {token}; ids are from 0 to {self.vocabulary - 1}"
+                )
+        if self.longest is not None and len(given) > self.longest:
+            raise InputError(
+                f"a prompt has {len(given)} tokens, and the encoder reads at most {self.longest}; "
+                "give a shorter one"
+            )
+
+
+class PromptEncoder:
+    """A session of an encoder, for a decoder."""
+
+    def __init__(self, session: Session, bundle: Bundle, decoder: Bundle) -> None:
+        self._session, self._decoder = session, decoder
+        self.model = PromptModel.of(bundle)
+
+    def read(self, prompts: Sequence[Input]) -> dict[str, Array]:
+        """Reads prompts together; returns the inputs of the decoder that say all of them: the
+        caches of cross-attention, and the mask of the encoder's tokens."""
+        model = self.model
+        feeds: dict[str, Array]
+        if model.features is not None:
+            feeds = {model.features.name: np.stack(prompts).astype(model.features.dtype)}
+            mask = None
+        else:
+            assert model.tokens is not None, "an encoder reads features or tokens"
+            lengths = np.array([len(prompt) for prompt in prompts])
+            mask = np.arange(lengths.max()) < lengths[:, None]
+            tokens = np.full(mask.shape, model.padding, model.tokens.dtype)
+            tokens[mask] = np.concatenate([np.asarray(prompt) for prompt in prompts])
+            feeds = {model.tokens.name: tokens}
+            has_mask = model.mask is not None and ENCODER_MASK in self._decoder.inputs
+            if not has_mask and not mask.all():
+                raise InputError(
+                    "the encoder has no attention mask: give prompts of equally many tokens"
+                )
+            if model.mask is not None:
+                feeds[model.mask.name] = mask.astype(model.mask.dtype)
+        names = [port.name for port in self._session.get_outputs()]
+        found = dict(zip(names, self._session.run(names, feeds), strict=True))
+        if ENCODER_MASK in self._decoder.inputs and mask is not None:
+            found[ENCODER_MASK] = mask.astype(self._decoder.inputs[ENCODER_MASK].dtype)
+        return found
+
+
+def read_encoder(decoder: Bundle) -> Bundle:
+    """Returns the encoder's part of a sharded encoder-decoder. Errors: ModelError if its caches are
+    not those of the decoder."""
+    bundle = encoder_bundle(decoder)
+    assert bundle is not None, "the model has an encoder"
+    wrong = bundle.outputs.keys() ^ {n for n in decoder.states if ".encoder." in n}
+    if wrong:
+        raise ModelError(
+            f"{bundle.path} is not the encoder of {decoder.path}: only one of them has "
+            f"{min(wrong)!r}; shard the folder again"
+        )
+    return bundle

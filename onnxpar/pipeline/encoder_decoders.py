@@ -1,0 +1,63 @@
+"""The options for the two parts of an encoder-decoder, and what its plan says of the encoder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from onnxpar.base.units import text_of
+from onnxpar.canonicalize.encoder_decoder import DECODER, ENCODER
+from onnxpar.compiler.plan import Plan
+from onnxpar.errors import StrategyError
+from onnxpar.load.load import unseen
+from onnxpar.model.model_folder import ENCODER_PART, encoder_decoder_in
+from onnxpar.open_sizes.typical import Typical
+from onnxpar.pipeline.options import Options, wanted_mesh
+
+
+def decoder_by_default(model: object, options: Options) -> Options:
+    """Returns the options for the decoder, if the model is the folder of an encoder-decoder; else
+    the options as they are. Errors: ModelError if files are missing; StrategyError if pages are
+    asked for."""
+    if not isinstance(model, (str, os.PathLike)) or not Path(model).is_dir():
+        return options
+    if (Path(model) / "plan.json").exists() or encoder_decoder_in(Path(model)) is None:
+        return options
+    if options.page_size:
+        raise StrategyError(
+            f"--page-size {options.page_size}: {model} is an encoder-decoder, whose caches stay as "
+            "the model has them; leave it out"
+        )
+    return replace(options, part=DECODER, page_size=0)
+
+
+def encoder_options(options: Options, decoder: Plan) -> Options:
+    """Returns the options for the encoder, which runs on as many ranks as the decoder. What names
+    tensors, nodes and sizes is of the decoder alone."""
+    return replace(
+        options,
+        part=ENCODER,
+        devices=decoder.mesh.size,
+        mesh=wanted_mesh(options),
+        strategy=None,
+        dims=None,
+        states=(),
+        exposed=(),
+        place={},
+        dataset=None,
+        found=None,
+        proof=None,
+        typical=Typical(),
+        show=unseen,
+    )
+
+
+def note_encoder(decoder: Plan, encoder: Plan, folder: Path) -> None:
+    """Adds to the plan of a decoder what its encoder needs."""
+    weights = text_of(sum(w.bytes_per_rank for w in encoder.weights), "B")
+    decoder.notes.append(
+        f"the encoder, and the keys and values that the decoder reads of it, are a sharded model "
+        f"of their own: mesh {encoder.mesh}, at most {weights} of weights per rank; see "
+        f"`onnxpar inspect {folder / ENCODER_PART}`"
+    )

@@ -1,0 +1,136 @@
+"""`onnxpar generate` with encoder-decoders: text to text, and speech to text."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+from committed import MODELS
+from sounds import RATE, sound
+
+import onnxpar
+from onnxpar.cli import main
+from onnxpar.llm.generator import Generator
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
+    par = tmp_path_factory.mktemp("t5") / "t5.par"
+    onnxpar.shard(MODELS / "llm" / "t5", par, devices=2, preset="tensor-parallel")
+    return str(par)
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> str:
+    par = tmp_path_factory.mktemp("whisper") / "whisper.par"
+    onnxpar.shard(MODELS / "llm" / "whisper", par, devices=2, preset="tensor-parallel")
+    return str(par)
+
+
+@pytest.fixture
+def speech(tmp_path: Path) -> Path:
+    """Three seconds: two windows."""
+    with wave.open(str(tmp_path / "speech.wav"), "wb") as stream:
+        stream.setparams((1, 2, RATE, 0, "NONE", ""))
+        stream.writeframes(sound(7, 3).tobytes())
+    return tmp_path / "speech.wav"
+
+
+def test_a_text(t5: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Generator(t5) as generator:
+        (wanted,) = generator.generate("import os", max_new_tokens=20)
+    assert main(["generate", t5, "import os", "--max-new-tokens", "20"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == wanted.text + "\n"
+    assert re.match(rf"onnxpar: {wanted.prompt} tokens read, the first new one", printed.err)
+
+
+def test_speech_in_windows(
+    whisper: str, speech: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    samples = sound(7, 3) / 32768
+    asked = {"language": "de", "task": "translate", "max_new_tokens": 9}
+    with Generator(whisper) as generator:
+        windows = generator.sound.windows(samples)
+        wanted = "".join(f"{generator.generate(w, **asked)[0].text}\n" for w in windows)
+        features = generator.sound.of_sound(windows[0])
+    options = ["--language", "de", "--task", "translate", "--max-new-tokens=9"]
+    assert main(["generate", whisper, "--audio", str(speech), *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == wanted
+    assert "2.0 s of sound read" in printed.err and "1.0 s of sound read" in printed.err
+    np.save(tmp_path / "samples.npy", samples)
+    assert main(["generate", whisper, "--audio", f"{tmp_path}/samples.npy", *options]) == 0
+    assert capsys.readouterr().out == wanted
+    np.save(tmp_path / "features.npy", features)
+    assert main(["generate", whisper, "--audio", f"{tmp_path}/features.npy", *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == wanted.splitlines(keepends=True)[0] and "features read" in printed.err
+
+
+def test_under_mpirun_one_rank_prints(t5: str, tmp_path: Path) -> None:
+    command = shutil.which("mpirun")
+    if command is None:
+        pytest.skip("there is no mpirun")
+    with Generator(t5) as generator:
+        (wanted,) = generator.generate("import os", max_new_tokens=8)
+    options = ["--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "onnxpar"]
+    done = subprocess.run(
+        [command, *options, "generate", t5, "import os", "--max-new-tokens", "8"],
+        capture_output=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert done.stdout.decode() == wanted.text + "\n"
+
+
+def test_sound_for_a_text_model(t5: str, speech: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", t5, "--audio", str(speech)]) == 2
+    assert "the model reads text, not sound; give a text" in capsys.readouterr().err
+
+
+def test_serving_is_refused(t5: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", t5, "--port", "0"]) == 2
+    assert "is an encoder-decoder, which cannot be served yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args,named",
+    [
+        (["text"], "the prompt is text, and the model reads speech"),
+        (["--audio", "/no/such/file.wav"], "/no/such/file.wav: cannot read it"),
+        (["--audio", "/no/such/file.npy"], "/no/such/file.npy: cannot read it as an array"),
+        (["--audio", "/bin/true"], "/bin/true is no WAV file"),
+        (["text", "--audio", "a.wav"], "--audio is the prompt: leave other prompts"),
+        (["--audio", "a.wav", "--chat"], "--audio is the prompt: leave other prompts"),
+        (["text", "--task", "translate"], "--task is for speech: add --audio FILE"),
+        (
+            ["text", "--task", "sing"],
+            "--task: 'sing' is not a choice; give one of transcribe, translate",
+        ),
+    ],
+)
+def test_refused(
+    args: list[str], named: str, whisper: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["generate", whisper, *args])
+    except SystemExit as end:
+        status = int(str(end.code))
+    printed = capsys.readouterr()
+    assert status == 2 and named in printed.err and not printed.out
+
+
+def test_arrays_that_are_no_sound(
+    whisper: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 3, 4)))
+    assert main(["generate", whisper, "--audio", f"{tmp_path}/a.npy"]) == 2
+    assert "float64 [2, 3, 4]; give samples between -1 and 1" in capsys.readouterr().err
