@@ -47,8 +47,8 @@ USUAL = (
 )
 """Usual sizes and their weights: most steps generate some texts, the others read a prompt, too."""
 HOLDING = 0.05
-"""The share of the time that it takes to read weights which holding them costs. So a table of tokens
-is not on all ranks, where a step takes little longer."""
+"""The share of the time that it takes to read weights which holding them costs. So tables of tokens
+are split where a step takes little longer."""
 
 _GROUPED = "GroupQueryAttention"
 _KEPT = (

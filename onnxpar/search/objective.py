@@ -25,8 +25,8 @@ class Objective:
     less as these say; weights and states `on_host` do not count. Repeated blocks get the same
     strategy unless `untied`. With `any_fit`, the search ends at the first strategy within the
     limit. Holding weights counts as the share `holding` of the time that it takes to read them once
-    from memory. If it `hides_sums`, a training step hides the sums of its gradients between hosts behind
-    compute, as far as the link does them. Copies share what is `known` of the model."""
+    from memory. If it `hides_sums`, a training step hides the sums of its gradients between hosts
+    behind compute, as far as the link does them. Copies share what is `known` of the model."""
 
     goal: str = LATENCY
     memory: float | None = None
