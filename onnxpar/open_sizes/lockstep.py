@@ -282,7 +282,8 @@ class Lockstep:
 
     def _depends(self, node: NodeProto, name: str, axis: int, value: int) -> bool:
         """True if a size of the result changes when an open size of an operand grows a lot."""
-        if node.op_type in EVEN:
+        moves_along = node.op_type == "Reshape" and node.input[1] in self.varies
+        if node.op_type in EVEN or moves_along:  # a target that grows, too, cannot be probed
             return False
         return any(
             self._probe(node, name, axis, operand, at, own + AFAR) not in (None, value)

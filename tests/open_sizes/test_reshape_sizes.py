@@ -12,7 +12,9 @@ from small_models import HEAD, write_text
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.threads import ThreadSession
+from onnxpar.strategy.strategy import Strategy
 from onnxpar.symbols.symbols import Polynomial
 
 CROSS = (
@@ -90,3 +92,22 @@ def test_equal_symbols(shape: str, target: str, wanted: tuple[str, str] | None) 
         for text in (shape, target)
     )
     assert equal_symbols(own, new) == wanted
+
+
+@pytest.mark.parametrize("width", [8, 37 * 41 * 43 * 47])
+def test_a_rest_that_no_size_changes(width: int, tmp_path: Path) -> None:
+    """Also where a longer x and the same target would leave a whole number, as for a width that the
+    sample sizes divide."""
+    text = (
+        HEAD
+        + """m (float[1,t,2,W] x, float[N,4] w) => (float[1,t,n] y)
+<int64[1] rest = {-1}>
+{ s = Shape<start = 0, end = 2>(x)  target = Concat<axis = 0>(s, rest)
+  f = Reshape(x, target)  y = MatMul(f, w) }""".replace("W", str(width)).replace(
+            "N", str(2 * width)
+        )
+    )
+    split = {"x": [None, "sp", None, None], "y": [None, "sp", None]}
+    strategy = Strategy.of({"mesh": {"sp": 2}, "tensors": split})
+    plan, _ = pipeline.plan(write_text(text, tmp_path / "m.onnx"), Options(strategy=strategy))
+    assert not plan.collectives, "the sequence is split from the beginning to the end"
