@@ -23,13 +23,15 @@ BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS = (
 logits of those that were asked for, (picks, asked); and the logarithms of two sums over all tokens,
 (picks, 2): of exp(logit - best logit), and of exp((logit - best logit) / temperature)."""
 PICK_DIM, ASKED_DIM = "picks", "asked"
+OLDEST = 11
+"""The least opset whose ops are as those that are added."""
 BEST = 64
 """How many of the likeliest tokens are told, if there are as many."""
 
 
-def add_candidates(graph: GraphProto, logits: str) -> None:
+def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
     """Adds the nodes, inputs and outputs to a decoder in place. `logits` is its output, (1, picks,
-    vocabulary)."""
+    vocabulary); `opset` is the version of ONNX's ops in the model, at least OLDEST."""
     nodes: list[NodeProto] = []
     size = next(o for o in graph.output if o.name == logits).type.tensor_type.shape.dim[2]
 
@@ -44,13 +46,18 @@ def add_candidates(graph: GraphProto, logits: str) -> None:
         return add("Constant", value=tensor)[0]
 
     zero, one = constant(0), constant(1)
-    (rows,) = add("Squeeze", logits, zero)
+    first = add("Constant", value=helper.make_tensor("value", TensorProto.INT64, [], [0]))[0]
+    (rows,) = add("Gather", logits, first, axis=0)
     (x,) = add("Cast", rows, to=TensorProto.FLOAT)
     best, tokens = add("TopK", x, constant(min(BEST, size.dim_value or BEST)), results=2, axis=1)
     (top,) = add("Slice", best, zero, one, one)
     (below,) = add("Sub", x, top)
     (cooled,) = add("Div", below, TEMPERATURES)
-    sums = [add("ReduceSum", add("Exp", each)[0], one, keepdims=1)[0] for each in (below, cooled)]
+    powers = [add("Exp", each)[0] for each in (below, cooled)]
+    if opset < 13:
+        sums = [add("ReduceSum", each, keepdims=1, axes=[1])[0] for each in powers]
+    else:
+        sums = [add("ReduceSum", each, one, keepdims=1)[0] for each in powers]
     add("Log", add("Concat", *sums, axis=1)[0], name=LOG_TOTALS)
     add("Identity", best, name=BEST_LOGITS)
     add("Identity", tokens, name=BEST_TOKENS)

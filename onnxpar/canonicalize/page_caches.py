@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.canonicalize.candidates import ASKED_DIM, PICK_DIM, add_candidates
+from onnxpar.canonicalize.candidates import ASKED_DIM, OLDEST, PICK_DIM, add_candidates
 from onnxpar.canonicalize.decoder_samples import Ports
 from onnxpar.canonicalize.found_attention import Cache, find_caches
 from onnxpar.canonicalize.page_basic_attention import page_basic_attention
@@ -99,6 +99,9 @@ def page_caches(
     why the caches cannot be paged."""
     if page_size < 1:
         raise ModelError(f"a page of a cache has at least one token, not {page_size}")
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    if opset < OLDEST:
+        raise unpaged(f"its ops are those of opset {opset}, before {OLDEST}")
     take_past_branch(model)
     graph = model.graph
     grouped = [node for node in graph.node if _is_grouped(node)]
@@ -125,7 +128,7 @@ def page_caches(
     if dtype is not None:
         _set_dtype(graph, pairs, DTYPES[dtype])
     _pick(graph, ports.logits)
-    add_candidates(graph, ports.logits)
+    add_candidates(graph, ports.logits, opset)
     _remove_unread(graph)
     left = {name for node in graph.node for name in node.input} & set(ports.others)
     _remove_inputs(graph, [name for name in ports.others if name not in left])
