@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from onnx import GraphProto, NodeProto
 
 from onnxpar.canonicalize.decoder_samples import SIZES, Sample
-from onnxpar.ir.paged_attention import unpaged
+from onnxpar.ir.paged_attention import UnpagedError
 
 _PRODUCT = "MatMul"
 _FUSED = {("", "Attention"): 4, ("com.microsoft", "MultiHeadAttention"): 6}
@@ -115,7 +115,7 @@ def find_attentions(graph: GraphProto, caches: list[Cache], sample: Sample) -> l
     used = {c.past for a in found for c in (a.keys, a.values)}
     for cache in caches:
         if cache.past not in used:
-            raise unpaged(
+            raise UnpagedError(
                 f"cache {cache.past!r} is neither the keys nor the values of an attention "
                 "that is known: a product, a softmax, and a product"
             )
@@ -142,12 +142,12 @@ class _Search:
         while True:
             readers = [n for n in self.readers[name] if self._is_read(n)]
             if len(readers) != 1:
-                raise unpaged(f"{len(readers)} nodes read what cache {cache.past!r} becomes")
+                raise UnpagedError(f"{len(readers)} nodes read what cache {cache.past!r} becomes")
             (node,) = readers
             if node.op_type == _PRODUCT:
                 return _Way(nodes, name, node)
             if self._unknown(node, {name}) or len(node.output) != 1:
-                raise unpaged(
+                raise UnpagedError(
                     f"{node.op_type} {node.name!r} mixes cache {cache.past!r} with other tensors"
                 )
             nodes.append(node)

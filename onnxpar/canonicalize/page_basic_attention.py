@@ -18,7 +18,7 @@ from onnxpar.canonicalize.found_attention import Cache, FoundAttention, find_att
 from onnxpar.canonicalize.page_ports import POSITIONS, ROWS, TABLE
 from onnxpar.canonicalize.proved_attention import Terms, proved
 from onnxpar.canonicalize.without_past import WithoutPast
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, unpaged
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, UnpagedError
 
 _FEW = 4
 """Samples below which a proof would say too little."""
@@ -30,11 +30,11 @@ def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Por
     graph = model.graph
     for node in graph.node:
         if any(a.HasField("g") for a in node.attribute):
-            raise unpaged(f"{node.op_type} {node.name!r} has bodies, which are not followed")
+            raise UnpagedError(f"{node.op_type} {node.name!r} has bodies, which are not followed")
     sampler = Sampler(model, ports)
     small = sampler.small()
     if len(small) < _FEW:
-        raise unpaged("it cannot be evaluated with every number of past and new tokens")
+        raise UnpagedError("it cannot be evaluated with every number of past and new tokens")
     attentions = find_attentions(graph, caches, small[-1])
     masks = {name for a in attentions for node in a.steps or a.nodes for name in node.input if name}
     masks -= {n for a in attentions for n in (a.query, a.keys.new, a.values.new, *ports.past)}

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
@@ -26,7 +25,7 @@ from onnxpar.canonicalize.page_basic_attention import page_basic_attention
 from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.canonicalize.past_branch import take_past_branch
 from onnxpar.errors import ModelError
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, too_old, unpaged
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, UnpagedError, too_old
 from onnxpar.model.model_folder import carried_files, model_at
 
 TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM = "new_tokens", "texts", "pages_of_text", "pages"
@@ -79,16 +78,10 @@ class _Ports:
 
 
 def usual_page_size(folder: Path) -> int:
-    """Returns PAGE_SIZE for a folder that holds a language model whose caches can be in pages, else
-    0. Errors: ModelError."""
+    """Returns PAGE_SIZE for a folder that holds a language model, whose caches may be in pages,
+    else 0. Errors: ModelError."""
     file = model_at(folder)
-    if file == folder or too_old() or not carried_files(file):
-        return 0
-    try:
-        page_caches(onnx.load(str(file), load_external_data=False), PAGE_SIZE)
-    except (ModelError, DecodeError, ValueError):
-        return 0  # reading it again gives a good message
-    return PAGE_SIZE
+    return 0 if file == folder or too_old() or not carried_files(file) else PAGE_SIZE
 
 
 def page_caches(
@@ -101,7 +94,7 @@ def page_caches(
         raise ModelError(f"a page of a cache has at least one token, not {page_size}")
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
     if opset < OLDEST:
-        raise unpaged(f"its ops are those of opset {opset}, before {OLDEST}")
+        raise UnpagedError(f"its ops are those of opset {opset}, before {OLDEST}")
     take_past_branch(model)
     graph = model.graph
     grouped = [node for node in graph.node if _is_grouped(node)]
@@ -109,12 +102,12 @@ def page_caches(
     pairs = [pair for node in grouped for pair in _caches(node, graph)]
     pairs += [(cache.past, cache.present) for cache in caches]
     if not pairs:
-        raise unpaged(
+        raise UnpagedError(
             f"it has no {_GROUPED} (com.microsoft), and neither a Concat nor an attention that "
             "extends a cache"
         )
     if len({p[0] for p in pairs}) < len(pairs):
-        raise unpaged("two attentions share a cache")
+        raise UnpagedError("two attentions share a cache")
     ports = _ports(graph, {name for pair in pairs for name in pair})
     for node in grouped:
         _replace(node)
@@ -152,7 +145,7 @@ def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
     for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
         if past not in inputs or present not in outputs:
-            raise unpaged(f"a cache of {node.name!r} is no input and output of the model")
+            raise UnpagedError(f"a cache of {node.name!r} is no input and output of the model")
         yield past, present
     defaults = {"qk_output": 0, "k_quant_type": b"NONE", "v_quant_type": b"NONE"}
     for attribute in node.attribute:
@@ -161,11 +154,11 @@ def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
         if (not known and value != defaults.get(attribute.name, value)) or (
             not known and attribute.name not in defaults
         ):
-            raise unpaged(f"{node.name!r} has {attribute.name}={value!r}")
+            raise UnpagedError(f"{node.name!r} has {attribute.name}={value!r}")
     more = [i for i in (10, *range(12, len(node.input))) if _given(node, i)]
     if more or any(node.output[3:]):
         what = f"operand {more[0]}" if more else "a fourth result"
-        raise unpaged(f"{node.name!r} has {what}")
+        raise UnpagedError(f"{node.name!r} has {what}")
 
 
 def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
@@ -176,7 +169,7 @@ def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
     tokens = [i.name for i in inputs if "ids" in i.name and "position" not in i.name]
     if len(tokens) != 1 or len(outputs) != 1:
         names = ", ".join(p.name for p in (*inputs, *outputs))
-        raise unpaged(
+        raise UnpagedError(
             "besides caches, it must have one input of token ids and one output, the logits, but "
             f"it has {names}"
         )
@@ -190,7 +183,7 @@ def _roles(ports: _Ports, caches: Collection[Cache]) -> Ports:
     for name in ports.others:
         role = next((r for r in ("position", "mask") if r in name), None)
         if role is None or role in found:
-            raise unpaged(f"its input {name!r} is neither token ids, position ids nor a mask")
+            raise UnpagedError(f"its input {name!r} is neither token ids, position ids nor a mask")
         found[role] = name
     past = tuple(cache.past for cache in caches)
     return Ports(ports.tokens, found.get("mask"), found.get("position"), past)
@@ -253,7 +246,7 @@ def _set_ports(
     taken = {i.name for i in graph.input}
     for name, shape in added.items():
         if name in taken:
-            raise unpaged(f"it already has an input {name!r}")
+            raise UnpagedError(f"it already has an input {name!r}")
         graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, shape))
     del graph.value_info[:]
 
@@ -270,7 +263,7 @@ def _pick(graph: GraphProto, logits: str) -> None:
             break
         node = makers[inner[0]]
     if node.op_type not in _PRODUCTS:
-        raise unpaged(f"its logits are made by {node.op_type}, not by a product with weights")
+        raise UnpagedError(f"its logits are made by {node.op_type}, not by a product with weights")
     every = _before_last(node.input[0], graph, makers)
     picked = f"{every}/picked"
     gather = helper.make_node("Gather", [every, PICKS], [picked], "pick_tokens", axis=1)
@@ -343,4 +336,4 @@ def _check_positions(name: str, graph: GraphProto) -> None:
     ids."""
     port = next(i for i in graph.input if i.name == name)
     if "position" not in name or len(port.type.tensor_type.shape.dim) != 2:
-        raise unpaged(f"its input {name!r} is neither token ids, position ids nor a cache")
+        raise UnpagedError(f"its input {name!r} is neither token ids, position ids nor a cache")

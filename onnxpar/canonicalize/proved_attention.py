@@ -21,7 +21,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.canonicalize.decoder_samples import Sample
 from onnxpar.canonicalize.found_attention import FoundAttention
 from onnxpar.errors import ModelError
-from onnxpar.ir.paged_attention import unpaged
+from onnxpar.ir.paged_attention import UnpagedError
 
 _HIDDEN = -5000.0
 """Scores below it have no weight; random scores are far above."""
@@ -99,7 +99,7 @@ class _Proof:
         elem = self.types[found.query].tensor_type.elem_type
         self.dtype = helper.tensor_dtype_to_np_dtype(elem)
         if self.dtype.name not in _TOLERANCES:
-            raise unpaged(f"the attention of {self.name!r} is in {self.dtype.name}")
+            raise UnpagedError(f"the attention of {self.name!r} is in {self.dtype.name}")
         self.tolerance = _TOLERANCES[self.dtype.name]
         self.rng = np.random.default_rng(0)
         self.scores = (sample.shape(found.scores) or ()) if found.scores else ()
@@ -315,7 +315,7 @@ class _Proof:
         return numpy_helper.from_array(np.asarray(value), name)
 
     def _error(self, reason: str) -> ModelError:
-        return unpaged(f"the attention of {self.name!r} {reason}")
+        return UnpagedError(f"the attention of {self.name!r} {reason}")
 
 
 def _needed(nodes: Sequence[NodeProto], result: str) -> list[NodeProto]:

@@ -14,7 +14,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.canonicalize.decoder_samples import Sample
-from onnxpar.ir.paged_attention import PAGED_ATTENTION, unpaged
+from onnxpar.ir.paged_attention import PAGED_ATTENTION, UnpagedError
 
 _Made = tuple[list[NodeProto], dict[str, Array]]
 """Nodes that make a tensor, and the constants that they read."""
@@ -57,7 +57,7 @@ class WithoutPast:
                 if each.op_type != PAGED_ATTENTION:
                     reader |= dict.fromkeys(each.input, each)
         for name in sorted(reader.keys() & set(self.gone)):
-            raise unpaged(
+            raise UnpagedError(
                 f"{reader[name].op_type} {reader[name].name!r} reads {name!r}, which pages do not "
                 "have, for more than sizes and the positions of tokens"
             )
@@ -69,7 +69,7 @@ class WithoutPast:
         """Errors: ModelError if a tensor that was made anew differs at a sample."""
         for name in names:
             if self._instead([name], samples) is None:
-                raise unpaged(f"{name!r} depends in another way on the length of long texts")
+                raise UnpagedError(f"{name!r} depends in another way on the length of long texts")
 
     def check_order(self, positions: Collection[str], samples: Sequence[Sample]) -> None:
         """Errors: ModelError if a node reads numbers that differ by the order of new tokens, other
@@ -83,7 +83,7 @@ class WithoutPast:
                 continue
             for name in set(node.input) - known:
                 if _differs_by_token([s.value(name) for s in samples], [s.new for s in samples]):
-                    raise unpaged(
+                    raise UnpagedError(
                         f"{node.op_type} {node.name!r} reads {name!r}, which depends on the order "
                         "of new tokens, and not on their positions"
                     )

@@ -72,12 +72,15 @@ def too_old() -> str | None:
     return f"caches in pages need onnxruntime {since} or later, and this is {ort.__version__}"
 
 
-def unpaged(reason: str) -> ModelError:
-    """Returns the error of a decoder whose caches cannot be in pages."""
-    return ModelError(
-        f"the caches of this model cannot be in pages, because {reason}; give --page-size 0 "
-        "to keep them as the model has them"
-    )
+class UnpagedError(ModelError):
+    """The caches of a decoder cannot be in pages, for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the caches of this model cannot be in pages, because {reason}; give --page-size 0 "
+            "to keep them as the model has them"
+        )
+        self.reason = reason
 
 
 def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> frozenset[str]:

@@ -10,16 +10,12 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.canonicalize.page_caches import usual_page_size
 from onnxpar.canonicalize.page_ports import PICKS, ROWS
-from onnxpar.errors import ModelError, StrategyError
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION
+from onnxpar.errors import StrategyError
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, UnpagedError
 from onnxpar.pipeline.encoder_decoders import decoder_by_default
 from onnxpar.pipeline.options import Options
 from onnxpar.sharding.carried_rows import mixing_node
 from onnxpar.sharding.factors import GraphFactors
-
-
-class MixedTokensError(ModelError):
-    """A decoder mixes tokens outside of attention, so that its caches cannot be in pages."""
 
 
 def paged_by_default(model: object, options: Options) -> Options:
@@ -41,16 +37,16 @@ def paged_by_default(model: object, options: Options) -> Options:
 
 def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
     """Checks that a decoder whose caches are in pages mixes tokens in its attention alone. Errors:
-    MixedTokensError if it does so elsewhere, as a convolution over tokens does: in a step, tokens
+    UnpagedError if it does so elsewhere, as a convolution over tokens does: in a step, tokens
     of different texts are neighbors."""
     paged = {n.name for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE}
     picks = {n.name for n in graph.nodes if n.op == "Gather" and n.inputs[1].name == PICKS}
     tokens = factors.tensors[ROWS].leaves[0].atom
     node = mixing_node(factors, tokens, paged | picks)
     if node is not None:
-        raise MixedTokensError(
-            f"the caches of this model cannot be in pages, because {node.op} {node.name!r} may mix "
-            "tokens, and in a step tokens of different texts are neighbors; give --page-size 0"
+        raise UnpagedError(
+            f"{node.op} {node.name!r} may mix tokens, and in a step tokens of different texts are "
+            "neighbors"
         )
 
 

@@ -30,6 +30,7 @@ from onnxpar.compiler.write_annotations import (
 from onnxpar.errors import OpenSizesError, StrategyError
 from onnxpar.files.new_folder import check_place, new_folder
 from onnxpar.files.write_file import writing
+from onnxpar.ir.paged_attention import UnpagedError
 from onnxpar.ir.tensors import Whole
 from onnxpar.load.load import Model, unseen
 from onnxpar.manual.manual import MANUAL
@@ -43,7 +44,7 @@ from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.encoder_decoders import encoder_options, note_encoder
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, wanted_mesh
-from onnxpar.pipeline.paging import MixedTokensError, refuse_paging
+from onnxpar.pipeline.paging import refuse_paging
 from onnxpar.pipeline.predicted_times import (
     Reckon,
     Reckoning,
@@ -80,10 +81,14 @@ def plan(
     with options.times.of(OTHER):
         try:
             return _fitting(path, options, watch, reckoning)
-        except MixedTokensError:
+        except UnpagedError as error:
             if not options.pages_if_possible:
                 raise
-        return _fitting(path, replace(options, page_size=0), watch, reckoning)
+            reason = error.reason
+        made, ctx = _fitting(path, replace(options, page_size=0), watch, reckoning)
+        if made.states:
+            made.notes.append(f"caches are not in pages, because {reason}")
+        return made, ctx
 
 
 def _fitting(
