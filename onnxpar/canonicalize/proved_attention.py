@@ -29,7 +29,7 @@ _TOLERANCES = {"float32": 2e-5, "float64": 2e-5, "float16": 1e-2}
 """Largest errors of results and of scores, as parts of the largest number, by type."""
 
 
-class _CannotRunError(ModelError):
+class _CannotRunError(UnpagedError):
     """An attention does not run at some sizes."""
 
 
@@ -305,7 +305,8 @@ class _Proof:
             session = ort.InferenceSession(part.SerializeToString(), options)
             (array,) = session.run([result], dict(feeds))
         except Exception as error:  # onnxruntime's errors have no other base
-            raise _CannotRunError(str(self._error(f"cannot be run on its own: {error}"))) from None
+            reason = f"the attention of {self.name!r} cannot be run on its own: {error}"
+            raise _CannotRunError(reason) from None
         return np.asarray(array)
 
     def _known(self, name: str, sample: Sample) -> onnx.TensorProto:
