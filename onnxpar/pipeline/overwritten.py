@@ -14,6 +14,7 @@ from onnxpar.errors import InputError, ModelError
 
 READ = {
     "api_key_file": "the file of API keys",
+    "audio": "the file of --audio",
     "file": "the file of --file",
     "model": "the model",
     "strategy": "the file of --strategy",
