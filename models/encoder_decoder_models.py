@@ -81,6 +81,18 @@ def randomize(network: Any, scale: float) -> Any:
     return network.eval()
 
 
+LAYERS: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+"""What BART and Whisper have in common."""
+
+
 def t5() -> Any:
     """A T5."""
     config = T5Config(
@@ -104,13 +116,7 @@ def bart() -> Any:
     config = BartConfig(
         tie_word_embeddings=False,
         vocab_size=320,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
+        **LAYERS,
         max_position_embeddings=256,
         scale_embedding=True,
         decoder_start_token_id=1,
@@ -137,13 +143,7 @@ def whisper() -> Any:
         tie_word_embeddings=False,
         vocab_size=328,
         num_mel_bins=80,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
+        **LAYERS,
         max_source_positions=50 * SECONDS,
         max_target_positions=160,
         decoder_start_token_id=START,

@@ -11,7 +11,14 @@ import onnx.defs
 import onnx.shape_inference
 from onnx import FunctionProto, NodeProto, TypeProto, ValueInfoProto
 
-from onnxpar.ir.stored import copy_with_stubs, graphs_of, is_folded, nodes_of, without_data
+from onnxpar.ir.stored import (
+    copy_with_stubs,
+    graphs_of,
+    is_folded,
+    nodes_of,
+    onnx_opset,
+    without_data,
+)
 
 OPS = frozenset({"LinearAttention", "CausalConvWithState"})
 """Recurrences of opset 27: their bodies are a Scan, and a Conv."""
@@ -21,7 +28,7 @@ DOMAIN = "onnxpar.body"
 def add_bodies(model: onnx.ModelProto) -> None:
     """Makes each node of these ops a call of a function of the model, in place; a node whose
     operands have no known types stays as it is."""
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    opset = onnx_opset(model)
     found = [n for n in nodes_of(model.graph) if _is_one(n, opset)]
     types = _types(model) if found else {}
     for number, node in enumerate(found):

@@ -22,14 +22,32 @@ def taken_branch(
     if node.op_type != "If" or node.domain not in ("", "ai.onnx") or node.input[0] not in values:
         return None
     condition = bool(values[node.input[0]].reshape(-1)[0])
+    branch = branch_of(node, condition, names)
+    return None if branch is None or branch.sparse_initializer else branch
+
+
+def branch_of(node: NodeProto, condition: bool, names: Collection[str]) -> GraphProto | None:
+    """A copy of a branch of an If, with Identity nodes that copy the branch's results to the
+    results of the If. `names` has all names in use around it. None if a tensor of the branch has
+    such a name."""
     name = "then_branch" if condition else "else_branch"
     branch = GraphProto()
     branch.CopyFrom(next(a.g for a in node.attribute if a.name == name))
     made = [t.name for t in branch.initializer]
     made += [output for inner in branch.node for output in inner.output]
-    if any(name in names for name in made) or branch.sparse_initializer:
+    if any(name in names for name in made):
         return None
     for source, result in zip(branch.output, node.output, strict=False):
         if result and result != source.name:
             branch.node.append(onnx.helper.make_node("Identity", [source.name], [result]))
     return branch
+
+
+def put_branch(graph: GraphProto, node: NodeProto, branch: GraphProto) -> None:
+    """Puts a branch in the place of an If of a graph, in place."""
+    at = next(i for i, each in enumerate(graph.node) if each is node)
+    nodes = [*graph.node[:at], *branch.node, *graph.node[at + 1 :]]
+    graph.initializer.extend(branch.initializer)
+    graph.sparse_initializer.extend(branch.sparse_initializer)
+    del graph.node[:]
+    graph.node.extend(nodes)

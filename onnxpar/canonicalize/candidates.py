@@ -33,7 +33,8 @@ def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
     """Adds the nodes, inputs and outputs to a decoder in place. `logits` is its output, (1, picks,
     vocabulary); `opset` is the version of ONNX's ops in the model, at least OLDEST."""
     nodes: list[NodeProto] = []
-    size = next(o for o in graph.output if o.name == logits).type.tensor_type.shape.dim[2]
+    vocabulary = next(o for o in graph.output if o.name == logits).type.tensor_type.shape.dim[2]
+    count = min(BEST, vocabulary.dim_value or BEST)
 
     def add(op: str, *operands: str, results: int = 1, name: str = "", **attrs: Any) -> list[str]:
         made = [name or f"candidates/{op}_{len(nodes)}"]
@@ -49,7 +50,7 @@ def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
     first = add("Constant", value=helper.make_tensor("value", TensorProto.INT64, [], [0]))[0]
     (rows,) = add("Gather", logits, first, axis=0)
     (x,) = add("Cast", rows, to=TensorProto.FLOAT)
-    best, tokens = add("TopK", x, constant(min(BEST, size.dim_value or BEST)), results=2, axis=1)
+    best, tokens = add("TopK", x, constant(count), results=2, axis=1)
     (top,) = add("Slice", best, zero, one, one)
     (below,) = add("Sub", x, top)
     (cooled,) = add("Div", below, TEMPERATURES)
@@ -66,10 +67,9 @@ def add_candidates(graph: GraphProto, logits: str, opset: int) -> None:
     float32, int64 = TensorProto.FLOAT, TensorProto.INT64
     for port, dtype, width in ((TEMPERATURES, float32, 1), (ASKED, int64, ASKED_DIM)):
         graph.input.append(helper.make_tensor_value_info(port, dtype, [PICK_DIM, width]))
-    best_size = min(BEST, size.dim_value or BEST)
     for port, dtype, width in (
-        (BEST_TOKENS, int64, best_size),
-        (BEST_LOGITS, float32, best_size),
+        (BEST_TOKENS, int64, count),
+        (BEST_LOGITS, float32, count),
         (ASKED_LOGITS, float32, ASKED_DIM),
         (LOG_TOTALS, float32, 2),
     ):

@@ -14,6 +14,7 @@ import onnx
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.ir.stored import nodes_before
 from onnxpar.model.shapes import Walk
 
 SMALL = ((0, 1), (0, 7), (3, 4), (5, 1), (64, 3))
@@ -79,7 +80,7 @@ class Sampler:
     def large(self, names: Collection[str]) -> list[Sample]:
         """Samples of these tensors at which positions reach and exceed the constants that may
         bound them, such as a window or the end of a table; as far as the decoder can run there."""
-        nodes = self._before(names)
+        nodes = nodes_before(self.nodes, names)
         constants, lengths = self._bounds(nodes)
         ends = {(length - 6, 6) for length in lengths}
         sizes = {((length >> i) - 1, 3) for length in lengths for i in range(1, 12)} | ends
@@ -116,16 +117,6 @@ class Sampler:
             else:
                 depending |= set(node.output)
         return walk
-
-    def _before(self, names: Collection[str]) -> list[NodeProto]:
-        """The nodes on which tensors depend, in order."""
-        needed = set(names)
-        kept = []
-        for node in reversed(self.nodes):
-            if not needed.isdisjoint(node.output):
-                kept.append(node)
-                needed |= set(node.input)
-        return kept[::-1]
 
     def _bounds(self, nodes: Iterable[NodeProto]) -> tuple[set[int], set[int]]:
         """What may bound positions among the constant operands of nodes: whole numbers that are

@@ -33,7 +33,7 @@ from onnxpar.canonicalize.row_program import (
 )
 from onnxpar.ir.lazy_values import ExternalValues, StackedValues, stored_proto
 from onnxpar.ir.stored import element_bits
-from onnxpar.ir.subgraphs import detach, read_by
+from onnxpar.ir.subgraphs import drop_unread
 from onnxpar.ir.tensors import numpy_dtype, tensor_shape
 
 OPSET = 13
@@ -245,18 +245,3 @@ def put(
     node.outputs[place] = gs.Variable(f"{old.name}/unread", old.dtype, old.shape)
     maker.outputs[0] = old
     drop_unread(graph)
-
-
-def drop_unread(graph: gs.Graph) -> None:
-    """Removes nodes of which nothing reads a result, then those that only they read."""
-    outputs = {id(t) for t in graph.outputs}
-    todo, gone = list(graph.nodes), set()
-    while todo:
-        node = todo.pop()
-        if id(node) in gone or any(t.outputs or id(t) in outputs for t in node.outputs):
-            continue
-        gone.add(id(node))
-        todo += [maker for t in read_by(node) for maker in t.inputs]
-        detach(node)
-    if gone:
-        graph.nodes[:] = [n for n in graph.nodes if id(n) not in gone]

@@ -7,15 +7,15 @@ it; otherwise a ScatterElements adds each row to its bag, or takes the maximum. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxpar.canonicalize.bag_loops import bags_of
 from onnxpar.canonicalize.bag_names import Array, Bags, Names
-from onnxpar.ir.stored import graphs_of, subgraphs_of
+from onnxpar.ir.stored import nodes_before, onnx_opset
 
 _ADDS_WHEN_SCATTERING = 16
 """The opset since which ScatterElements can add."""
@@ -31,7 +31,7 @@ values instead of sums, and a name for the result."""
 def add_up_bags(model: ModelProto) -> bool:
     """Replaces the loops of bags, in place; returns True if there was one. Requires a model whose
     sizes are inferred. Offsets must ascend, as PyTorch requires."""
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    opset = onnx_opset(model)
     graph = Names(model.graph, opset)
     made: dict[str, list[NodeProto]] = {}
     gone: set[str] = set()
@@ -46,30 +46,10 @@ def add_up_bags(model: ModelProto) -> bool:
         for node in model.graph.node:
             first = node.output[0] if node.output else ""
             kept += made.get(first, [] if first in gone else [node])
+        kept = nodes_before(kept, (port.name for port in model.graph.output))
         del model.graph.node[:]
         model.graph.node.extend(kept)
-        _drop_unread(model.graph)
     return bool(made)
-
-
-def _drop_unread(graph: GraphProto) -> None:
-    """Removes the nodes of which nothing reads a result."""
-    read = {port.name for port in graph.output}
-    kept = []
-    for node in reversed(graph.node):
-        if any(name in read for name in node.output if name):
-            kept.append(node)
-            read.update(node.input)
-            read.update(n for body in subgraphs_of(node) for n in _read_in(body))
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
-
-
-def _read_in(body: GraphProto) -> Iterator[str]:
-    """Yields the names that a body reads, with those of tensors of its own."""
-    for graph in graphs_of(body):
-        yield from (name for node in graph.node for name in node.input)
-        yield from (port.name for port in graph.output)
 
 
 class _Sums:

@@ -8,7 +8,7 @@ encoder, and the later decoder is used from the first token on.
 
 Exporters take the batch of the projections from the shape of the decoder's activations. So the
 whole first decoder goes behind the encoder at first; once the loader knows all sizes in closed
-form, it folds these shapes away, and `drop_unread` removes all layers of the decoder.
+form, it folds these shapes away, and `drop_decoder` removes all layers of the decoder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnxpar.canonicalize.branches import taken_branch
+from onnxpar.canonicalize.branches import put_branch, taken_branch
 from onnxpar.errors import ModelError
-from onnxpar.ir.stored import subgraphs_of
-from onnxpar.ir.subgraphs import read_by
+from onnxpar.ir.stored import nodes_before, reads_of, subgraphs_of
+from onnxpar.ir.subgraphs import drop_unread, read_by
 from onnxpar.model.model_folder import encoder_decoder_in
 
 ENCODER, DECODER = "encoder", "decoder"
@@ -52,19 +52,10 @@ def read_part(proto: ModelProto, part: str, path: Path) -> tuple[ModelProto, lis
     return _with_projections(proto, path, _branch(first, False, files.first), files.first), []
 
 
-def drop_unread(graph: gs.Graph) -> None:
-    """Removes nodes whose results no output needs, in place. Errors: ModelError if the projections
-    still need an input of the decoder."""
-    needed = {id(tensor) for tensor in graph.outputs}
-    kept = []
-    for node in reversed(graph.nodes):
-        if any(id(tensor) in needed for tensor in node.outputs):
-            kept.append(node)
-            needed.update(map(id, read_by(node)))
-        else:
-            node.inputs.clear()
-            node.outputs.clear()
-    graph.nodes[:] = kept[::-1]
+def drop_decoder(graph: gs.Graph) -> None:
+    """Removes the nodes of the decoder, whose results no output needs, in place. Errors: ModelError
+    if the projections still need an input of the decoder."""
+    drop_unread(graph)
     for node in graph.nodes:
         for tensor in read_by(node):
             name = tensor.name.removeprefix(_GIVEN)
@@ -109,7 +100,7 @@ def _replace_hidden(graph: GraphProto, port: ValueInfoProto, key: str, path: Pat
     """Replaces the encoder's result, of which some exporters take sizes in every step, by zeros of
     its shape, which has the texts and tokens of a cached key. Errors: ModelError if more than its
     shape is read."""
-    readers = [node for node in graph.node if _HIDDEN in _read_by(node)]
+    readers = [node for node in graph.node if _HIDDEN in reads_of(node)]
     if any(node.op_type != "Shape" for node in readers):
         raise ModelError(
             f"{path}: the decoder reads {_HIDDEN!r} in every step; export it with caches of "
@@ -195,11 +186,7 @@ def _branch(model: ModelProto, is_later: bool, path: Path) -> ModelProto:
             f"{path}: cannot take the branches of {_CHOICE!r} apart; give decoder_model.onnx and "
             "decoder_with_past_model.onnx instead (Optimum: --no-post-process)"
         )
-    at = next(i for i, node in enumerate(graph.node) if node is choice)
-    nodes = [*graph.node[:at], *branch.node, *graph.node[at + 1 :]]
-    graph.initializer.extend(branch.initializer)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    put_branch(graph, choice, branch)
     del graph.value_info[:]
     _remove_unread(graph)
     return model
@@ -270,25 +257,12 @@ def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:
 
 def _remove_unread(graph: GraphProto) -> None:
     """Removes nodes, weights and inputs that no output needs."""
-    needed = {port.name for port in graph.output}
-    kept = []
-    for node in reversed(graph.node):
-        if needed.intersection(node.output):
-            kept.append(node)
-            needed |= _read_by(node)
+    outputs = {port.name for port in graph.output}
+    kept = nodes_before(graph.node, outputs)
     del graph.node[:]
-    graph.node.extend(reversed(kept))
+    graph.node.extend(kept)
+    needed = outputs.union(*map(reads_of, kept))
     for field in (graph.initializer, graph.input):
         left = [each for each in field if each.name in needed]
         del field[:]
         field.extend(left)
-
-
-def _read_by(node: NodeProto) -> set[str]:
-    """The names that a node and its bodies read."""
-    found = set(node.input)
-    for inner in subgraphs_of(node):
-        found |= {port.name for port in inner.output}
-        for each in inner.node:
-            found |= _read_by(each)
-    return found

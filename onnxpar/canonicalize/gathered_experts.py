@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.dense_experts import DenseExperts, drop_unread, merged, put
+from onnxpar.canonicalize.dense_experts import DenseExperts, merged, put
 from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
 from onnxpar.canonicalize.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
 from onnxpar.canonicalize.sorted_rows import copies, find_sorted_rows, numbers, places, skip
+from onnxpar.ir.subgraphs import drop_unread
 from onnxpar.ir.tensors import dtype_of, tensor_shape
 from onnxpar.model.interchange import is_weight
 

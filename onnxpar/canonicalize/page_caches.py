@@ -26,6 +26,7 @@ from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.canonicalize.past_branch import take_past_branch
 from onnxpar.errors import ModelError
 from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, SCALE_BYTES, UnpagedError, too_old
+from onnxpar.ir.stored import nodes_before, onnx_opset
 from onnxpar.model.model_folder import carried_files, model_at
 
 TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM = "new_tokens", "texts", "pages_of_text", "pages"
@@ -92,7 +93,7 @@ def page_caches(
     why the caches cannot be paged."""
     if page_size < 1:
         raise ModelError(f"a page of a cache has at least one token, not {page_size}")
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    opset = onnx_opset(model)
     if opset < OLDEST:
         raise UnpagedError(f"its ops are those of opset {opset}, before {OLDEST}")
     take_past_branch(model)
@@ -314,13 +315,7 @@ def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str
 
 def _remove_unread(graph: GraphProto) -> None:
     """Removes nodes whose results nobody reads, as those that reshape the mask."""
-    needed = {o.name for o in graph.output}
-    kept: list[NodeProto] = []
-    for node in reversed(graph.node):
-        if not needed.isdisjoint(node.output):
-            kept.append(node)
-            needed |= set(node.input)
-    nodes = kept[::-1]
+    nodes = nodes_before(graph.node, (o.name for o in graph.output))
     del graph.node[:]
     graph.node.extend(nodes)
 

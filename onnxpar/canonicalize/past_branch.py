@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import onnx
-from onnx import GraphProto, NodeProto, helper
+from onnx import GraphProto
+
+from onnxpar.canonicalize.branches import branch_of, put_branch
 
 
 def take_past_branch(model: onnx.ModelProto) -> None:
@@ -24,22 +26,15 @@ def take_past_branch(model: onnx.ModelProto) -> None:
         or graph.node[0].input[0] not in inputs
     ):
         return
-    node = NodeProto()
-    node.CopyFrom(graph.node[0])
-    branches = [a.g for a in node.attribute]
-    branch = max(branches, key=lambda body: len(_read(body, inputs)))
-    taken = {w.name for w in graph.initializer} | inputs
-    made = {name for inner in branch.node for name in inner.output}
-    if not taken.isdisjoint(made | {w.name for w in branch.initializer}):
+    (node,) = graph.node
+    condition = node.input[0]
+    branches = {a.name: a.g for a in node.attribute}
+    past = max(branches, key=lambda name: len(_read(branches[name], inputs)))
+    branch = branch_of(node, past == "then_branch", inputs | {w.name for w in graph.initializer})
+    if branch is None:
         return  # a tensor of the branch hides one around it
-    del graph.node[:]
-    graph.node.extend(branch.node)
-    graph.initializer.extend(branch.initializer)
-    graph.sparse_initializer.extend(branch.sparse_initializer)
-    for source, result in zip(branch.output, node.output, strict=True):
-        if source.name != result:
-            graph.node.append(helper.make_node("Identity", [source.name], [result], result))
-    kept = [i for i in graph.input if i.name != node.input[0]]
+    put_branch(graph, node, branch)
+    kept = [i for i in graph.input if i.name != condition]
     del graph.input[:]
     graph.input.extend(kept)
 

@@ -22,6 +22,7 @@ from onnxpar.canonicalize.decoder_samples import Sample
 from onnxpar.canonicalize.found_attention import FoundAttention
 from onnxpar.errors import ModelError
 from onnxpar.ir.paged_attention import UnpagedError
+from onnxpar.ir.stored import nodes_before
 
 _HIDDEN = -5000.0
 """Scores below it have no weight; random scores are far above."""
@@ -294,7 +295,7 @@ class _Proof:
         output = helper.make_tensor_value_info(
             result, self.types[result].tensor_type.elem_type, None
         )
-        graph = helper.make_graph(_needed(nodes, result), "part", inputs, [output], weights)
+        graph = helper.make_graph(nodes_before(nodes, [result]), "part", inputs, [output], weights)
         part = helper.make_model(
             graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version
         )
@@ -317,16 +318,6 @@ class _Proof:
 
     def _error(self, reason: str) -> ModelError:
         return UnpagedError(f"the attention of {self.name!r} {reason}")
-
-
-def _needed(nodes: Sequence[NodeProto], result: str) -> list[NodeProto]:
-    """The nodes that compute a result."""
-    needed, kept = {result}, list[NodeProto]()
-    for node in reversed(nodes):
-        if not needed.isdisjoint(node.output):
-            kept.append(node)
-            needed |= set(node.input)
-    return kept[::-1]
 
 
 def _wanted(past: int, new: int, window: int) -> Array:

@@ -20,6 +20,7 @@ from onnxpar.ir.stored import (
     graphs_of,
     is_folded,
     nodes_of,
+    onnx_opset,
     stored_tensors,
     subgraphs_of,
     without_data,
@@ -30,7 +31,7 @@ from onnxpar.model.checker import loads
 def spell_out(model: onnx.ModelProto) -> None:
     """Writes each Swish that onnxruntime does not run, and each SwiGLU, as Sigmoid and Mul, in
     place, also in subgraphs."""
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    opset = onnx_opset(model)
     ops = {"SwiGLU"} | (set() if _runs_swish(opset) else {"Swish"})
     found = [n for n in nodes_of(model.graph) if _is_one_of(n, ops)]
     if found:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.ir.stored import subgraphs_of
+from onnxpar.ir.stored import onnx_opset, subgraphs_of
 
 _DOMAIN = "com.microsoft"
 _PARAMS: dict[str, tuple[str, ...]] = {
@@ -55,7 +55,7 @@ class FusedNode:
 
 def unfuse(model: onnx.ModelProto) -> list[FusedNode]:
     """Replaces fused nodes by ONNX's ops, in place, also in subgraphs; returns the fused nodes."""
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+    opset = onnx_opset(model)
     fused = _Unfusing(model.graph, opset).run()
     free_names(model.graph)
     return fused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,21 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
 def reads_of(node: NodeProto) -> set[str]:
     """All names that a node reads, including those that its subgraphs capture."""
     return set(node.input).union(*map(captured_by, subgraphs_of(node)))
+
+
+def nodes_before(nodes: Iterable[NodeProto], names: Iterable[str]) -> list[NodeProto]:
+    """The nodes on which tensors with these names depend, in order."""
+    needed, found = set(names), list[NodeProto]()
+    for node in reversed(list(nodes)):
+        if not needed.isdisjoint(node.output):
+            found.append(node)
+            needed |= reads_of(node) - {""}
+    return found[::-1]
+
+
+def onnx_opset(model: ModelProto) -> int:
+    """The version of ONNX's own ops that a model imports; 1 if it says none."""
+    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
 
 
 def captured_by(graph: GraphProto) -> set[str]:

@@ -112,6 +112,21 @@ def read_by(node: gs.Node) -> list[gs.Tensor]:
     return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]
 
 
+def drop_unread(graph: gs.Graph) -> None:
+    """Removes nodes of which nothing reads a result, then those that only they read."""
+    outputs = {id(t) for t in graph.outputs}
+    todo, gone = list(graph.nodes), set()
+    while todo:
+        node = todo.pop()
+        if id(node) in gone or any(t.outputs or id(t) in outputs for t in node.outputs):
+            continue
+        gone.add(id(node))
+        todo += [maker for t in read_by(node) for maker in t.inputs]
+        detach(node)
+    if gone:
+        graph.nodes[:] = [n for n in graph.nodes if id(n) not in gone]
+
+
 def cut_off(node: gs.Node) -> None:
     """Removes a node's operands and results. Of nodes that are equal, as in programs that are
     copies, `clear` would remove the first from a tensor's readers."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from onnxpar.canonicalize.candidates import BEST
 from onnxpar.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder
-from onnxpar.llm.requests import End, Event, Failure, Limits, Token
+from onnxpar.llm.requests import End, Event, Failure, Token
 from onnxpar.llm.scheduler import Piece, Scheduler, Text
 
 
@@ -48,7 +45,6 @@ class Batching:
 
     def add(self, text: Text) -> None:
         """Adds a text, which waits behind all others."""
-        text.needs_all = text.needs_all or _needs_all(text.limits)
         self.scheduler.waiting.append(text)
 
     def end(self, text: Text, event: Event) -> None:
@@ -63,13 +59,13 @@ class Batching:
     def run(self, pieces: Sequence[Piece]) -> list[tuple[Text, Token | Failure]]:
         """Computes pieces; returns the next token of each text that is complete."""
         complete = [piece.text for piece in pieces if piece.is_last]
-        whole = any(text.needs_all for text in complete)
+        whole = any(text.has_missed or text.limits.needs_all for text in complete)
         found = list(self._choose(complete, self._decoder.run(pieces, whole)))
         again = [text for text, token in found if token is None]
         if again:
             # Computing a text's last token again writes the same into the caches.
             for text in again:
-                text.needs_all = True
+                text.has_missed = True
             last = [Piece(text, len(text.tokens) - 1, 1) for text in again]
             found += self._choose(again, self._decoder.run(last, whole=True))
         return [(text, token) for text, token in found if token is not None]
@@ -82,7 +78,7 @@ class Batching:
         for text, each in zip(texts, candidates, strict=True):
             if not text.is_cancelled:
                 try:
-                    yield text, _chosen(text, each)
+                    yield text, text.limits.choose(each, text.tokens, text.step)
                 except OnnxparError as error:
                     yield text, Failure(error)
 
@@ -115,23 +111,3 @@ class Batching:
             text.is_counted = True
             self.done.cached_tokens += text.cached
             self.done.prompt_tokens += text.prompt
-
-
-def _needs_all(limits: Limits) -> bool:
-    """True if tokens can seldom be chosen without the logits of all tokens."""
-    is_long = limits.top_logprobs > BEST
-    return is_long or limits.constraint is not None or limits.sampling.needs_all
-
-
-def _chosen(text: Text, candidates: Candidates) -> Token | None:
-    """The next token of a text; None if it takes all logits to tell."""
-    limits = text.limits
-    if limits.constraint is not None:
-        allowed = limits.constraint.allowed()
-        candidates = Candidates.all(np.where(allowed, candidates.logits, -np.inf))
-    found = limits.sampling.choose(candidates, text.tokens, limits.row, text.step)
-    if found is None:
-        return None
-    if limits.constraint is not None:
-        limits.constraint.accept(found[0])
-    return Token(*found, candidates.logprobs(limits.top_logprobs))

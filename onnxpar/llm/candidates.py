@@ -48,9 +48,8 @@ class Candidates:
         return Candidates(each, values, float(logits[0]) + total, False, float(logits[-1]), cooled)
 
     def logprobs(self, count: int) -> list[tuple[int, float]]:
-        """Returns the likeliest tokens, and the natural logarithms of their
-        probabilities."""
-        best = np.argsort(-self.logits, kind="stable")[:count]
+        """Returns the likeliest tokens, and the natural logarithms of their probabilities."""
+        best = np.argsort(-self.logits, kind="stable")[:count] if count else ()
         return [(int(self.tokens[i]), float(self.logits[i]) - self.log_total) for i in best]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import InputError
@@ -13,7 +14,7 @@ from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.generated_tokens import EncodedSource
 from onnxpar.llm.generation_rules import GenerationRules
 from onnxpar.llm.language_model import LanguageModel, settings_of
-from onnxpar.llm.prompt_encoder import Input, PromptEncoder, read_encoder
+from onnxpar.llm.prompt_encoder import Input, PromptEncoder
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.model.model_folder import ENCODER_PART
 from onnxpar.runtime.bundle import Bundle
@@ -25,28 +26,35 @@ class EncoderDecoder(Closing):
     """The encoder's ranks, beside those of its decoder."""
 
     def __init__(
-        self, session: InferenceSession, encoder: PromptEncoder, decoder: Decoder, of: LanguageModel
+        self,
+        session: InferenceSession,
+        encoder: PromptEncoder,
+        decoder: Decoder,
+        model: LanguageModel,
+        folder: Path,
     ) -> None:
-        self._session, self._encoder, self._decoder, self._of = session, encoder, decoder, of
-        self._settings: Mapping[str, Any] = {}
-        self._generation: Mapping[str, Any] = {}
+        self._session, self._encoder, self._decoder, self._of = session, encoder, decoder, model
+        self._settings = settings_of(folder)
+        self._generation = settings_of(folder, only_generation=True)
 
     @staticmethod
     def open(
-        decoder: Session, bundle: Bundle, model: LanguageModel, options: Mapping[str, Any]
+        encoder: Bundle,
+        decoder: Session,
+        bundle: Bundle,
+        model: LanguageModel,
+        options: Mapping[str, Any],
     ) -> EncoderDecoder:
-        """Starts the encoder's ranks, with the options of the decoder's. Errors: ModelError if the
-        encoder is not that of the decoder, or of another kind; RankError."""
-        encoder = read_encoder(bundle)
+        """Starts the ranks of an encoder, with the options of its decoder's. Errors: ModelError if
+        the encoder reads neither token ids nor features of sound; RankError."""
         asked = dict(options)
         if asked.get("log_dir") is not None:
             asked["log_dir"] = os.path.join(asked["log_dir"], ENCODER_PART)
         session = InferenceSession(encoder.path, **asked)
         try:
             reader = PromptEncoder(session, encoder, bundle)
-            made = EncoderDecoder(session, reader, Decoder(decoder, bundle, model), model)
-            made._settings = settings_of(bundle.path)
-            made._generation = settings_of(bundle.path, only_generation=True)
+            own = Decoder(decoder, bundle, model)
+            made = EncoderDecoder(session, reader, own, model, bundle.path)
             made.start(None, None, None)
             return made
         except BaseException:

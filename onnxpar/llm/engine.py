@@ -104,8 +104,8 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
         if not self.model.page_size:
             raise ModelError(
                 f"{self._bundle.path} has caches as its model has them, and not in pages: shard "
-                "the model again with --page-size 16, which says why if they cannot be in pages; "
-                "then use `generate`"
+                "the model again with --page-size 16; if they cannot be in pages, that says why, "
+                "and `generate` still works"
             )
         self.vocabulary = self.model.vocabulary
         self._pages = count_pages(self._bundle, self.model, kv_memory, max_running)

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
 from onnxpar.base.arrays import Array
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.beginnings import Beginning
@@ -53,16 +51,10 @@ class BatchSource:
             for row, own in enumerate(limits):
                 if row not in ended:
                     count = len(texts[row]) - len(prompts[row])
-                    scores = logits[row]
-                    if own.constraint is not None:
-                        scores = np.where(own.constraint.allowed(), scores, -np.inf)
-                    every = Candidates.all(scores)
-                    chosen = own.sampling.choose(every, texts[row], own.row, count)
-                    assert chosen is not None, "they are all"
-                    if own.constraint is not None:
-                        own.constraint.accept(chosen[0])
-                    step.append((row, Token(*chosen)))
-                    texts[row].append(chosen[0])
+                    token = own.choose(Candidates.all(logits[row]), texts[row], count)
+                    assert token is not None, "the candidates are all"
+                    step.append((row, token))
+                    texts[row].append(token.id)
             yield step
             if len(ended) == len(texts):
                 return

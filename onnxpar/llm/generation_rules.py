@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.llm.language_model import token_ids
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,17 @@ class GenerationRules:
     def of(settings: Mapping[str, Any], ends: Iterable[int]) -> GenerationRules:
         """Reads a generation_config.json."""
         phrases = settings.get("bad_words_ids")
+        phrases = phrases if isinstance(phrases, list) else []
         return GenerationRules(
             ends=frozenset(ends),
-            never=_ids(settings.get("suppress_tokens")),
-            not_first=_ids(settings.get("begin_suppress_tokens")),
-            first=next(iter(_ids(settings.get("forced_bos_token_id"))), None),
-            last=_ids(settings.get("forced_eos_token_id")),
-            phrases=tuple(filter(None, map(_ids, phrases if isinstance(phrases, list) else ()))),
-            ngram=next(iter(_ids(settings.get("no_repeat_ngram_size"))), 0),
-            least=next(iter(_ids(settings.get("min_length"))), 0),
-            least_new=next(iter(_ids(settings.get("min_new_tokens"))), 0),
+            never=token_ids(settings.get("suppress_tokens")),
+            not_first=token_ids(settings.get("begin_suppress_tokens")),
+            first=next(iter(token_ids(settings.get("forced_bos_token_id"))), None),
+            last=token_ids(settings.get("forced_eos_token_id")),
+            phrases=tuple(filter(None, map(token_ids, phrases))),
+            ngram=next(iter(token_ids(settings.get("no_repeat_ngram_size"))), 0),
+            least=next(iter(token_ids(settings.get("min_length"))), 0),
+            least_new=next(iter(token_ids(settings.get("min_new_tokens"))), 0),
         )
 
 
@@ -104,9 +106,3 @@ class RuledText:
             is_end = len(begin) == 0 and last in self._rules.ends
             if not is_end and self._tokens[len(self._tokens) - len(begin) :] == begin:
                 yield last
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    """Token ids, of which a configuration has several, one or none."""
-    each = value if isinstance(value, list) else [value]
-    return tuple(v for v in each if isinstance(v, int))

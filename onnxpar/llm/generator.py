@@ -19,7 +19,7 @@ from onnxpar.llm.encoder_decoder import EncoderDecoder
 from onnxpar.llm.generated_tokens import BatchSource, PagedSource, TokenSource
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
-from onnxpar.llm.prompt_encoder import Input
+from onnxpar.llm.prompt_encoder import Input, read_encoder
 from onnxpar.llm.requests import Limits
 from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.sound import SoundFeatures
@@ -78,11 +78,13 @@ class Generator(Closing):
         self._folder = bundle.path
         pages = count_pages(bundle, self.model, kv_memory, _TOGETHER) if self.model.page_size else 0
         self._room = pages * self.model.page_size
+        encoder = read_encoder(bundle) if self.model.has_encoder else None
         self._session = InferenceSession(par, **options)
         self._encoded: EncoderDecoder | None = None
         try:
-            if self.model.has_encoder:
-                self._encoded = EncoderDecoder.open(self._session, bundle, self.model, options)
+            if encoder is not None:
+                own = (self._session, bundle, self.model)
+                self._encoded = EncoderDecoder.open(encoder, *own, options)
             else:
                 self._source = _source(self._session, bundle, self.model, pages)
         except BaseException:

@@ -79,7 +79,7 @@ class LanguageModel:
         """Reads the ports and the configuration of a sharded model. Errors: ModelError if it is no
         decoder with a cache."""
         settings = settings_of(bundle.path)
-        has_encoder = encoder_bundle(bundle) is not None
+        has_encoder = (bundle.path / ENCODER_PART).is_dir()
         roles: dict[str, str] = {}
         paging = PAGING if bundle.inputs.keys() >= PAGING else frozenset()
         for port in bundle.inputs.values():
@@ -107,8 +107,8 @@ class LanguageModel:
             roles.get("positions"),
             logits[0].name,
             tuple(bundle.states),
-            frozenset(_ids(settings.get("eos_token_id"))),
-            next(iter(_ids(settings.get("bos_token_id"))), None),
+            frozenset(token_ids(settings.get("eos_token_id"))),
+            next(iter(token_ids(settings.get("bos_token_id"))), None),
             next((settings[name] for name in contexts if name in settings), None),
             length == 1,
             not paging and _has_grouped_attention(bundle),
@@ -121,11 +121,14 @@ class LanguageModel:
         """Errors: InputError for a prompt without tokens, or with one that there is not."""
         if not tokens:
             raise InputError("a prompt has no tokens; give a text, token ids or a chat")
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                raise InputError(
-                    f"a prompt has token {token}; ids are from 0 to {self.vocabulary - 1}"
-                )
+        check_ids(tokens, self.vocabulary)
+
+
+def check_ids(tokens: Iterable[int], vocabulary: int) -> None:
+    """Errors: InputError for a token of a prompt that there is not."""
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise InputError(f"a prompt has token {token}; ids are from 0 to {vocabulary - 1}")
 
 
 def _page_size(bundle: Bundle) -> int:
@@ -157,13 +160,6 @@ def _is_logits(port: Port, bundle: Bundle) -> bool:
     return not is_state and len(port.shape or ()) == 3 and port.dtype.kind not in "iub"
 
 
-def encoder_bundle(decoder: Bundle) -> Bundle | None:
-    """Returns the encoder in the folder of a sharded encoder-decoder; None for other models.
-    Errors: ModelError."""
-    folder = decoder.path / ENCODER_PART
-    return Bundle.load(folder) if folder.is_dir() else None
-
-
 def settings_of(folder: Path, only_generation: bool = False) -> Mapping[str, Any]:
     """Returns the configuration in a folder: special tokens and the length of the context. With
     `only_generation`, that of generation alone, if it has a file. Errors: ModelError."""
@@ -180,10 +176,10 @@ def settings_of(folder: Path, only_generation: bool = False) -> Mapping[str, Any
     return found
 
 
-def _ids(value: object) -> Iterable[int]:
-    """Token ids, of which a configuration has one, several or none."""
+def token_ids(value: object) -> tuple[int, ...]:
+    """Returns token ids, of which a configuration has several, one or none."""
     each = value if isinstance(value, list) else [value]
-    return [v for v in each if isinstance(v, int)]
+    return tuple(v for v in each if isinstance(v, int))
 
 
 def _has_grouped_attention(bundle: Bundle) -> bool:

@@ -9,7 +9,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
-from onnxpar.llm.language_model import ENCODER_MASK, encoder_bundle, settings_of
+from onnxpar.llm.language_model import ENCODER_MASK, check_ids, settings_of
+from onnxpar.model.model_folder import ENCODER_PART
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.session import Session
 
@@ -76,11 +77,7 @@ class PromptModel:
             return
         if not len(given):
             raise InputError("a prompt has no tokens; give a text or token ids")
-        for token in given:
-            if not 0 <= token < self.vocabulary:
-                raise InputError(
-                    f"a prompt has token {token}; ids are from 0 to {self.vocabulary - 1}"
-                )
+        check_ids(given, self.vocabulary)
         if self.longest is not None and len(given) > self.longest:
             raise InputError(
                 f"a prompt has {len(given)} tokens, and the encoder reads at most {self.longest}; "
@@ -127,8 +124,7 @@ class PromptEncoder:
 def read_encoder(decoder: Bundle) -> Bundle:
     """Returns the encoder's part of a sharded encoder-decoder. Errors: ModelError if its caches are
     not those of the decoder."""
-    bundle = encoder_bundle(decoder)
-    assert bundle is not None, "the model has an encoder"
+    bundle = Bundle.load(decoder.path / ENCODER_PART)
     wrong = bundle.outputs.keys() ^ {n for n in decoder.states if ".encoder." in n}
     if wrong:
         raise ModelError(

@@ -6,8 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from onnxpar.base.arrays import Array
+from onnxpar.canonicalize.candidates import BEST
 from onnxpar.errors import OnnxparError
+from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.sampling import Sampling
 
 
@@ -25,6 +29,16 @@ class Constraint(Protocol):
 
 class Busy(OnnxparError):
     """An engine that takes no request now: its queue is full, it ends, or its ranks start anew."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token of a request, the natural logarithm of its probability by the model, and the
+    likeliest tokens with theirs, as `Limits.top_logprobs` asks."""
+
+    id: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -46,15 +60,25 @@ class Limits:
     row: int = 0
     constraint: Constraint | None = None
 
+    @property
+    def needs_all(self) -> bool:
+        """True if tokens can seldom be chosen without the logits of all tokens."""
+        is_long = self.top_logprobs > BEST
+        return is_long or self.constraint is not None or self.sampling.needs_all
 
-@dataclass(frozen=True)
-class Token:
-    """A new token of a request, the natural logarithm of its probability by the model, and the
-    likeliest tokens with theirs, as `Limits.top_logprobs` asks."""
-
-    id: int
-    logprob: float
-    top: Sequence[tuple[int, float]] = ()
+    def choose(self, candidates: Candidates, tokens: Sequence[int], step: int) -> Token | None:
+        """Returns the next token of a text with these tokens, of which the last `step` were
+        generated; None if it takes all logits to tell. Errors: ModelError for logits that are not
+        numbers."""
+        if self.constraint is not None:
+            allowed = self.constraint.allowed()
+            candidates = Candidates.all(np.where(allowed, candidates.logits, -np.inf))
+        found = self.sampling.choose(candidates, tokens, self.row, step)
+        if found is None:
+            return None
+        if self.constraint is not None:
+            self.constraint.accept(found[0])
+        return Token(*found, candidates.logprobs(self.top_logprobs))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Sampling:
             kept = np.sort(powers[scores >= least])[::-1]
             before = np.cumsum(kept) - kept
             count = int((before < max(self.top_p * total, 1e-300)).sum())
-            least = np.sort(scores)[-count]
+            least = np.partition(scores, -count)[-count]
         if self.min_p > 0:
             least = max(least, scores.max() + math.log(self.min_p))
         return float(least)

@@ -21,7 +21,7 @@ class Text:
     done      how many of its tokens are in the caches
     cached    how many of them an earlier text had put there when it began
     is_counted  True once the tokens of its prompt are counted
-    needs_all   True if its next token is chosen of the logits of all tokens
+    has_missed  True once a token could be told only with the logits of all tokens
     """
 
     tokens: list[int]
@@ -33,7 +33,7 @@ class Text:
     done: int = 0
     cached: int = 0
     is_counted: bool = False
-    needs_all: bool = False
+    has_missed: bool = False
     is_cancelled: bool = False
 
     @property

@@ -134,7 +134,7 @@ def read_wave(file: Path, rate: int) -> Array:
     except OSError as error:
         raise InputError(f"{file}: cannot read it: {error.strerror or error}") from None
     if width not in (1, 2, 3, 4) or not own or not data:
-        raise InputError(f"{file} has no samples, or such of {width} bytes; {remedy}")
+        raise InputError(f"{file} has no samples, or samples of {width} bytes; {remedy}")
     samples = _decoded(data[: len(data) // (width * channels) * (width * channels)], width)
     mixed: Array = samples.reshape(-1, channels).mean(1)
     return _resampled(mixed, own, rate)

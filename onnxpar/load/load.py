@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from onnxpar.canonicalize.bodies_for_training import add_bodies
 from onnxpar.canonicalize.embedding_bags import add_up_bags
-from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_unread, read_part
+from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_part
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.name_nodes import name_nodes
@@ -284,7 +284,7 @@ class _Importer:
         self.show("infer-shapes", inferred)
         graph = import_graph(inferred, self.defaults, self.path.parent)
         if self.is_cut:
-            drop_unread(graph)
+            drop_decoder(graph)
         for tensor in graph.outputs:
             tensor.onnx_declared = self.declared[tensor.name]
         if self.is_open:

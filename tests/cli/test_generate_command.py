@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cli.under_mpirun import check_one_rank_prints
 from committed import MODELS
 
 import onnxpar
@@ -63,20 +61,7 @@ def test_drawn_texts(par: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_under_mpirun_one_rank_prints(par: str, tmp_path: Path) -> None:
-    command = shutil.which("mpirun")
-    if command is None:
-        pytest.skip("there is no mpirun")
-    with Generator(par) as generator:
-        (wanted,) = generator.generate("import os", max_new_tokens=8)
-    options = ["--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "onnxpar"]
-    done = subprocess.run(
-        [command, *options, "generate", par, "import os", "--max-new-tokens", "8"],
-        capture_output=True,
-        timeout=60,
-        cwd=tmp_path,
-        check=True,
-    )
-    assert done.stdout.decode() == wanted.text + "\n"
+    check_one_rank_prints(par, tmp_path)
     assert "tokens/s" in (tmp_path / "log" / "rank.0" / "stderr.log").read_text()
 
 

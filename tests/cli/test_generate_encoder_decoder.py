@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli.under_mpirun import check_one_rank_prints
 from committed import MODELS
 from sounds import RATE, sound
 
@@ -75,20 +73,7 @@ def test_speech_in_windows(
 
 
 def test_under_mpirun_one_rank_prints(t5: str, tmp_path: Path) -> None:
-    command = shutil.which("mpirun")
-    if command is None:
-        pytest.skip("there is no mpirun")
-    with Generator(t5) as generator:
-        (wanted,) = generator.generate("import os", max_new_tokens=8)
-    options = ["--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m", "onnxpar"]
-    done = subprocess.run(
-        [command, *options, "generate", t5, "import os", "--max-new-tokens", "8"],
-        capture_output=True,
-        timeout=60,
-        cwd=tmp_path,
-        check=True,
-    )
-    assert done.stdout.decode() == wanted.text + "\n"
+    check_one_rank_prints(t5, tmp_path)
 
 
 def test_sound_for_a_text_model(t5: str, speech: Path, capsys: pytest.CaptureFixture[str]) -> None:
