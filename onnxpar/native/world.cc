@@ -50,7 +50,8 @@ void World::Connect() {
     const std::string reason =
         "rank " + std::to_string(rank()) + " cannot connect to the others: " + error.what();
     control_->Abort(reason);
-    control_.reset();  // ends its thread, too, which sets failure_
+    control_->StopHub();  // which tells the other ranks first, because this process may end now
+    control_.reset();     // ends its thread, too, which sets failure_
     throw std::runtime_error(failure_.empty() ? reason : failure_);
   }
 }
