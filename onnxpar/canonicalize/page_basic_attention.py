@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, helper, numpy_helper
 
-from onnxpar.canonicalize.decoder_samples import Ports, Sample, Sampler
+from onnxpar.canonicalize.decoder_samples import Ports, Sampler
 from onnxpar.canonicalize.found_attention import Cache, FoundAttention, find_attentions
 from onnxpar.canonicalize.page_ports import POSITIONS, ROWS, TABLE
 from onnxpar.canonicalize.proved_attention import Terms, proved
@@ -48,19 +48,7 @@ def page_basic_attention(model: onnx.ModelProto, caches: list[Cache], ports: Por
     rewrite = WithoutPast(graph, gone, ports.tokens, POSITIONS)
     replaced = rewrite.run(small)
     rewrite.check(replaced, [*small, *sampler.large(replaced)])
-    _keep_shapes(graph, small)
     rewrite.check_order([*replaced, *filter(None, [ports.positions])], small)
-
-
-def _keep_shapes(graph: GraphProto, samples: Sequence[Sample]) -> None:
-    """Removes what Reshapes read that change no shape, as before logits: whether a size that is
-    computed is that of the tokens is harder to see later."""
-    for node in graph.node:
-        if node.op_type == "Reshape":
-            shapes = [(s.shape(node.input[0]), s.shape(node.output[0])) for s in samples]
-            if all(before is not None and before == after for before, after in shapes):
-                node.op_type = "Identity"
-                del node.input[1:], node.attribute[:]
 
 
 def _replace(graph: GraphProto, found: Sequence[tuple[FoundAttention, Terms]]) -> None:
