@@ -80,19 +80,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--zoo",
         action="store_true",
         help="all models at every preset, number of ranks, batch and open size, and all cases of "
-        "tests that are marked as a matrix (hours)",
+        "tests that are marked as a matrix or slow (hours)",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is marked as a matrix, leaves one case in FRACTION, unless all are wanted."""
+    """Of a test that is marked as a matrix, leaves one case in FRACTION, and none of a slow one,
+    unless all are wanted."""
     if config.getoption("zoo"):
         return
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    left_out = set()
+    left_out = {item for item in items if item.get_closest_marker("slow")}
     for of_test in cases.values():  # by checksum, because neighbours have parameters in common
         by_checksum = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
         left_out.update(by_checksum[math.ceil(len(of_test) / FRACTION) :])

@@ -284,9 +284,12 @@ class _Search:
         return self.domains != before
 
     def _small(self, walks: Lockstep) -> list[Polynomial]:
-        """Open sizes that are less than `least` at some sample, or that make a result empty."""
+        """Open sizes that are less than `least` at some sample, and that larger samples enlarge (a
+        difference of positions may be negative at all sizes), or that make a result empty."""
         bindings = [walks.bindings[i] for i in walks.live]
-        small = [s for s in walks.found if any(s.at(b) < self.least for b in bindings)]
+        larger = {symbol: size * _GROWTH for symbol, size in bindings[0].items()}
+        growing = [s for s in walks.found if s.at(larger) > s.at(bindings[0])]
+        small = [s for s in growing if any(s.at(b) < self.least for b in bindings)]
         return [*small, *walks.void]
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
@@ -297,7 +300,9 @@ class _Search:
             for symbol in size.variables:
                 own = before[symbol]
                 if not own.closed:
-                    self.domains[symbol] = replace(own, low=own.low * 4, high=own.high * 4)
+                    self.domains[symbol] = replace(
+                        own, low=own.low * _GROWTH, high=own.high * _GROWTH
+                    )
         for divided in walks.quotients:
             for symbol in divided.over.variables:
                 own = self.domains[symbol]
@@ -310,6 +315,8 @@ class _Search:
 
 
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+_GROWTH = 4
+"""Sizes that are too small are multiplied by this for the next walk."""
 _ROUNDS = 24
 """Most walks over a model for each kind of domain."""
 _WIDEST = 1 << 16

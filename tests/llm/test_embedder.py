@@ -56,6 +56,7 @@ def make(par: Path) -> Iterator[Make]:
         embedder.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("preset", ["data-parallel", "auto"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_results_are_those_of_pytorch(tmp_path: Path, ranks: int, preset: str) -> None:
@@ -76,6 +77,7 @@ def test_results_are_those_of_pytorch(tmp_path: Path, ranks: int, preset: str) -
     np.testing.assert_allclose(alone, [*expected["scores"].values()], atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "config,pooling",
     [

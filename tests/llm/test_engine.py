@@ -296,6 +296,7 @@ def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[
     assert counts.cached_tokens > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_attention_in_basic_ops_is_served(devices: int, tmp_path: Path) -> None:
     """Requests of a GPT-2 of Optimum join late, in chunks, share a beginning, and wait again."""

@@ -18,6 +18,7 @@ from small_models import write_text
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import InputError, StrategyError
+from onnxpar.load.load import load
 from onnxpar.pipeline import pipeline
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession
@@ -240,3 +241,25 @@ def test_rows_of_a_table_as_long_as_two_open_sizes(tmp_path: Path) -> None:
             feeds = {"x": x, "i": np.array([0, batch * length - 1, -1])}
             (got,) = session.run(None, feeds)
             np.testing.assert_array_equal(got, whole.run(None, feeds)[0])
+
+
+def test_sizes_that_no_length_enlarges_do_not_enlarge_the_samples(tmp_path: Path) -> None:
+    """Distances to the last position are negative at every length."""
+    path = write_text(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[b,s] x) => (float[b,s] y)
+        <int64 zero = {0}, int64 one = {1}> {
+          n = Shape<start = 1>(x)  m = Neg(n)  low = Squeeze(m)
+          distances = Range(low, zero, one)  d = Cast<to = 1>(distances)  y = Mul(x, d) }""",
+        tmp_path / "m.onnx",
+    )
+    sizes = load(path).sizes
+    assert sizes is not None and max(sizes.bindings[0].values()) < 100
+    whole = ort.InferenceSession(path)
+    pipeline.shard(path, tmp_path / "m.par", options("dp=2,tp=2"))
+    with ThreadSession(tmp_path / "m.par") as session:
+        for shape in ((1, 1), (2, 5), (3, 3)):
+            x = np.random.default_rng(1).standard_normal(shape).astype("f4")
+            np.testing.assert_array_equal(
+                session.run(None, {"x": x})[0], whole.run(None, {"x": x})[0]
+            )

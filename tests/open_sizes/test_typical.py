@@ -47,6 +47,7 @@ def test_parts_are_those_of_typical_sizes(tmp_path: Path) -> None:
     assert [c.before for c in made.collectives] == ["[dp{8,4}, -]"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "sizes", "preset"),
     [
@@ -91,6 +92,7 @@ def test_a_batch_of_one_is_not_worth_a_split() -> None:
     assert many.predicted.total < 0.6 * many.predicted.one_rank
 
 
+@pytest.mark.slow
 def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
     """Each of two plans is the faster one at its own sizes, and both run at any."""
     name, path = "llama.dynamo.dynamic", MODELS / "llama.dynamo.dynamic.onnx"

@@ -51,6 +51,7 @@ def merged_in(folder: Path) -> float:
     return int(peak[1]) / 1e3 if peak else float("inf")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_training_takes_little_memory(tmp_path: Path) -> None:
     """Also to save the table, to read it into a file, and to load it on another number of ranks."""

@@ -79,6 +79,7 @@ def test_a_plan_is_the_same_from_its_saved_strategy(tmp_path: Path) -> None:
     assert kinds(first)["ReduceScatter"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "model", ["bert.dynamo.dynamic", "gpt2.legacy.dynamic", "llama.dynamo.dynamic"]

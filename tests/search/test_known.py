@@ -93,6 +93,7 @@ def outcome(model: Model, state: ShardingState, goal: Objective) -> tuple[float,
     return (found.seconds, found.bound)
 
 
+@pytest.mark.slow
 def test_a_search_after_others() -> None:
     """On other meshes and machines, without a limit, within one that nothing keeps, and within one
     in which ranks must communicate."""

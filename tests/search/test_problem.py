@@ -244,6 +244,7 @@ def test_no_strategy_is_faster(model: onnx.ModelProto, mesh: str, topology: Topo
         assert compiled(path, mesh, topology, chosen) <= least * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(
     graphs(),

@@ -85,6 +85,7 @@ def test_ranks_train_like_one(step: Path, how: str) -> None:
     assert main(["check", str(step), "--preset", preset, "--devices", devices]) == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "optimizer, mesh",
     [("sgd", "ep=3"), ("sgd", "dp=2,ep=2"), ("sgd", "ep=2,tp=2"), ("adamw", "ep=4")],

@@ -61,6 +61,7 @@ def rename(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
     return out
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", REAL)
 def test_names_do_not_matter(name: str, tmp_path: Path) -> None:
     model = MODELS / f"{name}.static.onnx"
@@ -70,6 +71,7 @@ def test_names_do_not_matter(name: str, tmp_path: Path) -> None:
         assert canonical(renamed, options) == canonical(model, options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", REAL)
 def test_the_basic_optimizer_does_not_matter(name: str, tmp_path: Path) -> None:
     model = MODELS / f"{name}.static.onnx"

@@ -61,6 +61,7 @@ def run_split(model: Path, folder: Path, layout: str, level: object) -> list[Arr
         return [np.asarray(out) for out in session.run(None, feeds)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", [*LEVELS, "transformer"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_optimized(source: str, variant: str, folder: Path, tmp_path: Path) -> None:
