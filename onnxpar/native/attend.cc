@@ -12,6 +12,16 @@ namespace {
 
 constexpr size_t kLanes = 8;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t Indices __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+/// How many rows ahead of the one that is read the next ones are fetched: the processor itself does
+/// not fetch beyond the end of a page.
+constexpr int64_t kAhead = 12;
+constexpr size_t kCacheLine = 64;
+
+inline void Fetch(const float* row, size_t width) {
+  for (size_t i = 0; i < width; i += kCacheLine / sizeof(float)) __builtin_prefetch(row + i);
+}
 
 inline void Load(const float* from, Lanes& to) { std::memcpy(&to, from, sizeof(Lanes)); }
 inline void Store(const Lanes& from, float* to) { std::memcpy(to, &from, sizeof(Lanes)); }
@@ -20,57 +30,69 @@ inline float SumOf(const Lanes& x) {
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
 
-/// e^x for x <= 0, within 2 units in the last place; 0 below -87.
-inline float Power(float x) {
+/// Replaces each x <= 0 by e^x, within 2 units in the last place; below -87, by e^-87.
+inline void Power(Lanes& x) {
+  x = x < -87.0f ? Lanes{} - 87.0f : x;
   constexpr float kRound = 12582912.0f;  // adding it rounds to an integer
-  const float n = (x * 1.44269504f + kRound) - kRound;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
+  const Lanes n = (x * 1.44269504f + kRound) - kRound;
+  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
+  const Indices bits = (__builtin_convertvector(n, Indices) + 127) << 23;
+  Lanes scale;
   std::memcpy(&scale, &bits, sizeof(scale));
-  return p * scale;
+  x = p * scale;
 }
 
-/// Scores of `N` queries, `stride` elements apart, for each of `count` keys.
+/// Scores of `N` queries, `stride` elements apart, for each of `count` keys. Unless null, `values`
+/// are fetched on the way.
 template <size_t N>
-inline void Products(const float* query, size_t width, const float* const* keys, int64_t count,
-                     float* scores, size_t stride) {
+inline void Products(const float* query, size_t width, const float* const* keys,
+                     const float* const* values, int64_t count, float* scores, size_t stride) {
   const size_t whole = width / kLanes * kLanes;
   for (int64_t j = 0; j < count; ++j) {
     const float* const key = keys[j];
-    Lanes sums[N] = {};
+    if (values != nullptr) {
+      Fetch(keys[std::min(j + kAhead, count - 1)], width);
+      Fetch(values[j], width);
+    }
+    Lanes sums[N];
+#pragma GCC unroll 4
+    for (size_t n = 0; n < N; ++n) sums[n] = Lanes{};
     for (size_t i = 0; i < whole; i += kLanes) {
       Lanes k, q;
       Load(key + i, k);
+#pragma GCC unroll 4
       for (size_t n = 0; n < N; ++n) {
         Load(query + n * width + i, q);
         sums[n] += q * k;
       }
     }
+    float own[N];
+#pragma GCC unroll 4
+    for (size_t n = 0; n < N; ++n) own[n] = SumOf(sums[n]);
     for (size_t n = 0; n < N; ++n) {
-      float sum = SumOf(sums[n]);
-      for (size_t i = whole; i < width; ++i) sum += query[n * width + i] * key[i];
-      scores[n * stride + j] = sum;
+      for (size_t i = whole; i < width; ++i) own[n] += query[n * width + i] * key[i];
+      scores[n * stride + j] = own[n];
     }
   }
 }
 
 ONNXPAR_FOR_EACH_CPU void AllProducts(const float* query, size_t queries, size_t width,
-                                      const float* const* keys, int64_t count, float* scores,
-                                      size_t stride) {
+                                      const float* const* keys, const float* const* values,
+                                      int64_t count, float* scores, size_t stride) {
   size_t n = 0;
   for (; n + 4 <= queries; n += 4) {
-    Products<4>(query + n * width, width, keys, count, scores + n * stride, stride);
+    Products<4>(query + n * width, width, keys, values, count, scores + n * stride, stride);
+    values = nullptr;
   }
   for (; n < queries; ++n) {
-    Products<1>(query + n * width, width, keys, count, scores + n * stride, stride);
+    Products<1>(query + n * width, width, keys, values, count, scores + n * stride, stride);
+    values = nullptr;
   }
 }
 
@@ -121,7 +143,21 @@ ONNXPAR_FOR_EACH_CPU void AllMeans(const float* weights, size_t stride, const fl
 
 /// Replaces scores by e^(score - largest).
 ONNXPAR_FOR_EACH_CPU void Powers(float* scores, int64_t count, float largest) {
-  for (int64_t j = 0; j < count; ++j) scores[j] = Power(std::max(scores[j] - largest, -87.0f));
+  constexpr auto kStep = static_cast<int64_t>(kLanes);
+  int64_t j = 0;
+  Lanes x;
+  for (; j + kStep <= count; j += kStep) {
+    Load(scores + j, x);
+    x -= largest;
+    Power(x);
+    Store(x, scores + j);
+  }
+  x = Lanes{} + largest;
+  const size_t rest = static_cast<size_t>(count - j) * sizeof(float);
+  std::memcpy(&x, scores + j, rest);
+  x -= largest;
+  Power(x);
+  std::memcpy(scores + j, &x, rest);
 }
 
 /// The sum in a fixed order, which is that of lanes.
@@ -162,7 +198,7 @@ void Attending::Start(const float* query, const Scores* scores, const Seen* seen
 
 void Attending::Take(int64_t position, const float* const* keys, const float* const* values,
                      int64_t count) {
-  AllProducts(query_, queries_, width_, keys, count, weights_.data(), kBlock);
+  AllProducts(query_, queries_, width_, keys, values, count, weights_.data(), kBlock);
   for (size_t n = 0; n < queries_; ++n) Weigh(n, position, count);
   AllMeans(weights_.data(), kBlock, values, count, sums_.data(), queries_, width_);
 }

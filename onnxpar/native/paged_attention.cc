@@ -211,7 +211,7 @@ class Step {
   void Rows(size_t token, size_t head, int64_t position, int64_t count, std::vector<float>& scratch,
             const float** keys, const float** values) const {
     const size_t half = Attending::kBlock * width_;
-    scratch.resize(2 * half);
+    if (new_keys_.type != DataType::kFloat) scratch.resize(2 * half);
     for (int64_t j = 0; j < count; ++j) {
       const size_t at = At(rows_[token], position + j, head);
       keys[j] = Row(new_keys_, at, scratch.data() + j * width_);
