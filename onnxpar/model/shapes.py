@@ -18,7 +18,7 @@ from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from onnxpar.ir.attribute_weights import ML
-from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded
+from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded, reads_of
 from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.model.table_reads import reads_beyond
 
@@ -294,7 +294,7 @@ class Walk:
 
     def declare(self, graph: onnx.GraphProto) -> None:
         """Writes the known types as value_info, and those folded constants that the graph reads."""
-        used = {name for node in graph.node for name in _reads(node)}
+        used = {name for node in graph.node for name in reads_of(node)}
         outputs = {o.name for o in graph.output}
         for name in sorted(self.folded & (used | outputs)):
             graph.initializer.append(self.protos[name])
@@ -375,14 +375,3 @@ def _static_shape(type_: TypeProto | None) -> tuple[int, ...] | None:
     if any(not d.HasField("dim_value") for d in dims):
         return None
     return tuple(d.dim_value for d in dims)
-
-
-def _reads(node: NodeProto) -> list[str]:
-    """All names that a node reads, including those that its subgraphs capture."""
-    names = list(node.input)
-    for attribute in node.attribute:
-        for graph in [attribute.g, *attribute.graphs]:
-            for inner in graph.node:
-                names += _reads(inner)
-            names += [o.name for o in graph.output]
-    return names
