@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 os.environ["ONNXPAR_MEASURE"] = "0"  # costs do not depend on the machine; commands inherit this
 
-FRACTION = 10
+FRACTION = 20
 """Of as many cases of a matrix one runs by default."""
 
 hypothesis.settings.register_profile(
