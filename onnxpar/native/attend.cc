@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kLanes = 8;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef int32_t Indices __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef int32_t WholeLanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 /// How many rows ahead of the one that is read the next ones are fetched: the processor itself does
 /// not fetch beyond the end of a page.
@@ -42,7 +42,7 @@ inline void Power(Lanes& x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const Indices bits = (__builtin_convertvector(n, Indices) + 127) << 23;
+  const WholeLanes bits = (__builtin_convertvector(n, WholeLanes) + 127) << 23;
   Lanes scale;
   std::memcpy(&scale, &bits, sizeof(scale));
   x = p * scale;
@@ -152,7 +152,8 @@ ONNXPAR_FOR_EACH_CPU void Powers(float* scores, int64_t count, float largest) {
     Power(x);
     Store(x, scores + j);
   }
-  x = Lanes{} + largest;
+  if (j == count) return;
+  x = Lanes{} + largest;  // lanes beyond the scores become e^0
   const size_t rest = static_cast<size_t>(count - j) * sizeof(float);
   std::memcpy(&x, scores + j, rest);
   x -= largest;
