@@ -77,7 +77,6 @@ def test_results_are_those_of_pytorch(tmp_path: Path, ranks: int, preset: str) -
     np.testing.assert_allclose(alone, [*expected["scores"].values()], atol=1e-5)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "config,pooling",
     [

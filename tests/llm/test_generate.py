@@ -277,7 +277,6 @@ def test_a_decoder_of_one_token_without_mask_and_tokenizer(tmp_path: Path) -> No
             generator.generate("text")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("kv_dtype,close", [("float32", 1e-5), ("float16", 0.2), ("int8", 0.5)])
 @pytest.mark.parametrize("name", ["llama_int4", "gemma2"])
 def test_caches_of_other_types_are_close(

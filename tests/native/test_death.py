@@ -66,7 +66,6 @@ def test_a_rank_killed_between_collectives(ranks: list[RankProcess], victim: int
             assert raised - begun < 3
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("which", ["", "in two"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_rank(ranks: list[RankProcess], victim: int, which: str) -> None:

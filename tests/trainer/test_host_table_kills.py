@@ -57,7 +57,6 @@ def undisturbed(made: Path) -> dict[str, Path]:
     return {layout: made / layout for layout in LAYOUTS}
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("victim", "layout"), [(-1, "rows"), (1, "whole")])
 def test_a_killed_run_goes_on(
     victim: int,
