@@ -85,8 +85,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is marked as a matrix, leaves one case in FRACTION, and none of a slow one,
-    unless all are wanted."""
+    """Unless all are wanted, leaves one case in FRACTION of each test that is marked as a matrix,
+    and no test that is marked as slow."""
     if config.getoption("zoo"):
         return
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)

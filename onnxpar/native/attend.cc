@@ -14,8 +14,8 @@ constexpr size_t kLanes = 8;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t WholeLanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-/// How many rows ahead of the one that is read the next ones are fetched: the processor itself does
-/// not fetch beyond the end of a page.
+/// Keys are fetched so many rows before they are read: the processor itself does not fetch beyond
+/// the end of a page.
 constexpr int64_t kAhead = 12;
 constexpr size_t kCacheLine = 64;
 

@@ -284,8 +284,9 @@ class _Search:
         return self.domains != before
 
     def _small(self, walks: Lockstep) -> list[Polynomial]:
-        """Open sizes that are less than `least` at some sample, and that larger samples enlarge (a
-        difference of positions may be negative at all sizes), or that make a result empty."""
+        """Open sizes for which the samples are too small: those that are less than `least` at some
+        sample, and grow with the samples (a difference of positions may be negative at all sizes);
+        and those that make a result empty."""
         bindings = [walks.bindings[i] for i in walks.live]
         larger = {symbol: size * _GROWTH for symbol, size in bindings[0].items()}
         growing = [s for s in walks.found if s.at(larger) > s.at(bindings[0])]
