@@ -1,14 +1,16 @@
-"""PagedAttention, an op of the plugin: attention over caches in pages, for tokens of many texts.
+"""PagedAttention, an op of the plugin: attention over caches in pages, for tokens of many texts;
+and PagedAttentionPart, for a rank that holds some positions of each page.
 
 Tokens of a run lie one behind the other, and each says its text and its position there. The caches
 consist of pages, which hold some positions of one text; a table says which pages a text has. So
-texts of any lengths run together, and begin, grow and end on their own.
+texts of any lengths run together, and begin, grow and end on their own. Ranks that hold parts
+attend each to its own, and combine their results by log-sum-exp.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -23,9 +25,10 @@ SINCE = (1, 24)
 COMPUTE = "onnxpar.compute"
 """The domain of the plugin's ops that communicate with nobody."""
 PAGED_ATTENTION = "PagedAttention"
+PAGED_ATTENTION_PART = "PagedAttentionPart"
 SCALE_BYTES = 4
 """Bytes of the scale of a row of caches of int8, a float32."""
-QUERY, KEY, VALUE, KEYS, VALUES, TABLE, ROWS, POSITIONS, COSINE, SINE, SINK = range(11)
+QUERY, KEY, VALUE, KEYS, VALUES, TABLE, ROWS, POSITIONS, COSINE, SINE, SINK, HELD = range(12)
 """Indices of operands."""
 
 _FLOATS = ("tensor(float)", "tensor(float16)")
@@ -46,12 +49,24 @@ _OPERANDS = (
     ("sin_cache", "T", _OPTIONAL, "(positions, rotated width / 2)"),
     ("head_sink", "T", _OPTIONAL, "(heads,): a score of each head without a value"),
 )
-_RESULTS = (
-    ("output", "T", "(1, tokens, heads * width)"),
+_HELD = (
+    "held",
+    "I",
+    _REQUIRED,
+    "(page size of the caches,): which positions of a page they have, ascending",
+)
+_CACHES = (
     ("new_key_cache", "C", "key_cache, with the new tokens"),
     ("new_value_cache", "C", "value_cache, with the new tokens"),
 )
-_ATTRIBUTES: tuple[tuple[str, float | int | None, str], ...] = (
+_RESULTS = (("output", "T", "(1, tokens, heads * width)"), *_CACHES)
+_PART_RESULTS = (
+    ("output", "F", "(1, tokens, heads * width), of the positions that are held"),
+    *_CACHES,
+    ("log_sum", "F", "(1, tokens, heads): the logarithm of the sum of e^score; none seen: -inf"),
+)
+_Attribute = tuple[str, float | int | None, str]
+_ATTRIBUTES: tuple[_Attribute, ...] = (
     ("num_heads", None, "heads of queries"),
     ("kv_num_heads", None, "heads of keys and values"),
     ("scale", 0.0, "factor of scores; 0: 1 / sqrt(width)"),
@@ -61,6 +76,9 @@ _ATTRIBUTES: tuple[tuple[str, float | int | None, str], ...] = (
     ("smooth_softmax", 0, "1: there is one more score, 0, without a value"),
     ("scale_bytes", 0, "bytes behind each row of caches of int8, which are its scale: 4; else 0"),
 )
+
+ATTRIBUTES = frozenset(name for name, _, _ in _ATTRIBUTES)
+"""Those of both ops."""
 
 
 def too_old() -> str | None:
@@ -87,39 +105,64 @@ def written_in_place(graph: gs.Graph, states: Iterable[tuple[str, str]]) -> froz
     """The inputs of those states, (input, output) pairs, that the op writes where they are, or that
     an Identity passes on, which copies nothing there."""
     pairs = set(states)
-    paged = [n for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE]
+    ops = (PAGED_ATTENTION, PAGED_ATTENTION_PART)
+    paged = [n for n in graph.nodes if n.op in ops and n.domain == COMPUTE]
     found = [(n.inputs[KEYS + i].name, n.outputs[1 + i].name) for n in paged for i in (0, 1)]
     same = [n for n in graph.nodes if n.op == "Identity" and not n.domain]
     found += [(n.inputs[0].name, n.outputs[0].name) for n in same]
     return frozenset(before for before, after in found if (before, after) in pairs)
 
 
-def _schema() -> OpSchema:
+def _schema(
+    op: str,
+    operands: Sequence[tuple[str, str, OpSchema.FormalParameterOption, str]],
+    results: Sequence[tuple[str, str, str]],
+    attributes_of: Sequence[_Attribute],
+) -> OpSchema:
     kinds = OpSchema.AttrType
     attributes = [
         OpSchema.Attribute(name, kinds.INT, text, required=True)
         if default is None
         else OpSchema.Attribute(name, onnx.helper.make_attribute(name, default), text)
-        for name, default, text in _ATTRIBUTES
+        for name, default, text in attributes_of
     ]
     return OpSchema(
-        PAGED_ATTENTION,
+        op,
         COMPUTE,
         1,
         __doc__ or "",
-        inputs=[OpSchema.FormalParameter(n, t, d, param_option=o) for n, t, o, d in _OPERANDS],
-        outputs=[OpSchema.FormalParameter(n, t, d) for n, t, d in _RESULTS],
+        inputs=[OpSchema.FormalParameter(n, t, d, param_option=o) for n, t, o, d in operands],
+        outputs=[OpSchema.FormalParameter(n, t, d) for n, t, d in results],
         type_constraints=[
             ("T", _FLOATS, "types of tokens"),
             ("C", (*_FLOATS, "tensor(int8)"), "types of caches"),
             ("I", ("tensor(int64)",), "indices"),
+            *[("F", ("tensor(float)",), "parts")][: any(t == "F" for _, t, _ in results)],
         ],
         attributes=attributes,
     )
 
 
 def _infer(context: onnx.shape_inference.InferenceContext) -> None:
-    """Sets the types of results."""
+    """Sets the types of results of PagedAttention."""
+    for i, type_ in enumerate(_types(context)):
+        context.set_output_type(i, type_)
+
+
+def _infer_part(context: onnx.shape_inference.InferenceContext) -> None:
+    """Sets the types of results of PagedAttentionPart."""
+    result, *caches = _types(context)
+    result.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    sums, heads = TypeProto(), context.get_attribute("num_heads")
+    sums.CopyFrom(result)
+    if sums.tensor_type.HasField("shape") and heads is not None:
+        sums.tensor_type.shape.dim[2].dim_value = heads.i
+    for i, type_ in enumerate((result, *caches, sums)):
+        context.set_output_type(i, type_)
+
+
+def _types(context: onnx.shape_inference.InferenceContext) -> list[TypeProto]:
+    """The types of the result, which has that of queries, and of the caches."""
     query, caches = (
         context.get_input_type(QUERY),
         [context.get_input_type(i) for i in (KEYS, VALUES)],
@@ -134,17 +177,19 @@ def _infer(context: onnx.shape_inference.InferenceContext) -> None:
         size.Clear()
         if heads is not None and width.HasField("dim_value"):
             size.dim_value = heads.i * (width.dim_value - scale)
-    for i, type_ in enumerate((result, *caches)):
-        context.set_output_type(i, type_)
+    return [result, *caches]
 
 
 def register() -> None:
-    """Makes the op known to ONNX's checker and shape inference."""
-    schema = _schema()
-    schema.set_type_and_shape_inference_function(_infer)
-    onnx.defs.register_schema(schema)
-    # onnx 1.20 would call into Python once more when the process ends, after Python has ended.
-    atexit.register(onnx.defs.deregister_schema, PAGED_ATTENTION, 1, COMPUTE)
+    """Makes the ops known to ONNX's checker and shape inference."""
+    size = ("page_size", None, "positions of a page, on all ranks together")
+    whole = _schema(PAGED_ATTENTION, _OPERANDS, _RESULTS, _ATTRIBUTES)
+    part = _schema(PAGED_ATTENTION_PART, (*_OPERANDS, _HELD), _PART_RESULTS, (*_ATTRIBUTES, size))
+    for schema, infer in ((whole, _infer), (part, _infer_part)):
+        schema.set_type_and_shape_inference_function(infer)
+        onnx.defs.register_schema(schema)
+        # onnx 1.20 would call into Python once more when the process ends, after Python has ended.
+        atexit.register(onnx.defs.deregister_schema, schema.name, 1, COMPUTE)
 
 
 if not onnx.defs.has(PAGED_ATTENTION, COMPUTE):

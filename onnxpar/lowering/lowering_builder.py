@@ -217,12 +217,15 @@ class LoweringBuilder:
         self,
         op: str,
         inputs: Sequence[Any],
-        types: Sequence[tuple[Any, Sequence[int]]],
+        types: Sequence[tuple[Any, Sequence[int]] | int],
         **attrs: Any,
     ) -> list[gs.Variable]:
-        """Adds a node with one result of each of these types; see `make`."""
+        """Adds a node with one result of each of these types; see `Lowering.make_each`."""
         name = self._fresh(op)
-        results = [gs.Variable(f"{name}:{i}", *type_) for i, type_ in enumerate(types)]
+        results = [
+            self._outputs[type_] if isinstance(type_, int) else gs.Variable(f"{name}:{i}", *type_)
+            for i, type_ in enumerate(types)
+        ]
         self._append(op, name, inputs, results, attrs)
         return results
 

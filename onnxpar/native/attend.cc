@@ -231,9 +231,12 @@ void Attending::Weigh(size_t query, int64_t position, int64_t count) {
 void Attending::End(float* const* results) {
   for (size_t n = 0; n < queries_; ++n) {
     const float* const sums = sums_.data() + n * width_;
-    for (size_t i = 0; i < width_; ++i) results[n][i] = sums[i] / totals_[n];
+    const float total = totals_[n] == 0 ? 1.0f : totals_[n];
+    for (size_t i = 0; i < width_; ++i) results[n][i] = sums[i] / total;
   }
 }
+
+float Attending::LogSum(size_t query) const { return largest_[query] + std::log(totals_[query]); }
 
 void Rotate(const float* x, const float* cosine, const float* sine, size_t half, size_t width,
             bool interleaved, float* y) {

@@ -36,8 +36,11 @@ class Attending {
   /// `rows` gives the place of each position.
   void Take(int64_t position, const float* const* keys, const float* const* values, int64_t count);
 
-  /// Writes the result of each query.
+  /// Writes the result of each query: zeros if it has seen nothing.
   void End(float* const* results);
+
+  /// The logarithm of the sum of e^score of what a query has seen; -infinity if that is nothing.
+  float LogSum(size_t query) const;
 
  private:
   void Weigh(size_t query, int64_t position, int64_t count);

@@ -391,6 +391,7 @@ std::unique_ptr<Kernel> MakeKernel(const std::string& kind, const KernelInfo& in
   if (kind == "Gate") return std::make_unique<Gate>();
   if (kind == "FusedElementwise") return MakeFusedElementwise(info);
   if (kind == "PagedAttention") return MakePagedAttention(info);
+  if (kind == "PagedAttentionPart") return MakePagedAttentionPart(info);
   const Group& group = world->GroupOf(info.IntsOrNone("group"));
   if (kind == "Rank") return std::make_unique<Scalar>(group.me);
   return std::make_unique<Scalar>(static_cast<int64_t>(group.ranks.size()));

@@ -18,9 +18,9 @@ namespace {
 /// The signature of an op. The last output is a token, unless the op has no inputs; the last
 /// required input is one, too. An optional input with the sizes of shards may follow. A variadic op
 /// has any number of inputs and outputs of one type, and no tokens. An op with `operands` computes
-/// without a world, and has no tokens either: a letter for each input, I for int64, T for the fixed
-/// type and C for the type of caches, in lower case if it is optional. Its results are a T, and a C
-/// for each further one.
+/// without a world, and has no tokens either: a letter for each input, I for int64, F for float32,
+/// T for the fixed type and C for the type of caches, in lower case if it is optional; and one for
+/// each of its `results`.
 struct Schema {
   const char* name;
   size_t inputs;  // required ones
@@ -31,6 +31,7 @@ struct Schema {
   bool has_sizes = false;
   bool variadic = false;
   const char* operands = nullptr;
+  const char* results = nullptr;
   DataType cache_type = DataType::kAny;
 };
 
@@ -41,6 +42,16 @@ constexpr int kSinceMinor = 24;
 constexpr Schema PagedAttention(DataType type, DataType cache) {
   Schema schema{"PagedAttention", 11, 3, type, InferPagedAttention, false};
   schema.operands = "TttCCIIIttt";
+  schema.results = "TCC";
+  schema.cache_type = cache;
+  return schema;
+}
+
+/// PagedAttention over a part of each page.
+constexpr Schema PagedAttentionPart(DataType type, DataType cache) {
+  Schema schema{"PagedAttentionPart", 12, 4, type, InferPagedAttentionPart, false};
+  schema.operands = "TttCCIIItttI";
+  schema.results = "FCCF";
   schema.cache_type = cache;
   return schema;
 }
@@ -72,6 +83,12 @@ const Schema kSchemas[] = {
     PagedAttention(DataType::kFloat16, DataType::kFloat),
     PagedAttention(DataType::kFloat16, DataType::kFloat16),
     PagedAttention(DataType::kFloat16, DataType::kInt8),
+    PagedAttentionPart(DataType::kFloat, DataType::kFloat),
+    PagedAttentionPart(DataType::kFloat, DataType::kFloat16),
+    PagedAttentionPart(DataType::kFloat, DataType::kInt8),
+    PagedAttentionPart(DataType::kFloat16, DataType::kFloat),
+    PagedAttentionPart(DataType::kFloat16, DataType::kFloat16),
+    PagedAttentionPart(DataType::kFloat16, DataType::kInt8),
     {"Rank", 0, 1, DataType::kInt64, InferScalar, false},
     {"GroupSize", 0, 1, DataType::kInt64, InferScalar, false},
 };
@@ -131,9 +148,23 @@ OrtStatus* InferShape(const OrtCustomOp* op, OrtShapeInferContext* context) {
   });
 }
 
+/// The type that a letter of an op which computes means.
+DataType TypeOf(const Schema& schema, char letter) {
+  switch (letter) {
+    case 'I':
+      return DataType::kInt64;
+    case 'F':
+      return DataType::kFloat;
+    case 'C':
+      return schema.cache_type;
+    default:
+      return schema.fixed_type;
+  }
+}
+
 DataType OutputType(const OrtCustomOp* op, size_t index) {
   const Schema& schema = Self(op).schema;
-  if (schema.operands != nullptr) return index == 0 ? schema.fixed_type : schema.cache_type;
+  if (schema.results != nullptr) return TypeOf(schema, schema.results[index]);
   if (schema.inputs == 0 || schema.variadic) return schema.fixed_type;
   return index + 1 == schema.outputs ? DataType::kBool : DataType::kAny;
 }
@@ -168,8 +199,7 @@ Op::Op(const Schema& op_schema, std::shared_ptr<World> op_world)
   GetInputType = [](const OrtCustomOp* op, size_t index) {
     if (Self(op).schema.variadic) return Self(op).schema.fixed_type;
     if (const char* operands = Self(op).schema.operands) {
-      if (operands[index] == 'I') return DataType::kInt64;
-      return operands[index] == 'C' ? Self(op).schema.cache_type : Self(op).schema.fixed_type;
+      return TypeOf(Self(op).schema, operands[index]);
     }
     if (index == 0) return DataType::kAny;
     return index + 1 == Self(op).schema.inputs ? DataType::kBool : DataType::kInt64;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ enum Operand : size_t {
   kCosine,
   kSine,
   kSink,
+  kHeld,
 };
 
 /// The bytes of the scale of a row of int8.
@@ -101,10 +103,58 @@ struct Run {
   size_t count;
 };
 
-/// The operands of one run of the node, checked.
+/// Which positions of each page the caches of this process have: all of them, or those of a rank.
+class Held {
+ public:
+  /// All `size` positions of a page.
+  explicit Held(int64_t size) : before_(static_cast<size_t>(size) + 1) {
+    std::iota(before_.begin(), before_.end(), 0);
+  }
+
+  /// Those that an operand names, of `size` positions of a page.
+  Held(int64_t size, const Tensor& positions) : before_(static_cast<size_t>(size) + 1) {
+    const auto* const named = static_cast<const int64_t*>(positions.data);
+    for (int64_t i = 0, last = -1; i < positions.shape[0]; last = named[i++]) {
+      if (named[i] <= last || named[i] >= size) {
+        throw std::runtime_error("held has " + std::to_string(named[i]) + " behind " +
+                                 std::to_string(last) + "; it must ascend and be less than " +
+                                 "page_size=" + std::to_string(size));
+      }
+      before_[static_cast<size_t>(named[i]) + 1] = 1;
+    }
+    std::partial_sum(before_.begin(), before_.end(), before_.begin());
+  }
+
+  /// The number of positions of a page, and of those that are held.
+  int64_t size() const { return static_cast<int64_t>(before_.size()) - 1; }
+  int64_t count() const { return before_.back(); }
+
+  /// The number of held positions of a text before one, which is the place of that one if it is
+  /// held itself.
+  int64_t Before(int64_t position) const {
+    return position / size() * count() + before_[static_cast<size_t>(position % size())];
+  }
+
+  bool Has(int64_t position) const { return Before(position + 1) > Before(position); }
+
+ private:
+  std::vector<int64_t> before_;  // for each position of a page, the held ones before it
+};
+
+/// Returns the positions that the caches have: all of a page, or if it has a size, the named ones.
+Held HeldOf(const KernelContext& context, int64_t page_size, const Tensor& keys) {
+  if (page_size == 0) return Held(keys.shape[2]);
+  const Tensor held = context.Input(kHeld);
+  CheckShape("held", held, {keys.shape[2]});
+  return Held(page_size, held);
+}
+
+/// The operands of one run of the node, checked. A place is the number of a position among those
+/// that are held.
 class Step {
  public:
-  Step(KernelContext& context, size_t heads, size_t shared, int64_t window, bool scaled)
+  Step(KernelContext& context, size_t heads, size_t shared, int64_t window, bool scaled,
+       int64_t page_size)
       : heads_(heads),
         shared_(shared),
         window_(window),
@@ -124,7 +174,7 @@ class Step {
     }
     CheckShape("key_cache", keys_, {-1, static_cast<int64_t>(shared), -1, -1});
     CheckShape("value_cache", values_, keys_.shape);
-    page_ = keys_.shape[2];
+    held_ = HeldOf(context, page_size, keys_);
     row_ = static_cast<size_t>(keys_.shape[3]);
     if (quantized && row_ <= kScaleBytes) throw std::runtime_error("rows have no elements");
     width_ = row_ - (quantized ? kScaleBytes : 0);
@@ -159,11 +209,13 @@ class Step {
 
   size_t tokens() const { return tokens_; }
   size_t width() const { return width_; }
-  /// The positions that a token sees: those up to its own, of which a window has the last ones.
+  /// The places that a token sees: those up to its own position, of which a window has the last
+  /// ones.
   Seen SeenBy(size_t token) const {
-    const int64_t end = positions_[token] + 1;
-    return {window_ < 0 ? 0 : std::max<int64_t>(end - window_, 0), end};
+    return {held_.Before(FirstSeen(token)), held_.Before(positions_[token] + 1)};
   }
+  /// True if this process counts the sinks: of those that attend to parts, one does.
+  bool CountsSinks() const { return held_.Has(0); }
   const std::vector<float>& sinks() const { return sinks_; }
   DataType type() const { return query_.type; }
   Shape ResultShape() const {
@@ -190,11 +242,12 @@ class Step {
     Turn(token, interleaved, out);
   }
 
-  /// Writes the key and the value of a token, of all heads, to the caches.
+  /// Writes the key and the value of a token, of all heads, to the caches, if its position is held.
   void Keep(size_t token, bool interleaved) const {
+    if (!held_.Has(positions_[token])) return;
     std::vector<float> x(width_);
     for (size_t head = 0; head < shared_; ++head) {
-      const size_t to = Place(token, head);
+      const size_t to = At(rows_[token], held_.Before(positions_[token]), head);
       const size_t stride = packed_ ? Stride() : shared_;
       const size_t key = packed_ ? heads_ + head : head;
       const size_t value = packed_ ? heads_ + shared_ + head : head;
@@ -206,14 +259,14 @@ class Step {
     }
   }
 
-  /// Gives the rows of one head's keys and values from `position` on. Those that are not float32
-  /// are converted into `scratch`.
-  void Rows(size_t token, size_t head, int64_t position, int64_t count, std::vector<float>& scratch,
+  /// Gives the rows of one head's keys and values from `place` on. Those that are not float32 are
+  /// converted into `scratch`.
+  void Rows(size_t token, size_t head, int64_t place, int64_t count, std::vector<float>& scratch,
             const float** keys, const float** values) const {
     const size_t half = Attending::kBlock * width_;
     if (new_keys_.type != DataType::kFloat) scratch.resize(2 * half);
     for (int64_t j = 0; j < count; ++j) {
-      const size_t at = At(rows_[token], position + j, head);
+      const size_t at = At(rows_[token], place + j, head);
       keys[j] = Row(new_keys_, at, scratch.data() + j * width_);
       values[j] = Row(new_values_, at, scratch.data() + half + j * width_);
     }
@@ -234,21 +287,26 @@ class Step {
     positions_ = static_cast<const int64_t*>(positions.data);
   }
 
+  int64_t FirstSeen(size_t token) const {
+    return window_ < 0 ? 0 : std::max<int64_t>(positions_[token] + 1 - window_, 0);
+  }
+
   void CheckPositions() const {
+    const int64_t page_size = held_.size();
     for (size_t t = 0; t < tokens_; ++t) {
       const int64_t row = rows_[t], position = positions_[t];
-      if (row < 0 || row >= texts_ || position < 0 || position >= pages_ * page_) {
+      if (row < 0 || row >= texts_ || position < 0 || position >= pages_ * page_size) {
         throw std::runtime_error(
             "token " + std::to_string(t) + " has row " + std::to_string(row) + " and position " +
             std::to_string(position) + ", but block_table has " + std::to_string(texts_) +
-            " rows and room for " + std::to_string(pages_ * page_) + " positions in each");
+            " rows and room for " + std::to_string(pages_ * page_size) + " positions in each");
       }
       if (cosine_.data != nullptr && position >= cosine_.shape[0]) {
         throw std::runtime_error("position " + std::to_string(position) +
                                  " is outside of cos_cache, which has " +
                                  std::to_string(cosine_.shape[0]) + " rows");
       }
-      for (int64_t i = SeenBy(t).begin / page_; i <= position / page_; ++i) {
+      for (int64_t i = FirstSeen(t) / page_size; i <= position / page_size; ++i) {
         const int64_t page = table_[row * pages_ + i];
         if (page >= 0 && page < keys_.shape[0]) continue;
         throw std::runtime_error("block_table names page " + std::to_string(page) +
@@ -274,15 +332,11 @@ class Step {
   size_t Stride() const { return packed_ ? heads_ + 2 * shared_ : heads_; }
   size_t HalfTurned() const { return static_cast<size_t>(cosine_.shape[1]); }
 
-  /// Where the elements of a position and a head begin in a cache.
-  size_t At(int64_t row, int64_t position, size_t head) const {
-    const int64_t page = table_[row * pages_ + position / page_];
-    const int64_t line =
-        (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * page_;
-    return static_cast<size_t>(line + position % page_) * row_;
-  }
-  size_t Place(size_t token, size_t head) const {
-    return At(rows_[token], positions_[token], head);
+  /// Where the elements of a place and a head begin in a cache.
+  size_t At(int64_t row, int64_t place, size_t head) const {
+    const int64_t each = held_.count(), page = table_[row * pages_ + place / each];
+    const int64_t line = (page * static_cast<int64_t>(shared_) + static_cast<int64_t>(head)) * each;
+    return static_cast<size_t>(line + place % each) * row_;
   }
 
   void Turn(size_t token, bool interleaved, float* x) const {
@@ -301,16 +355,26 @@ class Step {
   const bool packed_;
   const Tensor keys_, values_;
   Tensor new_keys_{}, new_values_{}, cosine_{}, sine_{};
-  int64_t page_ = 0, texts_ = 0, pages_ = 0;
+  Held held_{0};
+  int64_t texts_ = 0, pages_ = 0;
   size_t row_ = 0, width_ = 0, tokens_ = 0;  // row_: elements of a cache for a position
   const int64_t *table_ = nullptr, *rows_ = nullptr, *positions_ = nullptr;
   std::vector<float> sinks_;
 };
 
+/// Where a run of the node writes: the means in the type of `means`; unless it is null, `log_sums`
+/// gets those of each token and head.
+struct Results {
+  Tensor means;
+  float* log_sums;
+};
+
 class PagedAttention : public Kernel {
  public:
-  explicit PagedAttention(const KernelInfo& info)
-      : heads_(Count(info, "num_heads")),
+  /// `page_size` is that of pages of which the caches have a part; 0 if they have all.
+  PagedAttention(const KernelInfo& info, int64_t page_size)
+      : page_size_(page_size),
+        heads_(Count(info, "num_heads")),
         shared_(Count(info, "kv_num_heads")),
         window_(info.Int("local_window_size", -1)),
         interleaved_(info.Int("rotary_interleaved", 0) != 0),
@@ -324,15 +388,20 @@ class PagedAttention : public Kernel {
   }
 
   void Compute(KernelContext& context) override {
-    const Step step(context, heads_, shared_, window_, scaled_);
-    void* const data = context.Output(0, step.ResultShape());
-    const Tensor result{step.type(), step.ResultShape(), data};
-    const bool has_sink = smooth_ || context.Has(kSink);
+    const Step step(context, heads_, shared_, window_, scaled_, page_size_);
+    const Shape shape = step.ResultShape();
+    const DataType type = page_size_ == 0 ? step.type() : DataType::kFloat;
+    Results results{{type, shape, context.Output(0, shape)}, nullptr};
+    if (page_size_ != 0) {
+      const Shape sums{1, shape[1], static_cast<int64_t>(heads_)};
+      results.log_sums = static_cast<float*>(context.Output(3, sums));
+    }
+    const bool has_sink = (smooth_ || context.Has(kSink)) && step.CountsSinks();
     const std::vector<Run> runs = step.Runs();
     context.ParallelFor(step.tokens(), [&](size_t token) { step.Keep(token, interleaved_); });
     if (heads_ == 0) return;
     context.ParallelFor(runs.size() * shared_, [&](size_t i) {
-      Attend(step, runs[i / shared_], i % shared_, has_sink, result);
+      Attend(step, runs[i / shared_], i % shared_, has_sink, results);
     });
   }
 
@@ -346,7 +415,7 @@ class PagedAttention : public Kernel {
 
   /// Computes the results of a run's queries that read one head of keys and values.
   void Attend(const Step& step, const Run& run, size_t shared, bool has_sink,
-              const Tensor& result) const {
+              const Results& results) const {
     const size_t group = heads_ / shared_, width = step.width(), queries = run.count * group;
     const float scale = scale_ != 0 ? scale_ : 1 / std::sqrt(static_cast<float>(width));
     std::vector<float> query(queries * width), means(queries * width);
@@ -377,10 +446,13 @@ class PagedAttention : public Kernel {
     attending.End(places.data());
     for (size_t n = 0; n < queries; ++n) {
       const size_t token = run.begin + n / group, head = shared * group + n % group;
-      Write(means.data() + n * width, width, result, (token * heads_ + head) * width);
+      const size_t at = token * heads_ + head;
+      Write(means.data() + n * width, width, results.means, at * width);
+      if (results.log_sums != nullptr) results.log_sums[at] = attending.LogSum(n);
     }
   }
 
+  const int64_t page_size_;
   const size_t heads_, shared_;
   const int64_t window_;
   const bool interleaved_, smooth_, scaled_;
@@ -390,7 +462,13 @@ class PagedAttention : public Kernel {
 }  // namespace
 
 std::unique_ptr<Kernel> MakePagedAttention(const KernelInfo& info) {
-  return std::make_unique<PagedAttention>(info);
+  return std::make_unique<PagedAttention>(info, 0);
+}
+
+std::unique_ptr<Kernel> MakePagedAttentionPart(const KernelInfo& info) {
+  const int64_t page_size = info.Int("page_size");
+  if (page_size > 0) return std::make_unique<PagedAttention>(info, page_size);
+  throw std::runtime_error("page_size=" + std::to_string(page_size) + " is not positive");
 }
 
 }  // namespace onnxpar

@@ -43,6 +43,22 @@ size_t AxisOf(const ShapeContext& node, const char* attribute, const Dimensions&
   return static_cast<size_t>(axis < 0 ? axis + rank : axis);
 }
 
+/// Sets the results of attention over caches in pages; the first one has this type.
+void InferAttended(ShapeContext& node, DataType type) {
+  const Dimensions keys = node.Input(3);
+  Dimensions result = node.Input(0);
+  if (result.size() == 3) {
+    const bool known = keys.size() == 4 && keys[3].size >= 0;
+    const int64_t width = known ? keys[3].size - node.Int("scale_bytes", 0) : 0;
+    result[2] = known ? Dimension{node.Int("num_heads", 0) * width, ""} : Dimension{};
+    node.SetOutput(0, type, result);
+  }
+  for (size_t i : {1, 2}) {
+    const Dimensions cache = node.Input(2 + i);
+    if (!cache.empty()) node.SetOutput(i, node.InputType(2 + i), cache);
+  }
+}
+
 }  // namespace
 
 void InferSameShape(ShapeContext& node, const World*) {
@@ -59,18 +75,15 @@ void InferElementwise(ShapeContext& node, const World*) {
 }
 
 void InferPagedAttention(ShapeContext& node, const World*) {
-  const Dimensions keys = node.Input(3);
-  Dimensions result = node.Input(0);
-  if (result.size() == 3) {
-    const bool known = keys.size() == 4 && keys[3].size >= 0;
-    const int64_t width = known ? keys[3].size - node.Int("scale_bytes", 0) : 0;
-    result[2] = known ? Dimension{node.Int("num_heads", 0) * width, ""} : Dimension{};
-    node.SetOutput(0, node.InputType(0), result);
-  }
-  for (size_t i : {1, 2}) {
-    const Dimensions cache = node.Input(2 + i);
-    if (!cache.empty()) node.SetOutput(i, node.InputType(2 + i), cache);
-  }
+  InferAttended(node, node.InputType(0));
+}
+
+void InferPagedAttentionPart(ShapeContext& node, const World*) {
+  InferAttended(node, DataType::kFloat);
+  Dimensions sums = node.Input(0);
+  if (sums.size() != 3) return;
+  sums[2] = {node.Int("num_heads", 0), ""};
+  node.SetOutput(3, DataType::kFloat, sums);
 }
 
 void InferAllGather(ShapeContext& node, const World*) {

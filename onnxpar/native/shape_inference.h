@@ -22,6 +22,7 @@ void InferComplete(ShapeContext& node, const World* world);
 void InferTokenOnly(ShapeContext& node, const World* world);
 void InferScalar(ShapeContext& node, const World* world);
 void InferPagedAttention(ShapeContext& node, const World* world);
+void InferPagedAttentionPart(ShapeContext& node, const World* world);
 void InferElementwise(ShapeContext& node, const World* world);
 
 /// For an op that starts a collective, of which `infer` sets the shape of the result.

@@ -183,10 +183,11 @@ class Lowering(Protocol):
         self,
         op: str,
         inputs: Sequence[Any],
-        types: Sequence[tuple[Any, Sequence[int]]],
+        types: Sequence[tuple[Any, Sequence[int]] | int],
         **attrs: Any,
     ) -> list[gs.Variable]:
-        """Adds a node with one result of each of these types; see `make`."""
+        """Adds a node with one result of each of these types (see `make`); a number stands for the
+        result of the replaced node with that index."""
         ...
 
     def shape(self, x: gs.Tensor) -> list[int]:

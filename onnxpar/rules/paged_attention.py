@@ -1,20 +1,30 @@
-"""PagedAttention: heads are split, as in GroupQueryAttention; a rank has the pages of its own."""
+"""PagedAttention: heads are split, as in GroupQueryAttention, or the positions of each page.
+
+A rank that holds some positions attends to these; ranks combine their results by log-sum-exp.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.paged_attention import (
+    ATTRIBUTES,
     COMPUTE,
     COSINE,
+    HELD,
     KEYS,
     PAGED_ATTENTION,
+    PAGED_ATTENTION_PART,
 )
 from onnxpar.ir.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention import attention_products
-from onnxpar.rules.rule import Rule, einsum, given_specs, rule, whole_rule
+from onnxpar.rules.communicate import finish
+from onnxpar.rules.movement import int64
+from onnxpar.rules.rule import Local, Lowering, Rule, einsum, given_specs, rule, whole_rule
 
 _APART = "each token has a place of its own in the caches"
 _TABLE = "the table of pages is read by text and position"
@@ -42,7 +52,6 @@ def paged_attention(node: gs.Node) -> Rule:
     whole = {
         "s": _APART,
         "n": _TABLE,
-        "p": _TABLE,
         "r": _TABLE,
         "m": _TABLE,
         "d": _PAIRS,
@@ -50,10 +59,6 @@ def paged_attention(node: gs.Node) -> Rule:
     }
     if given(node, COSINE) is not None:
         whole |= {"q": _POSITIONS, "c": _PAIRS}
-    local: dict[str | int, Any] = {
-        "num_heads": lambda at: at.size("k") * at.size("g"),
-        "kv_num_heads": lambda at: at.size("k"),
-    }
     left = ", ".join(given_specs(operands[: len(node.inputs)], node.inputs))
     return einsum(
         node,
@@ -61,6 +66,54 @@ def paged_attention(node: gs.Node) -> Rule:
         sizes=sizes,
         whole=whole,
         reduce={},
-        local=local,
-        products=lambda local: attention_products({**local, "b": 1, "e": local["d"]}, "m"),
+        local=_LOCAL,
+        communicating=frozenset("p"),
+        lowered=frozenset("p"),
+        lower=_attend_to_parts,
+        products=_products,
     )
+
+
+def _heads(local: Local) -> int:
+    return local.size("k") * local.size("g")
+
+
+_LOCAL: dict[str | int, Any] = {
+    "num_heads": _heads,
+    "kv_num_heads": lambda local: local.size("k"),
+}
+
+
+def _products(sizes: Mapping[str, Size]) -> int:
+    """Multiplications over all positions that the table of pages names."""
+    seen = (sizes["m"] or 1) * (sizes["p"] or 0)
+    return attention_products({**sizes, "b": 1, "e": sizes["d"], "t": seen})
+
+
+def _attend_to_parts(build: Lowering) -> None:
+    """Attends to the positions that the rank holds. Ranks then agree on the largest log-sum of a
+    token and a head, and add their results, and 1, with the weight e^(log-sum - largest)."""
+    node, local = build.local.node, build.local
+    (_, tokens, _), heads = build.shape(build.input(0)), _heads(local)
+    width, page = local.size("d"), local.node.inputs[KEYS].shape[2]
+    held = build.per_rank(lambda at: at.positions("p").astype(np.int64))
+    operands = [build.input(i) for i in range(len(node.inputs))]
+    operands += [gs.Variable.empty()] * (HELD - len(operands))
+    attrs = {k: v for k, v in node.attrs.items() if k in ATTRIBUTES} | _LOCAL
+    mean, _, _, log_sum = build.make_each(
+        PAGED_ATTENTION_PART,
+        [*operands, held],
+        [(np.float32, [1, tokens, heads * width]), 1, 2, (np.float32, [1, tokens, heads])],
+        domain=COMPUTE,
+        page_size=page,
+        **attrs,
+    )
+    largest = build.all_reduce(log_sum, "p", "max")
+    weight = build.add("Exp", [build.add("Sub", [log_sum, largest])])
+    weight = build.add("Unsqueeze", [weight], axes=[3])
+    apart = build.per_rank(lambda at: int64([0, 0, _heads(at), at.size("d")]))
+    mean = build.add("Mul", [build.add("Reshape", [mean, apart]), weight])
+    both = build.all_reduce(build.add("Concat", [mean, weight], axis=3), "p")
+    mean, total = build.add_each("Split", [both], 2, axis=3, split=[width, 1])
+    flat = build.per_rank(lambda at: int64([0, 0, _heads(at) * at.size("d")]))
+    finish(build, "Reshape", [build.add("Div", [mean, total]), flat])

@@ -24,9 +24,10 @@ class Objective:
     hold at any time; if `memories` has the bytes of each rank, the other ranks may hold as much
     less as these say; weights and states `on_host` do not count. Repeated blocks get the same
     strategy unless `untied`. With `any_fit`, the search ends at the first strategy within the
-    limit. Holding weights counts as the share `holding` of the time that it takes to read them once
-    from memory. If it `hides_sums`, a training step hides the sums of its gradients between hosts
-    behind compute, as far as the link does them. Copies share what is `known` of the model."""
+    limit. Holding weights and states counts as the share `holding` of the time that it takes to
+    read them once from memory. If it `hides_sums`, a training step hides the sums of its gradients
+    between hosts behind compute, as far as the link does them. Copies share what is `known` of the
+    model."""
 
     goal: str = LATENCY
     memory: float | None = None

@@ -12,6 +12,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.cost.device import Device
 from onnxpar.ir.attribute_weights import AT, has_attribute_weights
+from onnxpar.ir.paged_attention import COMPUTE, KEYS, PAGED_ATTENTION, POSITIONS, TABLE, VALUES
 from onnxpar.ir.tensors import shape_bytes
 from onnxpar.layout.mesh import parts_over
 from onnxpar.presets.contraction import convolves, is_contraction
@@ -132,6 +133,8 @@ def _op_cost(
     share = op.computed(strategy.axes)
     if share < 1:
         held, produced = _of_chosen(op, share, held, produced, sharding)
+    if node.op == PAGED_ATTENTION and node.domain == COMPUTE:
+        held, produced = _of_pages(node, held, produced)
     read, written = sum(part.bytes for part in held), sum(part.bytes for part in produced)
     if node.op in VIEWS:
         read = written = 0.0
@@ -157,7 +160,7 @@ def _op_cost(
         count = 2 * weights * math.prod(held[0].shape[:2])
     elif has_attribute_weights(node):
         count = _attribute_flops(node, held)
-    elif is_contraction(op):
+    elif is_contraction(op) or op.rule.products is not None:
         count = flops_over(op, strategy.axes, sharding, rank)
         if node.op == "Conv":
             count = round(count * _in_blocks(node, produced[0], device or costs.devices[0]))
@@ -184,8 +187,7 @@ def _op_cost(
         seconds += (op.rule.steps * iterations - 1) * costs.compute(
             0, 2 * written / iterations, device=device
         )
-    largest = max((part.bytes for part in produced), default=0.0)
-    between = _communication(op, strategy, sharding, largest)
+    between = _communication(op, strategy, sharding, produced)
     of_rings = (_ring(op, i, j, strategy, sharding, held, produced) for i, j in op.rings)
     return seconds, between + sum(of_rings)
 
@@ -255,6 +257,21 @@ def _of_chosen(
         for tensor, part in zip(op.node.outputs, produced, strict=True)
     ]
     return found, made
+
+
+def _of_pages(
+    node: gs.Node, held: Sequence[_Part], produced: Sequence[_Part]
+) -> tuple[list[_Part], list[_Part]]:
+    """The operands and results of attention over caches in pages, with the bytes of the pages that
+    its table names, and of the positions of new tokens."""
+    pages = max(held[KEYS].shape[0], 1)
+    named = min(math.prod(held[TABLE].shape) / pages, 1.0)
+    new = min(math.prod(held[POSITIONS].shape) / (pages * node.inputs[KEYS].shape[2]), 1.0)
+    read = [
+        replace(part, bytes=part.bytes * named) if i in (KEYS, VALUES) else part
+        for i, part in enumerate(held)
+    ]
+    return read, [produced[0], *(replace(p, bytes=p.bytes * new) for p in produced[1:])]
 
 
 def _attribute_flops(node: gs.Node, held: Sequence[_Part]) -> int:
@@ -336,32 +353,31 @@ def _halo(
 
 
 def _communication(
-    op: OpFactors, strategy: OpStrategy, sharding: ShardingState, result: float
+    op: OpFactors, strategy: OpStrategy, sharding: ShardingState, produced: Sequence[_Part]
 ) -> float:
     """Seconds of communication inside a node whose communicating factors are split: all-reduces of
     partial results, which lack these factors; in a recurrence, an all-gather of the state in each
-    step. `result` is the bytes of the largest result."""
+    step."""
     kept = without_rings(op, strategy.axes)
-    axes = tuple(
-        a
-        for a in dict.fromkeys(
-            a
-            for leaf, over in zip(op.leaves, kept, strict=True)
-            if leaf.factor in op.rule.communicating
-            for a in over
-        )
-    )
-    if not axes:
+    split = {
+        i
+        for i, (leaf, over) in enumerate(zip(op.leaves, kept, strict=True))
+        if over and leaf.factor in op.rule.communicating
+    }
+    if not split:
         return 0.0
+    axes = tuple(dict.fromkeys(a for i in sorted(split) for a in kept[i]))
+    result = max((part.bytes for part in produced), default=0.0)
     if is_recurrence(op.node):
         state = result / _iterations(op)
         return _iterations(op) * sharding.costs.collective(
             "AllGather", axes, state * parts_over(axes)
         )
-    across = math.prod(
-        op.extent(i)
-        for i, (leaf, over) in enumerate(zip(op.leaves, kept, strict=True))
-        if over and leaf.factor in op.rule.communicating
-    )
-    whole = result * parts_over(axes) / max(across, 1)
+    lacking = [
+        part.bytes
+        for part, links in zip(produced, op.outputs, strict=True)
+        if split.isdisjoint(links)
+    ]
+    across = math.prod(map(op.extent, split))
+    whole = max(lacking, default=result * parts_over(axes) / max(across, 1))
     return _ROUNDS * sharding.costs.collective("AllReduce", axes, whole)

@@ -366,6 +366,10 @@ class Problem:
             self._is_apart,
             self.holders,
         )
+        states = sum(tensor.name in self.tensors.states.results for tensor in found)
+        if states and self._holding_price:
+            price = states * self._holding_price
+            self.tables.add([produced], partial(self._holding, costs, [produced], price))
         if requested is not produced:
             self.tables.add([produced, requested], lambda: times * costs.paths(produced, requested))
         at = {domain: domain for domain in (requested, *required)}
@@ -395,8 +399,7 @@ class Problem:
 
     def _add_weight(self, found: Sequence[gs.Tensor]) -> None:
         """Adds the memory of weights with one signature, and what it costs to hold them."""
-        read = self.sharding.costs.memory(1 << 30, far=1 << 30) / (1 << 30)
-        price = self.objective.holding * read
+        price = self._holding_price
         if self.objective.memory is None and not price:
             return
         required = self.domains.required(found[0].name)
@@ -408,8 +411,14 @@ class Problem:
         for scope in weight_scopes(required) if price else ():
             self.tables.add(scope, partial(self._holding, costs, scope, price * len(found)))
 
+    @property
+    def _holding_price(self) -> float:
+        """What it costs to hold a byte of a weight or a state."""
+        read = self.sharding.costs.memory(1 << 30, far=1 << 30) / (1 << 30)
+        return self.objective.holding * read
+
     def _holding(self, costs: ReshardCosts, scope: Sequence[ShardingDomain], price: float) -> Array:
-        """The table of what it costs to hold a weight, for each sum."""
+        """The table of what it costs to hold a weight or a state, for each sum."""
         most = price * weight_bytes(costs, scope).max(0)
         return np.broadcast_to(most, (2 if self._is_apart else 1, *most.shape))
 

@@ -1,4 +1,5 @@
-"""The rule of PagedAttention: heads of keys and values may be split, and nothing else."""
+"""The rule of PagedAttention: heads of keys and values may be split, or the positions of
+pages."""
 
 import numpy as np
 import pytest
@@ -31,12 +32,12 @@ CASES = [
     (
         case([(1, 5, 96), (1, 5, 48), (1, 5, 48), *CACHES, *PLACES, *TURNS, (6,)]),
         "1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m, s, s, q c, q c, (k g)"
-        " -> 1 s (k g d); n k p e; n k p e {whole: s n p r m d e q c}",
+        " -> 1 s (k g d); n k p e; n k p e {communicating: p, whole: s n r m d e q c}",
     ),
     (
         case([(1, 5, 192), None, None, *CACHES, *PLACES], {"local_window_size": 4}),
         "1 s (k g d) + (k d) + (k d), _, _, n k p e, n k p e, r m, s, s"
-        " -> 1 s (k g d); n k p e; n k p e {whole: s n p r m d e}",
+        " -> 1 s (k g d); n k p e; n k p e {communicating: p, whole: s n r m d e}",
     ),
     (
         case(
@@ -45,7 +46,7 @@ CASES = [
             fed=[3, 4],
         ),
         "1 s (k g d), 1 s (k d), 1 s (k d), n k p e, n k p e, r m, s, s"
-        " -> 1 s (k g d); n k p e; n k p e {whole: s n p r m d e}",
+        " -> 1 s (k g d); n k p e; n k p e {communicating: p, whole: s n r m d e}",
     ),
 ]
 

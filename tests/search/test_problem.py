@@ -308,6 +308,27 @@ def test_holding_weights_costs(
     assert problem.solve().seconds == pytest.approx(least, rel=1e-9)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_holding_states_costs(shards: int, tmp_path: Path) -> None:
+    """Where holding costs more than all else, ranks hold shards; a state with a requested layout
+    costs what that holds."""
+    one = np.ones((1, 4), np.float32)
+    nodes = [helper.make_node("Add", ["s", "one"], ["after"], "add")]
+    path = write(model(nodes, [port("s", [6, 4])], [port("after", [6, 4])], {"one": one}), tmp_path)
+    topology = Topology.default()
+    graph, ctx = context(path, "tp=2", topology)
+    if shards == 1:
+        ctx.sharding.pinned.add("s")
+        ctx.sharding.tensors["s"] = [(), ()]
+
+    def seconds(holding: float) -> float:
+        states, objective = [("s", "after")], Objective(holding=holding)
+        return Problem(graph, ctx.sharding, states=states, objective=objective).solve().seconds
+
+    held = (seconds(2e9) - seconds(1e9)) * topology.device.memory_bandwidth / 1e9
+    assert held == pytest.approx(6 * 4 * 4 / shards + one.nbytes / 2, rel=1e-6)
+
+
 def check_held(graph: gs.Graph, sharding: ShardingState, decide: Callable[[int], int]) -> None:
     """What a strategy holds at each step, of which `decide` says a number below that of choices."""
     problem = Problem(graph, sharding, objective=Objective(memory=1.0))
