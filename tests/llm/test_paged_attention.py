@@ -1,4 +1,4 @@
-"""PagedAttention, against onnxruntime's GroupQueryAttention on each text alone."""
+"""PagedAttention, against onnxruntime's GroupQueryAttention on each text alone; and its parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, too_old
+from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, PAGED_ATTENTION_PART, too_old
 from onnxpar.runtime.library import library_path
 
 pytestmark = pytest.mark.skipif(too_old() is not None, reason=str(too_old()))
@@ -119,6 +119,7 @@ def session(
     names: list[str],
     integers: dict[str, int],
     scale_bytes: int | None = None,
+    page_size: int = PAGE,
 ) -> ort.InferenceSession:
     """A model of one node; `integers` are types of inputs that are not of the case's type."""
     ranks = {"query": 3, "keys": 4, "values": 4}
@@ -132,13 +133,17 @@ def session(
     results = ["y", "new_keys", "new_values"]
     attributes = dict(case.attributes)
     types = dict.fromkeys(results, case.type)
-    if op != PAGED_ATTENTION:
+    if domain != COMPUTE:
         attributes["do_rotary"] = int(case.turned > 0)
     else:
         scale = 4 * (case.cache == "int8") if scale_bytes is None else scale_bytes
         attributes["scale_bytes"] = scale
         cache = int(helper.np_dtype_to_tensor_dtype(np.dtype(case.cache)))
         types |= dict.fromkeys(results[1:], cache)
+    if op == PAGED_ATTENTION_PART:
+        results.append("log_sum")
+        attributes["page_size"] = page_size
+        types |= dict.fromkeys(("y", "log_sum"), TensorProto.FLOAT)
     node = helper.make_node(op, names, results, domain=domain, **attributes)
     outputs = [helper.make_tensor_value_info(n, types[n], None) for n in results]
     graph = helper.make_graph([node], "one", ports, outputs)
@@ -166,33 +171,40 @@ def alone(case: Case, text: dict[str, np.ndarray], stored: dict[str, np.ndarray]
 
 
 class Paged:
-    """Texts whose keys and values are in pages, in any order."""
+    """Texts whose keys and values are in pages, in any order; or the positions `held` of each
+    page."""
 
-    def __init__(self, case: Case, count: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self, case: Case, count: int, rng: np.random.Generator, held: list[int] | None = None
+    ) -> None:
         names = ["query", "key" if not case.packed else "", "value" if not case.packed else ""]
         names += ["keys", "values", "table", "rows", "positions"]
         names += ["cos", "sin"] if case.turned else ["", ""]
         names += ["sink"] if case.sink else []
-        types = dict.fromkeys(("table", "rows", "positions"), TensorProto.INT64)
+        self.held = {} if held is None else {"held": np.array(held, np.int64)}
+        if held is not None:
+            names += [*[""] * (11 - len(names)), "held"]
+        types = dict.fromkeys(("table", "rows", "positions", *self.held), TensorProto.INT64)
         cache = int(helper.np_dtype_to_tensor_dtype(np.dtype(case.cache)))
         types |= dict.fromkeys(("keys", "values"), cache)
-        self.session = session(case, PAGED_ATTENTION, COMPUTE, names, types)
+        op = PAGED_ATTENTION if held is None else PAGED_ATTENTION_PART
+        self.session = session(case, op, COMPUTE, names, types)
         pages = ROWS // PAGE
         self.table = rng.permutation(count * pages).reshape(count, pages)
         row = case.width + 4 * (case.cache == "int8")
-        shape = (count * pages, case.shared, PAGE, row)
+        shape = (count * pages, case.shared, PAGE if held is None else len(held), row)
         unwritten = -1 if case.cache == "int8" else np.nan  # as scales, too, -1 is no number
         self.keys, self.values = (np.full(shape, unwritten, case.cache) for _ in range(2))
 
     def run(
         self, tokens: dict[str, np.ndarray], rows: list[int], positions: list[int], **stored: object
     ) -> np.ndarray:
-        """Appends tokens to texts; returns their results."""
+        """Appends tokens to texts; returns their results, for parts with their log-sums."""
         feeds = {name: array[None] for name, array in tokens.items()} | stored
         feeds |= {"keys": self.keys, "values": self.values, "table": self.table}
-        feeds |= {"rows": np.array(rows), "positions": np.array(positions)}
-        y, self.keys, self.values = self.session.run(None, feeds)
-        return np.asarray(y[0])
+        feeds |= {"rows": np.array(rows), "positions": np.array(positions)} | self.held
+        y, self.keys, self.values, *sums = self.session.run(None, feeds)
+        return np.concatenate([y[0], *(s[0] for s in sums)], axis=1)
 
 
 @pytest.mark.parametrize("together", [1, 7, 100])
@@ -223,6 +235,57 @@ def test_equals_each_text_alone(case: Case, together: int) -> None:
         np.testing.assert_allclose(
             np.concatenate(parts_of).astype("f4"), expected.astype("f4"), tolerance, tolerance
         )
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[1, 3], [0, 2]], [[], [3], [0, 1, 2]]])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_parts_together_are_the_whole(case: Case, parts: list[list[int]]) -> None:
+    rng = np.random.default_rng(len(str(case)))
+    text, stored = arrays(case, 21, rng), tables(case, rng)
+    pieces = [{n: a[at] for n, a in text.items()} for at in (slice(20), slice(20, 21))]
+    whole, ranks = Paged(case, 1, rng), [Paged(case, 1, rng, held) for held in parts]
+    for positions, piece in zip(([*range(20)], [20]), pieces, strict=True):
+        at = [0] * len(positions), positions
+        expected = whole.run(piece, *at, **stored)
+        each = np.array([rank.run(piece, *at, **stored) for rank in ranks])
+        sums = each[..., None, -case.heads :].swapaxes(-1, -2)  # rank, token, head, 1
+        means = each[..., : -case.heads].reshape(*sums.shape[:3], case.width)
+        weights = np.exp(sums - sums.max(0))
+        found = (means * weights).sum(0) / weights.sum(0)
+        tolerance = 1e-3 if case.dtype == "float16" else 2e-6 * max(1, case.scale)
+        found = found.reshape(expected.shape)
+        np.testing.assert_allclose(found, expected.astype("f4"), tolerance, tolerance)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    case, rng = Case(turned=0), np.random.default_rng(3)
+    text = arrays(case, 1, rng)
+    for held in ([2, 1], [1, 1], [3, 4], [-1]):
+        with pytest.raises(
+            KERNEL_ERROR, match=r"held has .* it must ascend and be less than page_size=4"
+        ):
+            Paged(case, 1, rng, held).run(text, [0], [0])
+    part = Paged(case, 1, rng, [0, 1])
+    part.held = {"held": np.arange(3)}
+    with pytest.raises(KERNEL_ERROR, match="held has shape"):
+        part.run(text, [0], [0])
+    names = [
+        "query",
+        "key",
+        "value",
+        "keys",
+        "values",
+        "table",
+        "rows",
+        "positions",
+        "",
+        "",
+        "",
+        "held",
+    ]
+    types = dict.fromkeys(("table", "rows", "positions", "held"), TensorProto.INT64)
+    with pytest.raises(KERNEL_ERROR, match="page_size=0 is not positive"):
+        session(case, PAGED_ATTENTION_PART, COMPUTE, names, types, page_size=0)
 
 
 def test_bits_do_not_depend_on_company() -> None:
