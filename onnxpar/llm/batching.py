@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from onnxpar.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder
 from onnxpar.llm.requests import End, Event, Failure, Token
-from onnxpar.llm.scheduler import Piece, Scheduler, Text
+from onnxpar.llm.scheduler import Piece, Scheduler, Step, Text
+
+Choice = tuple[Text, Token | Failure | None]
+"""The next token of a text; None if it takes all logits to tell."""
+MOST_TOKENS = 8
+"""Most tokens that ranks choose in a call. More would save little, and hold up who comes."""
 
 
 @dataclass
@@ -30,7 +36,8 @@ class Done:
 
 class Batching:
     """The texts of a decoder. A step is `next`, `run` and `finish`; only `run` may go on while
-    other threads add texts."""
+    other threads add texts. A call of the ranks may be several steps, if each text goes on with its
+    likeliest token, and nobody waits."""
 
     def __init__(self, decoder: PagedDecoder, max_running: int, step_tokens: int) -> None:
         self._decoder = decoder
@@ -52,27 +59,36 @@ class Batching:
         self.scheduler.remove(text)
         text.listen(event)
 
-    def next(self) -> list[Piece]:
-        """Returns the pieces of the next step; none if there is no text."""
-        return self.scheduler.next()
+    def next(self) -> Step | None:
+        """Returns the next step; None if there is no text."""
+        pieces = self.scheduler.next()
+        return Step(pieces, self._times(pieces)) if pieces else None
 
-    def run(self, pieces: Sequence[Piece]) -> list[tuple[Text, Token | Failure]]:
-        """Computes pieces; returns the next token of each text that is complete."""
-        complete = [piece.text for piece in pieces if piece.is_last]
+    def _times(self, pieces: Sequence[Piece]) -> int:
+        """How many steps ranks may take in a call."""
+        if self.scheduler.waiting or not all(map(_goes_on, pieces)):
+            return 1
+        left = min(piece.text.most - len(piece.text.tokens) for piece in pieces)
+        most = min(left, MOST_TOKENS // len(pieces), self._decoder.most_steps)
+        return most if most > 1 and self.scheduler.has_room(pieces, most) else 1
+
+    def run(self, step: Step) -> list[tuple[Text, Token | Failure]]:
+        """Computes a step; returns the next tokens of each text that is complete, in order."""
+        complete = [piece.text for piece in step.pieces if piece.is_last]
         whole = any(text.has_missed or text.limits.needs_all for text in complete)
-        found = list(self._choose(complete, self._decoder.run(pieces, whole)))
+        steps = self._decoder.run(step.pieces, whole, step.times)
+        found = list(self._choose(complete, steps[0]))
         again = [text for text, token in found if token is None]
+        found += self._following(complete, steps, found)
         if again:
             # Computing a text's last token again writes the same into the caches.
             for text in again:
                 text.has_missed = True
             last = [Piece(text, len(text.tokens) - 1, 1) for text in again]
-            found += self._choose(again, self._decoder.run(last, whole=True))
+            found += self._choose(again, *self._decoder.run(last, whole=True))
         return [(text, token) for text, token in found if token is not None]
 
-    def _choose(
-        self, texts: Sequence[Text], candidates: Sequence[Candidates]
-    ) -> Iterator[tuple[Text, Token | Failure | None]]:
+    def _choose(self, texts: Sequence[Text], candidates: Sequence[Candidates]) -> Iterator[Choice]:
         """Yields the next token of each text that is still wanted; None if it takes all logits to
         tell."""
         for text, each in zip(texts, candidates, strict=True):
@@ -82,19 +98,35 @@ class Batching:
                 except OnnxparError as error:
                     yield text, Failure(error)
 
-    def finish(
-        self, pieces: Sequence[Piece], chosen: Sequence[tuple[Text, Token | Failure]]
-    ) -> None:
+    def _following(
+        self, texts: Sequence[Text], steps: Sequence[Sequence[Candidates]], chosen: Sequence[Choice]
+    ) -> Iterator[Choice]:
+        """Yields what texts choose in the steps behind the first one, as long as ranks have gone on
+        with what a text has chosen."""
+        at: Sequence[int] = range(len(texts))
+        for before, following in pairwise(steps):
+            last = dict(chosen)
+            at = [i for i in at if _is_token(last.get(texts[i]), before[i].first)]
+            chosen = list(self._choose([texts[i] for i in at], [following[i] for i in at]))
+            yield from chosen
+
+    def finish(self, step: Step, chosen: Sequence[tuple[Text, Token | Failure]]) -> None:
         """Appends the tokens that a step has chosen; ends texts that are complete."""
-        for piece in pieces:
+        for piece in step.pieces:
             self._count(piece)
             self.scheduler.advance(piece)
-        self.done.steps += 1
-        self.done.generated_tokens += len(chosen)
+        self.done.steps += step.times
+        grown: set[Text] = set()
         for text, token in chosen:
+            if text in grown:
+                if text.is_cancelled or text not in self.scheduler.running:
+                    continue  # it has ended with an earlier token
+                self.scheduler.advance(Piece.next(text, 1))
+            grown.add(text)
             if isinstance(token, Failure):
                 self.end(text, token)
                 continue
+            self.done.generated_tokens += 1
             text.tokens.append(token.id)
             text.listen(token)
             if text.is_cancelled:
@@ -111,3 +143,13 @@ class Batching:
             text.is_counted = True
             self.done.cached_tokens += text.cached
             self.done.prompt_tokens += text.prompt
+
+
+def _goes_on(piece: Piece) -> bool:
+    """True if a piece is the last token of a text that goes on with the likeliest one."""
+    text = piece.text
+    return piece.is_last and piece.count == 1 and text.limits.is_plain and not text.has_missed
+
+
+def _is_token(token: Token | Failure | None, id_: int) -> bool:
+    return isinstance(token, Token) and token.id == id_

@@ -22,6 +22,7 @@ class Candidates:
                by to be the logarithm of a probability
     cooled     the logarithm of the sum of exp((logit - best logit) / temperature) over the
                vocabulary; 0 if `tokens` are all
+    first      the likeliest token, with which ranks go on if they take several steps; -1 if unknown
     """
 
     tokens: Array
@@ -30,6 +31,7 @@ class Candidates:
     are_all: bool = True
     floor: float = -math.inf
     cooled: float = 0.0
+    first: int = -1
 
     @staticmethod
     def all(logits: Array) -> Candidates:
@@ -45,7 +47,8 @@ class Candidates:
         each, at = np.unique(np.concatenate([tokens, asked]), return_index=True)
         total, cooled = map(float, log_totals)
         values = np.concatenate([logits, asked_logits])[at]
-        return Candidates(each, values, float(logits[0]) + total, False, float(logits[-1]), cooled)
+        log_total, floor, first = float(logits[0]) + total, float(logits[-1]), int(tokens[0])
+        return Candidates(each, values, log_total, False, floor, cooled, first)
 
     def logprobs(self, count: int) -> list[tuple[int, float]]:
         """Returns the likeliest tokens, and the natural logarithms of their probabilities."""

@@ -13,7 +13,7 @@ from onnxpar.llm.batching import Batching
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener
-from onnxpar.llm.scheduler import Piece, Text
+from onnxpar.llm.scheduler import Step, Text
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import DRAINING as DRAINING
 from onnxpar.llm.worker import FAILED as FAILED
@@ -59,7 +59,7 @@ class Generation:
         self._engine._cancel(self._text)
 
 
-class Engine(Worker[Text, Sequence[Piece], Batching]):
+class Engine(Worker[Text, Step, Batching]):
     """A sharded language model whose caches are in pages, on its ranks.
 
     par          a folder that `onnxpar shard --page-size N` made of a language model's folder
@@ -205,12 +205,12 @@ class Engine(Worker[Text, Sequence[Piece], Batching]):
     def _fail(self, request: Text, error: OnnxparError) -> None:
         self._batching.end(request, Failure(error))
 
-    def _next(self) -> Sequence[Piece] | None:
-        return self._batching.next() or None
+    def _next(self) -> Step | None:
+        return self._batching.next()
 
-    def _of(self, work: Sequence[Piece]) -> Sequence[Text]:
-        return [piece.text for piece in work]
+    def _of(self, work: Step) -> Sequence[Text]:
+        return [piece.text for piece in work.pieces]
 
-    def _run(self, work: Sequence[Piece]) -> Callable[[], None]:
+    def _run(self, work: Step) -> Callable[[], None]:
         chosen = self._batching.run(work)
         return lambda: self._batching.finish(work, chosen)

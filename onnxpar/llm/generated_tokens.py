@@ -130,8 +130,7 @@ class PagedSource:
                     self._leave([texts[row] for row in ended])
                     if not come:
                         self._step()
-                    step = list(come)
-                    come.clear()
+                    step = _next_step(come)
                 if failed:
                     raise failed[0].error
                 if step:
@@ -142,12 +141,21 @@ class PagedSource:
 
     def _step(self) -> None:
         """Runs a step; the lock is held."""
-        pieces = self._batching.next()
-        if pieces:
-            self._batching.finish(pieces, self._batching.run(pieces))
+        step = self._batching.next()
+        if step is not None:
+            self._batching.finish(step, self._batching.run(step))
 
     def _leave(self, texts: Sequence[Text]) -> None:
         """Removes those texts that have not ended; the lock is held."""
         for text in self._batching.texts:
             if text in texts:
                 self._batching.scheduler.remove(text)
+
+
+def _next_step(come: deque[tuple[int, Token]]) -> list[tuple[int, Token]]:
+    """Takes the tokens that have come, up to the second one of a text."""
+    step: dict[int, Token] = {}
+    while come and come[0][0] not in step:
+        row, token = come.popleft()
+        step[row] = token
+    return list(step.items())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +19,7 @@ from onnxpar.canonicalize.candidates import (
     LOG_TOTALS,
     TEMPERATURES,
 )
+from onnxpar.canonicalize.next_step import next_of
 from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.ir.paged_attention import too_old
@@ -29,8 +32,13 @@ from onnxpar.runtime.session import Session
 
 LONGEST = 4096
 """Tokens of a text for which the default size of the caches has room, if the context is longer."""
+MOMENT = 0.05
+"""Seconds for which steps may follow each other."""
 SHARE = 0.25
 """The most of the memory that is free at the start which the caches take by default."""
+
+_TOLD = [BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS]
+"""What the ranks tell of each step."""
 
 
 class PagedDecoder:
@@ -47,11 +55,24 @@ class PagedDecoder:
         self._sizes: tuple[int, ...] = ()
         caches = {name: self._ports[name].shape or () for name in model.caches}
         session.states.clear({n: (pages, *map(_fixed, s[1:])) for n, s in caches.items()})
+        carried = next_of(bundle.inputs, bundle.outputs)
+        alone = all(map(session.is_whole, (*carried, *carried.values())))
+        self._carried = carried if alone and launched_rank() is None else {}
+        self._seconds = math.inf
 
-    def run(self, pieces: Sequence[Piece], whole: bool = False) -> list[Candidates]:
-        """Computes pieces; returns the candidates for the next token of each text that is complete
-        with its piece, in order: all tokens if `whole`, else the likeliest ones, so that the logits
-        stay on their ranks."""
+    @property
+    def most_steps(self) -> int:
+        """How many steps may follow each other in a call: as many as take a moment. Under a
+        launcher 1, because all processes must make the same calls."""
+        return max(int(MOMENT / self._seconds), 1) if self._carried else 1
+
+    def run(
+        self, pieces: Sequence[Piece], whole: bool = False, times: int = 1
+    ) -> list[list[Candidates]]:
+        """Computes pieces, and as many steps as `times` says, in which texts go on with their
+        likeliest tokens. Returns, for each step, the candidates for the next token of each text
+        that is complete with its piece, in order: all tokens if `whole`, else the likeliest ones,
+        so that the logits stay on their ranks."""
         tokens = sum(piece.count for piece in pieces)
         widest = max(len(piece.text.pages) for piece in pieces)
         complete = [piece.text for piece in pieces if piece.is_last]
@@ -78,11 +99,17 @@ class PagedDecoder:
                 pick += 1
         if whole:
             (logits,) = self._session.run([model.logits], feeds, keep_states=True)
-            return [Candidates.all(row) for row in logits[0][: len(complete)]]
-        names = [BEST_TOKENS, BEST_LOGITS, ASKED_LOGITS, LOG_TOTALS]
-        found = self._session.run(names, feeds, keep_states=True)
-        rows = zip(found[0], found[1], feeds[ASKED], *found[2:], strict=True)
-        return [Candidates.best(*row) for _, row in zip(complete, rows, strict=False)]
+            return [[Candidates.all(row) for row in logits[0][: len(complete)]]]
+        start = time.perf_counter()
+        if times == 1:
+            steps = [self._session.run(_TOLD, feeds, keep_states=True)]
+        else:
+            steps = self._session.run_steps(_TOLD, feeds, self._carried, times)
+        self._seconds = (time.perf_counter() - start) / times
+        each = [zip(s[0], s[1], feeds[ASKED], *s[2:], strict=True) for s in steps]
+        return [
+            [Candidates.best(*row) for _, row in zip(complete, rows, strict=False)] for rows in each
+        ]
 
     def _resize(self, *sizes: int) -> None:
         """Makes arrays for so many tokens, texts, pages of a text, picks and tokens that are asked

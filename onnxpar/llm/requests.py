@@ -66,6 +66,11 @@ class Limits:
         is_long = self.top_logprobs > BEST
         return is_long or self.constraint is not None or self.sampling.needs_all
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the likeliest token is chosen, whatever the text has."""
+        return self.sampling.is_plain and not self.needs_all
+
     def choose(self, candidates: Candidates, tokens: Sequence[int], step: int) -> Token | None:
         """Returns the next token of a text with these tokens, of which the last `step` were
         generated; None if it takes all logits to tell. Errors: ModelError for logits that are not

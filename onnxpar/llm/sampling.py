@@ -80,6 +80,11 @@ class Sampling:
         is_limited = self.top_p < 1 or self.min_p > 0
         return self.top_k >= BEST or self._changes or not is_limited
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the likeliest token is chosen, whatever the text has."""
+        return self.is_greedy and not self._changes
+
     def changed(self, seen: Sequence[int], step: int) -> Array:
         """Returns the ids of tokens whose logits are changed before one is chosen, ascending;
         arguments as of `choose`."""

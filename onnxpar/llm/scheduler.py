@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from onnxpar.base.arrays import Array
@@ -71,6 +72,15 @@ class Piece:
         return self.begin + self.count == len(self.text.tokens)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a call of the ranks computes: the pieces, and how many steps follow each other, in which
+    each text goes on with its likeliest token."""
+
+    pieces: Sequence[Piece]
+    times: int = 1
+
+
 class Scheduler:
     """The texts that run, and those that wait, the oldest first.
 
@@ -102,6 +112,10 @@ class Scheduler:
             pieces.append(piece)
             room -= piece.count
         return pieces
+
+    def has_room(self, pieces: Sequence[Piece], times: int) -> bool:
+        """Takes free pages for so many steps of texts; returns False if there are too few."""
+        return all(self._extend(piece.text, times) for piece in pieces)
 
     def advance(self, piece: Piece) -> None:
         """Notes that a step has computed a piece."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from onnxpar.errors import RankError, RunError
 from onnxpar.files.digests import Digests
 from onnxpar.ir.training_spec import EVALUATION
 from onnxpar.runtime import groups
-from onnxpar.runtime.arena import NOWHERE, Room, Slot
+from onnxpar.runtime.arena import NOWHERE, Heap, Room, Slot
 from onnxpar.runtime.binding import Binding
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.checks import check_same
@@ -27,6 +27,7 @@ from onnxpar.runtime.profile import Record
 from onnxpar.runtime.rank_failure import failure_text
 from onnxpar.runtime.rank_sessions import RankSessions
 from onnxpar.runtime.repeated_run import RepeatedRun, Turn, bound
+from onnxpar.runtime.several_runs import SeveralRuns
 from onnxpar.runtime.shards import Rows
 from onnxpar.runtime.state_files import Origin, StateFiles
 from onnxpar.runtime.tensors import (
@@ -46,13 +47,16 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """One run: the outputs to return, whether to keep states, run options, and the values of the
-    open sizes."""
+    """A run: the outputs to return, whether to keep states, run options, and the values of the
+    open sizes; how many times to run, and, by input, the outputs that are its value the next time.
+    These are whole on all ranks."""
 
     fetch: Sequence[str]
     keep: bool = False
     options: Mapping[str, Any] | None = None
     sizes: Sizes = ()
+    times: int = 1
+    carried: Mapping[str, str] = field(default_factory=dict)
 
 
 class Executor:
@@ -98,6 +102,8 @@ class Executor:
         self._binding = Binding(self.session)
         self._last: tuple[Request, Mapping[str, Array]] | None = None
         self._repeated: RepeatedRun | None = None
+        self._carried: dict[str, Array] = {}
+        self._several: SeveralRuns | None = None
         self.running: ort.RunOptions | None = None
         """The options of the current run, for `stop`."""
         self.stopped = False
@@ -105,8 +111,9 @@ class Executor:
         """The global shapes of the states that the last run kept, by input."""
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
-        """Runs once. `feeds` are this rank's shards of the inputs, which must be contiguous;
-        returns this rank's shards of the outputs, in memory of `room`. A run with the same objects
+        """Runs once, or as often as the request says. `feeds` are this rank's shards of the
+        inputs, which must be contiguous; returns this rank's shards of the outputs, in memory of
+        `room`; of several runs, those of each along a first dimension. A run with the same objects
         as the one before may write to the same memory, instead of taking some of `room`.
 
         Leaves out shards that other ranks return too. With `keep`, state outputs stay in the
@@ -117,6 +124,8 @@ class Executor:
             self._options = run_options(request.options)
         self.running = options = self._options  # which `stop` ends, and `undo` follows it
         try:
+            if request.times > 1:
+                return self._run_several(request, feeds, room, options)
             return self._run(request, feeds, room, options)
         except RankError:
             raise
@@ -125,6 +134,25 @@ class Executor:
             raise RunError(failure_text(error, file, self._rank, ranks)) from error
         finally:
             self.running = None
+
+    def _run_several(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
+    ) -> dict[str, Slot]:
+        """Runs as often as the request says, with the carried outputs of each run as inputs of the
+        next."""
+        if self._several is None or not self._several.are_of(request, feeds):
+            self._several = SeveralRuns.of(request, feeds)
+        several = self._several
+        several.begin()
+        for number in range(request.times):
+            slots = self._run(several.once, several.feeds, Heap(), options)
+            several.take(number, slots, room)
+            several.carry(self._carried)
+        return several.slots
 
     def _run(
         self,
@@ -144,6 +172,7 @@ class Executor:
         if self._has_values:
             return self._run_values(request, feeds, room, options)
         order = self._order(request)
+        self._carried = {o: self._own.empty(o) for o in request.carried.values()}
         self._binding.start(order, [name for name in self._defaults if name not in feeds])
         self._bind_inputs(feeds, request.sizes)
         bound_slots = self._bind_outputs(order, request, feeds, room)
@@ -193,7 +222,9 @@ class Executor:
         inputs = {name: feeds[name] for name in (*self._inputs, *self._defaults) if name in feeds}
         if self._has_sizes:
             inputs[SIZES] = self._sizes
-        outputs: dict[str, Any] = {n: slots[n].array if n in slots else None for n in order}
+        outputs: dict[str, Any] = {
+            n: slots[n].array if n in slots else self._carried.get(n) for n in order
+        }
         after, before = self._kept.memories
         turns = []
         for reads, writes in ((after, before), (before, after)) if kept else ((after, {}),):
@@ -223,7 +254,7 @@ class Executor:
         """Reverts the changes of the last call, after it failed on a rank."""
         self._kept.undo()
         self._binding.forget()
-        self._last = self._repeated = None
+        self._last = self._repeated = self._several = None
 
     def read_state(self, name: str, room: Room, sizes: Sizes, rows: Rows = None) -> dict[str, Slot]:
         """Returns this rank's shard of a state, or some rows of the shard, in memory of `room`;
@@ -342,7 +373,8 @@ class Executor:
     def _order(self, request: Request) -> list[str]:
         """Returns the outputs of the rank's graph to compute, fetched or kept, in order."""
         kept = self._states.values() if request.keep else ()
-        asked = [name for each in (*request.fetch, *kept) for name in self._computed(each)]
+        every = (*request.fetch, *kept, *request.carried.values())
+        asked = [name for each in every for name in self._computed(each)]
         return list(dict.fromkeys(asked))
 
     def _computed(self, name: str) -> Sequence[str]:
@@ -356,7 +388,7 @@ class Executor:
         """Binds the outputs: to memory of `room` where possible, to that of a kept state which the
         run changes in place, else to new memory of onnxruntime. Returns the slots of the room."""
         kept = set(self._states.values()) if request.keep else set()
-        names = [name for name in order if name not in kept]
+        names = [name for name in order if name not in kept and name not in self._carried]
         specs = {n: s for n in names if (s := self._own.direct(n)) is not None}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
         in_place = self._changed_in_place(feeds) if request.keep else ()
@@ -365,7 +397,8 @@ class Executor:
             if name in held:
                 self._binding.put_value(name, self._state(held[name]))
             else:
-                self._binding.put(name, slots[name].array if name in slots else None)
+                array = slots[name].array if name in slots else self._carried.get(name)
+                self._binding.put(name, array)
         return slots
 
     def _changed_in_place(self, feeds: Mapping[str, Array]) -> frozenset[str]:

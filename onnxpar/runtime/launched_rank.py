@@ -112,7 +112,14 @@ class LaunchedRank:
             parts = {n: self._parts[n].take(array, self._rank) for n, array in feeds.items()}
             slots = self._executor.run(request, parts, Heap())
             self.kept_shapes = self._executor.kept_shapes
-            return self._gather_parts(request.fetch, {n: s.array for n, s in slots.items()})
+            own = {n: s.array for n, s in slots.items()}
+            if request.times == 1:
+                return self._gather_parts(request.fetch, own)
+            each = [
+                self._gather_parts(request.fetch, {n: a[i] for n, a in own.items()})
+                for i in range(request.times)
+            ]
+            return {n: {r: np.stack([p[n][r] for p in each]) for r in each[0][n]} for n in each[0]}
 
     def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
         """Returns all ranks' shards of a state, or these rows of each."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from onnxpar.base.arrays import Array
 from onnxpar.runtime.arena import Spec
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.shards import PortParts, Shards
@@ -48,6 +51,12 @@ class OwnShards:
         or if all ranks return whole tensors."""
         parts = self._parts[name]
         return self._rank in parts.sources or (self._everywhere and parts.is_whole)
+
+    def empty(self, name: str) -> Array:
+        """Returns memory for this rank's shard of a tensor whose size does not depend on data."""
+        shape = self.shape(name)
+        assert shape is not None, f"{name} has a known size"
+        return np.empty(shape, self.ports[name].dtype)
 
     def direct(self, name: str) -> Spec | None:
         """Returns dtype and shape of an output that onnxruntime can write directly to memory of a

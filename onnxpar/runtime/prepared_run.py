@@ -50,10 +50,18 @@ class PreparedRun:
         return PreparedRun(asked, keeps, specs, dict(kept), names, request)
 
     def fits(
-        self, asked: Sequence[str] | None, keeps: bool, feeds: Mapping[str, Any], kept: Kept
+        self,
+        asked: Sequence[str] | None,
+        keeps: bool,
+        times: int,
+        carried: Mapping[str, str],
+        feeds: Mapping[str, Any],
+        kept: Kept,
     ) -> bool:
         """True if a call without run options is correct, and has the same results and request."""
         if keeps is not self.keeps or len(feeds) != len(self.feeds):
+            return False
+        if times != self.request.times or carried != self.request.carried:
             return False
         for name, (dtype, shape) in self.feeds.items():
             array: Array | None = feeds.get(name)

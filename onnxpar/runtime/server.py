@@ -116,7 +116,8 @@ class Server:
 
     def _run(self, message: Message) -> Message:
         sizes = tuple(message["sizes"])
-        request = Request(message["fetch"], message["keep"], message["options"], sizes)
+        several = message["times"], message["carried"]
+        request = Request(message["fetch"], message["keep"], message["options"], sizes, *several)
         self._last, self._told = (request, self._feeds(message)), None
         self._run_again()
         return self._ran

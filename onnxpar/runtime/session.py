@@ -141,25 +141,108 @@ class Session(Interface, Closing):
         session is then closed.
         """
         with self._lock:
-            self._ranks.check_usable()
-            last, asked = self._prepared, (output_names, keep_states)
-            if last and run_options is None and last.fits(*asked, input_feed, self._kept):
-                names, request, feeds = last.names, last.request, input_feed
-            else:
-                names, request, feeds = self._checked(*asked, input_feed, run_options)
-                self._prepared = PreparedRun.of(
-                    self._bundle, *asked, feeds, self._kept, names, request
-                )
-            try:
-                parts = self._ranks.run(request, feeds)
-            except RunError as error:
-                raise self.blame(error, feeds) from error
-            if self._is_recorded and request.sizes:
-                self._sizes_of_runs.append(request.sizes)
-            if request.keep:
-                self._kept.update(self._ranks.kept_shapes)
+            names, request, parts = self._run(output_names, keep_states, input_feed, run_options)
             whole = {name: self._assemble(name, parts, request.sizes) for name in request.fetch}
         return [whole[name] for name in names]
+
+    def run_steps(
+        self,
+        output_names: Sequence[str],
+        input_feed: Mapping[str, Any],
+        carried: Mapping[str, str],
+        times: int,
+    ) -> list[list[Array]]:
+        """Runs all ranks several times in one call, and returns the named outputs of each run, as
+        global arrays.
+
+        In each run but the first, inputs have the values that outputs had in the run before;
+        `carried` names these by input. States are kept, as `run` does with `keep_states`, and must
+        be changed in place, as the caches of a decoder in pages.
+
+        Errors: as of `run`; InputError also for outputs that are not whole on all ranks or have
+        another shape or dtype than the input, and for states that are not changed in place.
+        """
+        if times < 1:
+            raise InputError(f"times is {times}; it must be at least 1")
+        with self._lock:
+            names, request, parts = self._run(output_names, True, input_feed, None, times, carried)
+            if times == 1:
+                return [[self._assemble(name, parts, request.sizes) for name in names]]
+            each = [
+                {n: {r: a[i] for r, a in own.items()} for n, own in parts.items()}
+                for i in range(times)
+            ]
+            return [[self._assemble(n, step, request.sizes) for n in names] for step in each]
+
+    def _run(
+        self,
+        output_names: Sequence[str] | None,
+        keep_states: bool,
+        input_feed: Mapping[str, Any],
+        run_options: ort.RunOptions | None,
+        times: int = 1,
+        carried: Mapping[str, str] | None = None,
+    ) -> tuple[Sequence[str], Request, PartsOf]:
+        """Runs all ranks; returns the names of the results, in order, the request, and the shards
+        of the outputs. The lock is held."""
+        self._ranks.check_usable()
+        last, asked = self._prepared, (output_names, keep_states, times, carried or {})
+        if last and run_options is None and last.fits(*asked, input_feed, self._kept):
+            names, request, feeds = last.names, last.request, input_feed
+        else:
+            names, request, feeds = self._checked(*asked[:2], input_feed, run_options)
+            if carried:
+                request = self._several(request, feeds, carried, times)
+            self._prepared = PreparedRun.of(
+                self._bundle, output_names, keep_states, feeds, self._kept, names, request
+            )
+        try:
+            parts = self._ranks.run(request, feeds)
+        except RunError as error:
+            raise self.blame(error, feeds) from error
+        if self._is_recorded and request.sizes:
+            self._sizes_of_runs += [request.sizes] * times
+        if request.keep:
+            self._kept.update(self._ranks.kept_shapes)
+        return names, request, parts
+
+    def _several(
+        self, request: Request, feeds: Mapping[str, Array], carried: Mapping[str, str], times: int
+    ) -> Request:
+        """Returns the request to run several times. Errors: InputError."""
+        bundle = self._bundle
+        others = bundle.states.keys() - bundle.in_place
+        if others:
+            raise InputError(
+                f"state {min(others)!r} is not changed in place, so that a run which fails could "
+                "not be undone with those before it; call run for each step"
+            )
+        sizes = dict(zip(bundle.symbols, request.sizes, strict=True))
+        for name, output in carried.items():
+            if name not in feeds or output not in bundle.outputs:
+                raise InputError(
+                    f"{output!r} cannot be carried to {name!r}: name an output, and an input that "
+                    "is fed"
+                )
+            before, after = feeds[name], bundle.outputs[output]
+            if not self.is_whole(name) or not self.is_whole(output):
+                raise InputError(
+                    f"{output!r} or {name!r} is split over ranks, so that these cannot carry it; "
+                    "call run for each step"
+                )
+            if after.shape_at(sizes) != before.shape or after.dtype != before.dtype:
+                raise InputError(
+                    f"{output!r} is {after.dtype}{list(after.shape_at(sizes))}, and {name!r} is "
+                    f"{before.dtype}{list(before.shape)}; only equal ones can be carried"
+                )
+        return replace(request, times=times, carried=dict(carried))
+
+    def is_whole(self, name: str) -> bool:
+        """True if all ranks hold the whole of an input or output, at any open sizes."""
+        bundle = self._bundle
+        port = bundle.inputs.get(name) or bundle.outputs[name]
+        layout = port.layout_at(dict.fromkeys(bundle.symbols, 8))
+        return layout is not None and layout.is_whole
 
     def _checked(
         self,
