@@ -65,12 +65,14 @@ class Batching:
         return Step(pieces, self._times(pieces)) if pieces else None
 
     def _times(self, pieces: Sequence[Piece]) -> int:
-        """How many steps ranks may take in a call."""
+        """How many steps ranks take in a call: a power of two, because calls of as many steps as
+        the last one are faster."""
         if self.scheduler.waiting or not all(map(_goes_on, pieces)):
             return 1
         left = min(piece.text.most - len(piece.text.tokens) for piece in pieces)
-        most = min(left, MOST_TOKENS // len(pieces), self._decoder.most_steps)
-        return most if most > 1 and self.scheduler.has_room(pieces, most) else 1
+        most = max(min(left, MOST_TOKENS // len(pieces), self._decoder.most_steps(len(pieces))), 1)
+        times = 1 << most.bit_length() - 1
+        return times if self.scheduler.has_room(pieces, times) else 1
 
     def run(self, step: Step) -> list[tuple[Text, Token | Failure]]:
         """Computes a step; returns the next tokens of each text that is complete, in order."""

@@ -32,7 +32,7 @@ from onnxpar.runtime.session import Session
 
 LONGEST = 4096
 """Tokens of a text for which the default size of the caches has room, if the context is longer."""
-MOMENT = 0.05
+MOMENT = 0.08
 """Seconds for which steps may follow each other."""
 SHARE = 0.25
 """The most of the memory that is free at the start which the caches take by default."""
@@ -58,13 +58,13 @@ class PagedDecoder:
         carried = next_of(bundle.inputs, bundle.outputs)
         alone = all(map(session.is_whole, (*carried, *carried.values())))
         self._carried = carried if alone and launched_rank() is None else {}
-        self._seconds = math.inf
+        self._seconds: dict[int, float] = {}  # the shortest step, by its tokens
 
-    @property
-    def most_steps(self) -> int:
-        """How many steps may follow each other in a call: as many as take a moment. Under a
-        launcher 1, because all processes must make the same calls."""
-        return max(int(MOMENT / self._seconds), 1) if self._carried else 1
+    def most_steps(self, tokens: int) -> int:
+        """How many steps may follow each other in a call, for so many tokens in each, if they take
+        as long as the shortest one did. Under a launcher 1, because all processes must make the
+        same calls."""
+        return max(int(MOMENT / self._seconds.get(tokens, math.inf)), 1) if self._carried else 1
 
     def run(
         self, pieces: Sequence[Piece], whole: bool = False, times: int = 1
@@ -101,11 +101,12 @@ class PagedDecoder:
             (logits,) = self._session.run([model.logits], feeds, keep_states=True)
             return [[Candidates.all(row) for row in logits[0][: len(complete)]]]
         start = time.perf_counter()
-        if times == 1:
-            steps = [self._session.run(_TOLD, feeds, keep_states=True)]
-        else:
+        if self._carried and tokens == len(complete):
             steps = self._session.run_steps(_TOLD, feeds, self._carried, times)
-        self._seconds = (time.perf_counter() - start) / times
+        else:
+            steps = [self._session.run(_TOLD, feeds, keep_states=True)]
+        took = (time.perf_counter() - start) / times
+        self._seconds[tokens] = min(self._seconds.get(tokens, math.inf), took)
         each = [zip(s[0], s[1], feeds[ASKED], *s[2:], strict=True) for s in steps]
         return [
             [Candidates.best(*row) for _, row in zip(complete, rows, strict=False)] for rows in each

@@ -124,7 +124,7 @@ class Executor:
             self._options = run_options(request.options)
         self.running = options = self._options  # which `stop` ends, and `undo` follows it
         try:
-            if request.times > 1:
+            if request.carried:
                 return self._run_several(request, feeds, room, options)
             return self._run(request, feeds, room, options)
         except RankError:
@@ -144,9 +144,9 @@ class Executor:
     ) -> dict[str, Slot]:
         """Runs as often as the request says, with the carried outputs of each run as inputs of the
         next."""
-        if self._several is None or not self._several.are_of(request, feeds):
-            self._several = SeveralRuns.of(request, feeds)
         several = self._several
+        if several is None or not several.is_same(request, feeds):
+            several = self._several = SeveralRuns.of(request, feeds, several)
         several.begin()
         for number in range(request.times):
             slots = self._run(several.once, several.feeds, Heap(), options)

@@ -113,7 +113,7 @@ class LaunchedRank:
             slots = self._executor.run(request, parts, Heap())
             self.kept_shapes = self._executor.kept_shapes
             own = {n: s.array for n, s in slots.items()}
-            if request.times == 1:
+            if not request.carried:
                 return self._gather_parts(request.fetch, own)
             each = [
                 self._gather_parts(request.fetch, {n: a[i] for n, a in own.items()})

@@ -162,12 +162,10 @@ class Session(Interface, Closing):
         Errors: as of `run`; InputError also for outputs that are not whole on all ranks or have
         another shape or dtype than the input, and for states that are not changed in place.
         """
-        if times < 1:
-            raise InputError(f"times is {times}; it must be at least 1")
+        if times < 1 or not carried:
+            raise InputError(f"times is {times}, carried {carried}; give at least 1, and an input")
         with self._lock:
             names, request, parts = self._run(output_names, True, input_feed, None, times, carried)
-            if times == 1:
-                return [[self._assemble(name, parts, request.sizes) for name in names]]
             each = [
                 {n: {r: a[i] for r, a in own.items()} for n, own in parts.items()}
                 for i in range(times)

@@ -30,14 +30,29 @@ class SeveralRuns:
     slots: dict[str, Slot] = field(default_factory=dict)
 
     @staticmethod
-    def of(request: Request, feeds: Mapping[str, Array]) -> SeveralRuns:
-        """Returns the runs of a request with these feeds."""
+    def of(request: Request, feeds: Mapping[str, Array], before: SeveralRuns | None) -> SeveralRuns:
+        """Returns the runs of a request with these feeds. They go on with what is bound for those
+        `before`, if only the number of runs is another one."""
+        once = replace(request, times=1)
+        if before is not None and before.once == once and before._have(feeds):
+            return replace(before, asked=request, given=feeds, slots={})
         own = {name: feeds[name].copy() for name in request.carried}
-        return SeveralRuns(request, feeds, replace(request, times=1), {**feeds, **own})
+        return SeveralRuns(request, feeds, once, {**feeds, **own})
 
-    def are_of(self, request: Request, feeds: Mapping[str, Array]) -> bool:
+    def is_same(self, request: Request, feeds: Mapping[str, Array]) -> bool:
         """True if they are the runs of a request with these objects."""
         return self.asked is request and self.given is feeds
+
+    def _have(self, feeds: Mapping[str, Array]) -> bool:
+        """True if these feeds are in the same memory as before, and those that are carried have the
+        same shapes."""
+        if feeds.keys() != self.feeds.keys():
+            return False
+        pairs = {name: (array, self.feeds[name]) for name, array in feeds.items()}
+        return all(
+            a.shape == b.shape and (name in self.asked.carried or a.ctypes.data == b.ctypes.data)
+            for name, (a, b) in pairs.items()
+        )
 
     def begin(self) -> None:
         """Sets the inputs of the first run."""
