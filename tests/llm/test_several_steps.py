@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,47 @@ def test_requests_of_an_engine(par: Path, singly: dict[str, list[int]], calls: l
     ]
     assert max(calls) == 8
     assert counts.generated_tokens == 5 + 40 + 33 and counts.used_pages == 0
+
+
+def test_nothing_comes_behind_the_end(
+    par: Path, singly: dict[str, list[int]], calls: list[int]
+) -> None:
+    tokens = singly["a"]
+    at = next(i for i in range(3, 40) if tokens[i] not in tokens[:i] and i % 8 not in (0, 7))
+    with Engine(par, timeout=TIMEOUT) as engine:
+        events, ended = [], threading.Event()
+
+        def listen(event: Event) -> None:
+            events.append(event)
+            if not isinstance(event, Token):
+                ended.set()
+
+        limits = Limits(max_new_tokens=40, ends=frozenset([tokens[at]]))
+        engine.submit(engine.tokenizer.encode("a"), limits, listen)
+        assert ended.wait(TIMEOUT) and engine.drain(TIMEOUT)
+        assert engine.counts.generated_tokens == at + 1
+    assert [e.id for e in events[:-1]] == tokens[: at + 1] and events[-1] == End("stop")
+    assert max(calls) == 8
+
+
+def test_nobody_waits_for_several_steps(par: Path, calls: list[int]) -> None:
+    """While a request waits, ranks take single steps, so that it can come between them."""
+    at_end: list[int] = []
+    with Engine(par, timeout=TIMEOUT, max_running=1) as engine:
+        ended = [threading.Event(), threading.Event()]
+
+        def listen(event: Event, number: int) -> None:
+            if not isinstance(event, Token):
+                at_end.append(len(calls))
+                ended[number].set()
+
+        with engine._changed:
+            for number in range(2):
+                each = partial(listen, number=number)
+                engine.submit([5, 6, 7], Limits(max_new_tokens=24), each)
+        assert all(event.wait(TIMEOUT) for event in ended)
+    first, second = calls[: at_end[0]], calls[at_end[0] :]
+    assert set(first) == {1} and max(second) == 8
 
 
 def test_what_is_plain() -> None:

@@ -20,14 +20,17 @@ from onnxpar.runtime.threads import ThreadSession
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)
 X = np.array([[1, 2, 3, 4]], np.float32)
+B = np.zeros(4, np.float32)
 
 
 def write(folder: Path) -> Path:
-    """z = x W, of which each rank has three columns; and the sum of x / 2 over ranks, plus 1."""
+    """z = (x + b) W, of which each rank has three columns; and the sum of x / 2 over ranks, plus
+    1."""
 
     def nodes(rank: int) -> Sequence[NodeProto]:
         return [
-            helper.make_node("MatMul", ["x", "W"], ["z"]),
+            helper.make_node("Add", ["x", "b"], ["shifted"]),
+            helper.make_node("MatMul", ["shifted", "W"], ["z"]),
             helper.make_node("Mul", ["x", "half"], ["part"]),
             *all_reduce("part", "whole"),
             helper.make_node("Add", ["whole", "one"], ["next"]),
@@ -43,7 +46,9 @@ def write(folder: Path) -> Path:
         Tensor("next", (1, 4)),
         Tensor("next64", (1, 4), None, "float64"),
     ]
-    return write_par(folder, "tp=2", [Tensor("x", (1, 4))], outputs, nodes, weights)
+    return write_par(
+        folder, "tp=2", [Tensor("x", (1, 4)), Tensor("b", (4,))], outputs, nodes, weights
+    )
 
 
 @pytest.mark.usefixtures("medium")
@@ -52,14 +57,14 @@ def test_runs_follow_each_other(kind: type[InferenceSession], tmp_path: Path) ->
     with kind(write(tmp_path)) as session:
         for number, times in enumerate((3, 3, 3, 1, 5, 5, 2, 2)):
             x = X * number
-            steps = session.run_steps(["z", "next"], {"x": x}, {"x": "next"}, times)
+            steps = session.run_steps(["z", "next"], {"x": x, "b": B}, {"x": "next"}, times)
             assert len(steps) == times
             for k, (z, after) in enumerate(steps):
                 np.testing.assert_array_equal(z, (x + k) @ WEIGHT)
                 np.testing.assert_array_equal(after, x + k + 1)
             np.testing.assert_array_equal(x, X * number)
             if number % 2:
-                np.testing.assert_array_equal(session.run(["z"], {"x": x})[0], x @ WEIGHT)
+                np.testing.assert_array_equal(session.run(["z"], {"x": x, "b": B})[0], x @ WEIGHT)
 
 
 def test_as_many_again_send_no_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +78,21 @@ def test_as_many_again_send_no_message(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Processes, "call", noted)
     with InferenceSession(write(tmp_path)) as session:
         for number, times in enumerate((3, 3, 3, 4, 4)):
-            (*_, (z,)) = session.run_steps(["z"], {"x": X + number}, {"x": "next"}, times)
+            (*_, (z,)) = session.run_steps(["z"], {"x": X + number, "b": B}, {"x": "next"}, times)
             np.testing.assert_array_equal(z, (X + number + times - 1) @ WEIGHT)
     assert found == ["the start", "run 1", "run 4"]
+
+
+def test_inputs_in_other_memory(tmp_path: Path) -> None:
+    """Inputs that ranks read where the caller writes them, in several places."""
+    with InferenceSession(write(tmp_path)) as session:
+        shifts = [session._ranks.memory(B.dtype, B.shape) for _ in range(3)]
+        for number, times in enumerate((4, 4, 3, 2, 4, 4)):
+            b = shifts[number % 3]
+            b[:] = number
+            steps = session.run_steps(["z"], {"x": X, "b": b}, {"x": "next"}, times)
+            for k, (z,) in enumerate(steps):
+                np.testing.assert_array_equal(z, (X + k + number) @ WEIGHT)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +111,8 @@ def test_what_cannot_be_carried_is_refused(
 ) -> None:
     with ThreadSession(write(tmp_path)) as session:
         with pytest.raises(InputError, match=named):
-            session.run_steps(["z"], {"x": X}, carried, times)
-        np.testing.assert_array_equal(session.run(["z"], {"x": X})[0], X @ WEIGHT)
+            session.run_steps(["z"], {"x": X, "b": B}, carried, times)
+        np.testing.assert_array_equal(session.run(["z"], {"x": X, "b": B})[0], X @ WEIGHT)
 
 
 def test_states_that_are_copied_are_refused(tmp_path: Path) -> None:
@@ -123,7 +140,8 @@ from onnxpar.runtime.session import InferenceSession
 with InferenceSession(sys.argv[1], timeout=30) as session:
     x = np.load(sys.argv[2])
     for times in (3, 3, 1):
-        steps = session.run_steps(["z", "next"], {"x": x}, {"x": "next"}, times)
+        feeds = {"x": x, "b": np.zeros(4, np.float32)}
+        steps = session.run_steps(["z", "next"], feeds, {"x": "next"}, times)
         print([[a.tolist() for a in step] for step in steps])
 """
 
