@@ -2,7 +2,7 @@
 # The main job: a real model sharded over 4 ranks, run, and compared with the unsplit model.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-.ci/install.sh
+.ci/install.sh serve
 model=models/llama.dynamo.static.onnx
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -67,6 +67,7 @@ _IGNORED = frozenset(("do_rotary", "sliding_window_cache"))
 """Attributes without a meaning for pages, or of which the operands say the same."""
 _COSINE, _SINE, _IDS, _SINK = 7, 8, 9, 11
 """Indices of optional operands of GroupQueryAttention."""
+_BY_RANGE = "DynamicQuantizeLinear"
 _PRODUCTS = frozenset(("MatMul", "MatMulNBits", "Gemm", "FusedMatMul"))
 _BEHIND = frozenset(("Cast", "Mul", "Div", "Tanh", "Add", "Sub"))
 """Ops behind the product that makes logits."""
@@ -101,6 +102,11 @@ def page_caches(
         raise UnpagedError(f"its ops are those of opset {opset}, before {OLDEST}")
     take_past_branch(model)
     graph = model.graph
+    if any(node.op_type == _BY_RANGE for node in graph.node):
+        raise UnpagedError(
+            f"its activations are quantized by the range of all tokens of a run ({_BY_RANGE}), so "
+            "that texts which run together would change each other"
+        )
     grouped = [node for node in graph.node if _is_grouped(node)]
     caches = [] if grouped else find_caches(graph)
     pairs = [pair for node in grouped for pair in _caches(node, graph)]

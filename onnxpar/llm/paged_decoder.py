@@ -141,6 +141,7 @@ def count_pages(
     each, size = _page_bytes(bundle, model), model.page_size
     if kv_memory is not None:
         pages = int(_bytes(kv_memory)) // each
+        _check_memory(pages * each, 1 if launched_rank() else bundle.mesh.size)
     else:
         longest = min(model.context or LONGEST, LONGEST)
         pages = -(-longest // size) * texts
@@ -153,6 +154,16 @@ def count_pages(
             f"each on a rank; give at least {2 * each:,} bytes"
         )
     return pages
+
+
+def _check_memory(size: int, ranks: int) -> None:
+    """Errors: InputError if the caches of this host's ranks take more than all of its memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size * ranks > memory:
+        raise InputError(
+            f"--kv-memory is {size / 1e9:.1f} GB on each of {ranks} ranks, and this host has "
+            f"{memory / 1e9:.1f} GB of memory in all; give less"
+        )
 
 
 def _bytes(kv_memory: float | str) -> float:

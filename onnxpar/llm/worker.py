@@ -9,8 +9,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from onnxpar.errors import OnnxparError, RankError
+from onnxpar.errors import ModelError, OnnxparError, RankError
 from onnxpar.llm.requests import Busy
+from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.session import InferenceSession
 
@@ -46,6 +47,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._par, self._options, self._tell = par, options, tell
         self._changed = threading.Condition()  # a listener may cancel requests
         self._status = STARTING
+        self._digest = ""
 
     @abstractmethod
     def _open(self, session: InferenceSession) -> Made:
@@ -130,7 +132,15 @@ class Worker(Closing, Generic[Request, Work, Made]):
             self._changed.notify_all()
 
     def _start(self) -> tuple[InferenceSession, Made]:
-        """Starts ranks. Errors: RankError if one does not start."""
+        """Starts ranks. Errors: RankError if one does not start; ModelError if the folder is not
+        the one of the first ranks."""
+        digest = Bundle.load(self._par).digest
+        self._digest = self._digest or digest
+        if digest != self._digest:
+            raise ModelError(
+                f"{os.fspath(self._par)} was written again since the server started; start the "
+                "server again to serve what is there now"
+            )
         session = InferenceSession(self._par, **self._options)
         try:
             return session, self._open(session)

@@ -175,6 +175,8 @@ def test_a_text_ends_where_the_cache_does(make: Make, alone: Callable[..., list[
         send(engine, [5] * 48)
     with pytest.raises(InputError, match="give at least 8,192 bytes"):
         make(kv_memory=5000)
+    with pytest.raises(InputError, match=r"--kv-memory is 9000.0 GB on each of \d ranks, and this"):
+        make(kv_memory="9TB")
 
 
 def test_cancelled_requests_leave_at_once(make: Make, alone: Callable[..., list[int]]) -> None:
@@ -294,6 +296,24 @@ def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[
     counts = engine.counts
     assert counts.running == counts.waiting == counts.used_pages == 0
     assert counts.cached_tokens > 0
+
+
+def test_ranks_do_not_start_on_another_model(tmp_path: Path) -> None:
+    """A folder that was written again meanwhile: answers would change without a word."""
+    par, told = tmp_path / "m.par", []
+    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2)
+    with Engine(par, timeout=TIMEOUT, tell=told.append) as engine:
+        (tmp_path / "old").mkdir()
+        par.rename(tmp_path / "old" / "m.par")
+        onnxpar.shard(MODELS / "llm" / "llama_int4", par, devices=2)
+        client, _ = send(engine, [5, 6], 400)
+        client.wait_for(2)
+        os.kill(pids(engine._session)[1], signal.SIGKILL)
+        client.ended.wait(TIMEOUT)
+        later, _ = send(engine, [5, 6], 3)
+        assert later.ended.wait(TIMEOUT) and isinstance(later.end, Failure)
+        assert "was written again since the server started" in str(later.end.error)
+    assert "was written again since the server started" in told[-1]
 
 
 @pytest.mark.matrix

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,8 +18,10 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 import onnxpar
 from onnxpar.canonicalize.page_caches import page_caches
+from onnxpar.cli.command_line import main
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.llm.generator import Generator
+from onnxpar.open_sizes.typical import sizes_text
 from onnxpar.pipeline import context
 
 LLAMA = MODELS / "llm" / "llama"
@@ -155,6 +159,13 @@ def reads_mask(graph: GraphProto) -> None:
     )(graph)
 
 
+def quantizes(graph: GraphProto) -> None:
+    between(
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
+    )(graph)
+
+
 @pytest.mark.parametrize(
     "change,reason",
     [
@@ -166,6 +177,7 @@ def reads_mask(graph: GraphProto) -> None:
         (more_output, "one input of token ids and one output"),
         (more_input, "input 'bias' is neither token ids"),
         (reads_mask, "input 'attention_mask' is neither token ids"),
+        (quantizes, "quantized by the range of all tokens .*DynamicQuantizeLinear"),
     ],
 )
 def test_what_pages_do_not_know_is_refused(change: Change, reason: str) -> None:
@@ -206,6 +218,62 @@ def test_folders_have_pages_by_default_and_files_do_not() -> None:
     assert "block_table" not in names(LLAMA, page_size=0)
     assert "block_table" not in names(LLAMA / "model.onnx")
     assert "block_table" in names(LLAMA / "model.onnx", page_size=8)
+
+
+@pytest.mark.parametrize(
+    "name,more",
+    [("llama", {}), ("llama", {"kv_dtype": "int8"}), ("t5", {}), ("bart", {}), ("whisper", {})],
+)
+def test_every_call_plans_the_same_model_of_a_folder(name: str, more: dict[str, str]) -> None:
+    folder, options = MODELS / "llm" / name, {"devices": 2, "measure": False, **more}
+    plan = onnxpar.plan(folder, **options)
+    found = onnxpar.candidates(folder, **options)
+    (searched,) = (row for row in found.rows if row.strategy == "auto")
+    assert searched.memory == plan.memory and searched.predicted.total == plan.predicted.total
+    costs = onnxpar.node_costs(folder, "*Attention*", **options)
+    steps = {step.name: step.op for step in plan.explained.steps}
+    assert costs.sizes == sizes_text(plan.typical)
+    assert {node.node: node.op for node in costs.nodes}.items() <= steps.items()
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_every_kind_of_plan_command_is_of_the_same_model(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*how: str) -> Any:
+        command = ["plan", str(MODELS / "llm" / name), "--devices", "2", "--no-measure", "--json"]
+        assert main([*command, *how]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    memory = told()["memory"]
+    assert told("--html", str(tmp_path / "plan.html"))["memory"] == memory
+    rows = told("--candidates")["candidates"]
+    assert memory in [row["memory"] for row in rows if row["strategy"] == "auto"]
+    ops = {node["op"] for node in told("--costs", "*attn*" if name == "llama" else "*")["nodes"]}
+    assert ("PagedAttention" in ops) == (name == "llama") and "GroupQueryAttention" not in ops
+    assert "If" not in ops
+
+
+def test_a_trace_is_compared_with_the_plan_of_the_same_model(tmp_path: Path) -> None:
+    onnxpar.shard(LLAMA, tmp_path / "m.par", devices=2, measure=False)
+    with Generator(tmp_path / "m.par", timeout=30) as generator:
+        generator.session.start_profile(tmp_path / "trace.json")
+    raise AssertionError
+
+
+def test_pages_are_refused_once_for_all_calls(tmp_path: Path) -> None:
+    """A type of caches without pages, and folders whose caches cannot be in pages."""
+    how = {"devices": 2, "measure": False}
+    for call in (onnxpar.plan, onnxpar.candidates, partial(onnxpar.node_costs, node="*")):
+        with pytest.raises(StrategyError, match="--kv-dtype int8: only caches in pages"):
+            call(LLAMA, page_size=0, kv_dtype="int8", **how)
+    shutil.copy(LLAMA / "tokenizer.json", tmp_path)
+    written(MIXING["mean"], tmp_path)
+    found = onnxpar.candidates(tmp_path, **how)
+    assert found.winner.memory["states_per_rank"] < 100_000
+    assert onnxpar.node_costs(tmp_path, "*GroupQueryAttention*", **how).nodes
+    with pytest.raises(ModelError, match="may mix tokens"):
+        onnxpar.candidates(tmp_path, page_size=16, **how)
 
 
 def test_page_sizes_are_checked(tmp_path: Path) -> None:
