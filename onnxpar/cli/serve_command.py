@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from onnxpar.base.quick_imports import quick_imports
 from onnxpar.cli.rank_options import add_cores, add_runtime, add_verify
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.launch import launched_rank
+from onnxpar.serve.log import tell
 
 KEY = "ONNXPAR_API_KEY"
 """The environment variable that holds the API key."""
@@ -176,7 +176,7 @@ def serve(args: argparse.Namespace) -> int:
         app = application(engine, settings)
         text = f"onnxpar: {name} is served at {server.url_of(bound)}"
         server.run_server(app, bound, args.drain_timeout, lambda: print(text, flush=True))
-    print("onnxpar: ended", file=sys.stderr)
+    tell("ended")
     return 0
 
 
@@ -186,7 +186,7 @@ def _started(args: argparse.Namespace) -> Any:
     from onnxpar.llm.encoder_model import is_encoder
 
     options: dict[str, Any] = {option: getattr(args, option) for option in _RANKS}
-    options["tell"] = _tell
+    options["tell"] = tell
     given = {option: getattr(args, option) for option in _ENGINE}
     options |= {option: value for option, value in given.items() if value is not None}
     if not is_encoder(args.par):
@@ -202,10 +202,6 @@ def _started(args: argparse.Namespace) -> Any:
     if "step_tokens" in options:
         options["batch_tokens"] = options.pop("step_tokens")
     return Embedder(args.par, **options)
-
-
-def _tell(text: str) -> None:
-    print(f"onnxpar: {text}", file=sys.stderr, flush=True)
 
 
 def _check(args: argparse.Namespace) -> None:

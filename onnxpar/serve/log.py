@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from onnxpar.errors import wants_traceback
+from onnxpar.errors import OnnxparError, wants_traceback
 
 
 def log_error(error: BaseException) -> None:
@@ -20,4 +20,11 @@ def log_error(error: BaseException) -> None:
     if wants_traceback():
         traceback.print_exception(error)
     text = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
-    print(f"onnxpar: error: a request failed: {type(error).__name__}: {text}", file=sys.stderr)
+    kind = "" if isinstance(error, OnnxparError) else f"{type(error).__name__}: "
+    tell(f"error: a request failed: {kind}{text}")
+
+
+def tell(text: str) -> None:
+    """Prints a line, in one piece: several threads may print at once."""
+    sys.stderr.write(f"onnxpar: {text}\n")
+    sys.stderr.flush()

@@ -70,7 +70,8 @@ def common(fields: Fields, settings: Settings, prompts: int) -> dict[str, Any]:
     number = fields.whole("n", 1, most)
     number = 1 if number is None else number
     if number * prompts > most:
-        fields.refuse("n", f"asks for {number * prompts} answers; at most {most} are allowed")
+        count = f"{prompts} prompts times n={number} are {number * prompts} answers"
+        fields.refuse("n", f"asks for too many: {count}, and --max-choices allows {most}")
     is_stream = fields.flag("stream")
     options = fields.inner("stream_options")
     if options is not None and not is_stream:
