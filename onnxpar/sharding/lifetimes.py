@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import shape_bytes
+from onnxpar.layout.layout import Layout
 
 if TYPE_CHECKING:
     from onnxpar.sharding.factors import TensorFactors
@@ -21,7 +22,8 @@ VIEWS = frozenset(
 def lifetimes(nodes: Iterable[gs.Node], tensors: Mapping[str, TensorFactors]) -> dict[str, float]:
     """For each tensor that a node computes, the bytes that nodes write from then on until its last
     use, itself included. The nodes are in graph order, and not split. What is read through a view
-    counts as read by the view alone."""
+    counts as read by the view alone. Bytes are means over the sizes for which costs are computed.
+    """
     written = 0.0
     start: dict[str, float] = {}
     found: dict[str, float] = {}
@@ -32,7 +34,11 @@ def lifetimes(nodes: Iterable[gs.Node], tensors: Mapping[str, TensorFactors]) ->
         for tensor in node.outputs:
             start[tensor.name] = written
             if node.op not in VIEWS and tensor.name in tensors:
-                leaves = tensors[tensor.name].leaves
-                written += shape_bytes(tensor, [leaf.size for leaf in leaves])
+                written += _bytes(tensor, tensors[tensor.name])
             found[tensor.name] = written - start[tensor.name]
     return found
+
+
+def _bytes(tensor: gs.Tensor, factors: TensorFactors) -> float:
+    each = ((weight, Layout(dims).shape) for weight, dims in factors.costed)
+    return sum(weight * shape_bytes(tensor, shape) for weight, shape in each)

@@ -16,6 +16,7 @@ from small_models import write_text
 import onnxpar
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import Plan
+from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.typical import Ties, Typical, typical_sizes
@@ -78,6 +79,21 @@ def test_costs_are_those_of_fixed_sizes(name: str, sizes: dict[str, int], preset
     assert told == {(c.kind, c.tensor): c.bytes for c in fixed.plan.collectives}
     example = opened.plan.example
     assert all(example[name] != size for name, size in sizes.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2.dynamo.dynamic", "bert.legacy.dynamic"])
+def test_what_caches_hold_is_decided_at_typical_sizes(name: str) -> None:
+    """Few nodes differ: what is folded at fixed sizes is not written between others."""
+    device = replace(Topology.default().device, cache=2e4, cache_bandwidth=1e11)
+    topology = replace(Topology.default(), device=device)
+    how = Options(mesh=Mesh.parse("tp=2"), preset="tensor-parallel", topology=topology)
+    sizes = {"batch": 4, "seq": 16} if name.startswith("gpt2") else {"batch": 4}
+    opened = explain(MODELS / f"{name}.onnx", replace(how, typical=Typical.given(sizes)))
+    fixed = explain(MODELS / f"{name}.onnx", replace(how, dims=sizes))
+    times = {step.name: step.predicted.compute for step in opened.steps}
+    both = [step for step in fixed.steps if step.name in times]
+    same = [s for s in both if times[s.name] == pytest.approx(s.predicted.compute, rel=1e-9)]
+    assert len(same) > 0.95 * len(both)
 
 
 def test_a_batch_of_one_is_not_worth_a_split() -> None:
