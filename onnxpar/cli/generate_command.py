@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,10 +32,13 @@ def add_generate(to: Any) -> None:
     command = to.add_parser(
         "generate",
         help=text,
-        description=f"{text.capitalize()}. Prints the text as its tokens come, and the speed on "
-        "standard error. `onnxpar shard FOLDER -o llm.par` makes llm.par of a folder that holds a "
-        "decoder, or an encoder and a decoder (T5, BART, Whisper), the configuration and "
-        "tokenizer.json.",
+        description=textwrap.fill(  # add_launcher_help has texts printed as they are
+            f"{text.capitalize()}. Prints the text as its tokens come, and the speed on standard "
+            "error. `onnxpar shard FOLDER -o llm.par` makes llm.par of a folder that holds a "
+            "decoder, or an encoder and a decoder (T5, BART, Whisper), the configuration and "
+            "tokenizer.json.",
+            width=78,
+        ),
     )
     command.set_defaults(command=generate)
     command.add_argument("par", metavar="llm.par", help="folder that shard wrote")
@@ -68,7 +72,8 @@ def add_generate(to: Any) -> None:
         "--chat",
         action="store_true",
         help="treat the prompt as a user's message, and put it into the model's chat template; "
-        "without a prompt, read messages from the terminal and answer each, until the end of input",
+        "without a prompt, read messages from the terminal and answer each, until the end of "
+        "input; a talk that outgrows the model's context loses its oldest messages",
     )
     command.add_argument("--system", metavar="TEXT", help="the system message of a chat")
     command.add_argument(
@@ -108,6 +113,7 @@ def generate(args: argparse.Namespace) -> int:
     if rank is not None:  # all ranks generate the same, and one prints it
         redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
     with quick_imports():
+        from onnxpar.cli.generate_talk import talk
         from onnxpar.llm.generator import Generator
 
     with Generator(
@@ -119,6 +125,8 @@ def generate(args: argparse.Namespace) -> int:
         bind=args.bind,
         ranks_per_numa=args.ranks_per_numa,
     ) as generator:
+        if args.language is not None and not generator.model.has_encoder:
+            raise InputError("--language is for speech models and translators; leave it out")
         if args.audio is not None:
             for what, sound in _sounds(args.audio, generator):
                 _answer(generator, sound, options, what)
@@ -130,7 +138,7 @@ def generate(args: argparse.Namespace) -> int:
         elif prompt is not None:
             _answer(generator, [*chat, {"role": "user", "content": prompt}], options)
         else:
-            _talk(generator, chat, options)
+            talk(generator, chat, lambda so_far: _answer(generator, so_far, options))
     return 0
 
 
@@ -161,6 +169,8 @@ def _prompt(args: argparse.Namespace) -> str | None:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `Generator.generate`. Errors: InputError."""
+    if args.max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1")
     drawn = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
     if drawn and not args.sample:
         raise InputError(f"--{next(iter(drawn)).replace('_', '-')} is for drawing: add --sample")
@@ -222,15 +232,3 @@ def _answer(generator: Any, prompt: Any, options: Mapping[str, Any], what: str =
         file=sys.stderr,
     )
     return str(completion.text)
-
-
-def _talk(generator: Any, chat: list[dict[str, str]], options: Mapping[str, Any]) -> None:
-    """Answers messages from the terminal, until the end of input."""
-    while True:
-        try:
-            message = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-        if message.strip():
-            chat.append({"role": "user", "content": message})
-            chat.append({"role": "assistant", "content": _answer(generator, chat, options)})

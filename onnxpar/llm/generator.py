@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
+from reprlib import repr as shortly
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +34,7 @@ from onnxpar.runtime.session import InferenceSession
 Prompt = str | Sequence[int] | Messages | Array
 """A text, its tokens, or a chat: objects with `role` and `content`. For a speech model, the samples
 of a sound, between -1 and 1, in an array of one dimension; or its features, (mels, columns)."""
+_PROMPTS = "give a text, token ids, or a chat: a list of messages with role and content"
 MOST_NEW_TOKENS = 256
 """Tokens of an answer where neither max_new_tokens nor max_length is given."""
 _TOGETHER, _STEP_TOKENS = 16, 512
@@ -55,6 +58,15 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     reason: str = ""
     prompt: int = 0
+
+
+class TooLongError(InputError):
+    """A prompt that leaves no room for a new token. `limit` is what has none: "the model's context"
+    or "the cache"."""
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class Generator(Closing):
@@ -114,7 +126,7 @@ class Generator(Closing):
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Completion]:
         """Returns a completion for each prompt, in order; `num_return_sequences` for each of them,
-        where that is given.
+        where that is given. The rows of an array of token ids are prompts, too.
 
         max_new_tokens  most tokens to generate for a prompt; or `max_length`, prompt included
         stop_strings    texts that end an answer, which then has the text before them
@@ -124,8 +136,8 @@ class Generator(Closing):
                         of the language to translate to, such as "deu_Latn"
         others          see `Sampling`
 
-        Errors: InputError for a prompt without tokens, one that leaves no room in the model's
-        context, or options that are wrong.
+        Errors: InputError for what is no prompt, a prompt without tokens, or options that are
+        wrong; TooLongError, an InputError, for a prompt that leaves no room in the model's context.
         """
         given = self._batch(prompts, options.pop("num_return_sequences", 1))
         run = self._running(given, options)
@@ -148,16 +160,17 @@ class Generator(Closing):
         for pieces in run.steps():
             yield pieces[0], run.completions[0]
 
+    def check_room(self, prompt: Prompt) -> None:
+        """Errors: TooLongError for a prompt of a decoder that leaves no room for a new token;
+        others as for `generate`."""
+        if self._encoded is None:
+            self._within(self._tokens(prompt), 1)
+
     def _batch(self, prompts: Prompt | Sequence[Prompt], copies: int) -> list[Prompt]:
-        """The prompts of a batch. A text, a list of numbers and a list of messages are one."""
+        """The prompts of a batch. Errors: InputError."""
         if copies < 1:
             raise InputError(f"num_return_sequences is {copies}; it must be at least 1")
-        is_one = (
-            (isinstance(prompts, np.ndarray) and prompts.ndim <= 2)
-            or isinstance(prompts, str)
-            or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
-        )
-        each: list[Any] = [prompts] if is_one else list(prompts)
+        each: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         return [prompt for prompt in each for _ in range(copies)]
 
     def _running(self, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> _Run:
@@ -207,12 +220,12 @@ class Generator(Closing):
         return found
 
     def _encoded_text(self, prompt: Prompt) -> list[int]:
-        """The tokens of a text, a chat or tokens."""
+        """The tokens of a text, a chat or tokens. Errors: InputError."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if len(prompt) and isinstance(prompt[0], Mapping):
+        if isinstance(_first(prompt), Mapping):
             return self.tokenizer.chat(cast(Messages, prompt))
-        return [int(token) for token in cast(Sequence[int], prompt)]
+        return [_token(token) for token in prompt]
 
     def _limits(
         self, prompts: Sequence[Sequence[int]], options: dict[str, Any]
@@ -262,18 +275,46 @@ class Generator(Closing):
 
     def _within(self, prompt: Sequence[int], room: int) -> int:
         """How many of `room` new tokens the context and the caches have room for. Errors:
-        InputError if for none."""
+        TooLongError if for none."""
         context = self.model.context
         limits = [("the model's context", context, "a shorter one")] if context is not None else []
         if self._room:
-            limits.append(("the cache", self._room, "a shorter one, or more --kv-memory"))
+            limits.append(("the cache", self._room, "a shorter one, or more kv_memory"))
         for what, most, remedy in limits:
             if len(prompt) >= most:
-                raise InputError(
-                    f"a prompt has {len(prompt)} tokens, and {what} {most}; give {remedy}"
+                raise TooLongError(
+                    f"a prompt has {len(prompt)} tokens, and {what} {most}; give {remedy}", what
                 )
             room = min(room, most - len(prompt))
         return room
+
+
+def _is_one(prompts: object) -> bool:
+    """True for one prompt, False for a batch. A text, a list of numbers and a list of messages are
+    one prompt, and so are an array of one dimension and the features of a sound. Errors:
+    InputError."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim <= (1 if prompts.dtype.kind in "iu" else 2)
+    return isinstance(_first(prompts), (Integral, Mapping))
+
+
+def _first(given: Any) -> object:
+    """The first of a list of prompts, tokens or messages; None if it is empty. Errors: InputError
+    for what is no list."""
+    try:
+        return given[0] if len(given) else None
+    except (TypeError, LookupError):
+        raise InputError(f"a prompt is {shortly(given)}; {_PROMPTS}") from None
+
+
+def _token(given: Any) -> int:
+    """Errors: InputError for what is no whole number."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise InputError(f"a prompt has {shortly(given)} as a token id; {_PROMPTS}") from None
 
 
 def _source(

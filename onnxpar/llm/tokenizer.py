@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from reprlib import repr as shortly
 from typing import Any, NoReturn
 
 from onnxpar.errors import InputError, ModelError
@@ -83,12 +84,15 @@ class Tokenizer:
 
     def chat(self, messages: Messages) -> list[int]:
         """Returns the tokens of a chat and of the beginning of the answer to it. Errors: InputError
-        if the template refuses the messages; ModelError if there is no template."""
+        for messages without a role or a text, or that the template refuses; ModelError if there is
+        no template."""
         if self._template is None:
             raise ModelError(
                 f"{self._folder} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give a text instead of a chat"
             )
+        for number, message in enumerate(messages, 1):
+            _check_message(message, f"message {number} of the chat")
         return self.encode(_rendered(self._template, messages, self), specials=False)
 
 
@@ -133,6 +137,30 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
+
+
+def _check_message(message: object, name: str) -> None:
+    """Errors: InputError for a message without a role or without text. One that calls tools needs
+    no text."""
+    if not isinstance(message, Mapping):
+        raise InputError(f"{name} is no object; give it a role and a content")
+    role, content = message.get("role"), message.get("content")
+    calls_tools = content is None and bool(message.get("tool_calls"))
+    checks = (
+        ("role", role, isinstance(role, str)),
+        ("content", content, calls_tools or _is_text(content)),
+    )
+    for key, value, is_right in checks:
+        if not is_right:
+            found = f"no {key!r}" if value is None else f"{shortly(value)} as {key!r}"
+            raise InputError(f"{name} has {found}; give a text")
+
+
+def _is_text(content: object) -> bool:
+    """True for a text, or a list of parts that have texts."""
+    if not isinstance(content, list | tuple):
+        return isinstance(content, str)
+    return all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content)
 
 
 def _rendered(template: str, messages: Messages, tokenizer: Tokenizer) -> str:

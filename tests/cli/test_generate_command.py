@@ -51,6 +51,71 @@ def test_a_chat(
     assert capsys.readouterr().out == f"{first.text}\n"
 
 
+def counted(generator: Generator, chat: list[dict[str, str]]) -> int:
+    return len(generator.tokenizer.chat(chat))
+
+
+def test_a_long_talk_forgets_its_oldest_messages(
+    par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [f"tell me more about number {i} please" for i in range(30)]
+    chat = system = [{"role": "system", "content": "be brief"}]
+    wanted, told = [], []
+    with Generator(par) as generator:
+        for message in messages:
+            whole = chat = [*chat, {"role": "user", "content": message}]
+            while counted(generator, chat) >= 512:
+                chat = [*system, *chat[3:]]
+            told += [len(whole) - len(chat)] * (whole != chat)
+            (answer,) = generator.generate(chat, max_new_tokens=10)
+            wanted.append(answer.text)
+            chat = [*chat, {"role": "assistant", "content": answer.text}]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(messages)))
+    asked = ["generate", par, "--chat", "--system", "be brief", "--max-new-tokens", "10"]
+    assert main(asked) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "".join(f"{text}\n" for text in wanted)
+    forgotten = r"onnxpar: the talk is longer than the model's context; its oldest (\d+) messages "
+    found = re.findall(forgotten + "are forgotten\n", printed.err)
+    assert told and [int(number) for number in found] == told
+
+
+def test_a_message_without_room_is_not_kept(
+    par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talk(*messages: str) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(messages)))
+        assert main(["generate", par, "--chat", "--max-new-tokens", "8"]) == 0
+        printed = capsys.readouterr()
+        return printed.out, printed.err
+
+    wanted, _ = talk("hello", "and?")
+    found, told = talk("hello", "x y " * 300, "and?")
+    assert found == wanted and "its oldest" not in told
+    refused = (
+        r"onnxpar: this message has no room and is forgotten: a prompt has \d+ tokens, and the "
+    )
+    assert len(re.findall(refused + "model's context 512; give a shorter one\n", told)) == 1
+
+
+def test_a_talk_has_the_room_of_the_caches(
+    par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnxpar.llm.generator.count_pages", lambda *_: 4)  # of 16 tokens
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n" + "x y " * 50))
+    assert main(["generate", par, "--chat", "--max-new-tokens", "16"]) == 0
+    printed = capsys.readouterr()
+    assert "the talk is longer than the cache; its oldest 2 messages are forgotten" in printed.err
+    assert "the cache 64; give a shorter one" in printed.err
+
+
+def test_help_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    description = capsys.readouterr().out.split("\n\n")[1]
+    assert "tokenizer.json." in description and max(map(len, description.splitlines())) <= 80
+
+
 def test_drawn_texts(par: str, capsys: pytest.CaptureFixture[str]) -> None:
     def text(*options: str) -> str:
         assert main(["generate", par, "x", "--max-new-tokens=12", "--sample", *options]) == 0
@@ -75,7 +140,9 @@ def test_under_mpirun_one_rank_prints(par: str, tmp_path: Path) -> None:
         (["x", "--system", "y"], "--system is for chats: add --chat"),
         (["x", "--top-p", "0.5"], "--top-p is for drawing: add --sample"),
         (["x", "--sample", "--top-p", "7"], "top_p is 7.0; it must be at least 0, at most 1"),
-        (["x", "--max-new-tokens", "0"], "give a larger max_new_tokens"),
+        (["x", "--max-new-tokens", "0"], "--max-new-tokens is 0; it must be at least 1"),
+        (["x", "--max-new-tokens", "-3"], "--max-new-tokens is -3; it must be at least 1"),
+        (["x", "--language", "de"], "--language is for speech models and translators; leave it"),
         (["x", "--max-new-tokens", "many"], "'many' is not a whole number"),
     ],
 )

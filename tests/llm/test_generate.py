@@ -18,7 +18,7 @@ from committed import MODELS
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError, StrategyError
-from onnxpar.llm.generator import Completion, Generator
+from onnxpar.llm.generator import Completion, Generator, TooLongError
 
 FOLDERS = sorted(
     path.name
@@ -214,6 +214,28 @@ def test_a_chat_is_its_template(llama: Generator) -> None:
     assert llama.generate(chat, max_new_tokens=9) == llama.generate(tokens, max_new_tokens=9)
 
 
+def test_rows_of_an_array_are_prompts(llama: Generator) -> None:
+    rows = [[5, 6, 7], [1, 2, 3]]
+    wanted = [llama.generate(row, max_new_tokens=9)[0].tokens for row in rows]
+
+    def tokens(prompts: object) -> list[list[int]]:
+        return [c.tokens for c in llama.generate(prompts, max_new_tokens=9)]  # type: ignore[arg-type]
+
+    assert tokens(np.array(rows)) == tokens(list(np.array(rows))) == wanted
+    assert tokens(np.array(rows[0], np.int32)) == tokens(list(np.array(rows[0]))) == wanted[:1]
+    assert tokens(np.zeros((0, 3), int)) == []
+
+
+def test_the_caches_limit_a_prompt(tmp_path: Path) -> None:
+    onnxpar.shard(MODELS / "llm" / "llama", tmp_path / "m.par", devices=1)
+    with Generator(tmp_path / "m.par", kv_memory=100_000, timeout=TIMEOUT) as generator:
+        most = generator._room - 1
+        generator.check_room([5] * most)
+        with pytest.raises(TooLongError, match=r"the cache .*; give a shorter one") as refused:
+            generator.check_room([5] * (most + 1))
+        assert refused.value.limit == "the cache"
+
+
 def test_the_same_seed_gives_the_same_texts(llama: Generator) -> None:
     def texts(seed: int) -> list[str]:
         found = llama.generate(
@@ -243,6 +265,17 @@ def test_the_context_limits_a_text(llama: Generator) -> None:
     [
         ([320], {}, "token 320; ids are from 0 to 319"),
         ([-1], {}, "token -1"),
+        (None, {}, "a prompt is None; give a text, token ids, or a chat"),
+        (5, {}, "a prompt is 5; give a text, token ids, or a chat"),
+        ([None], {}, "a prompt is None; give"),
+        (["x", None], {}, "a prompt is None; give"),
+        ({"role": "user"}, {}, "a prompt is {'role': 'user'}; give"),
+        (np.array(5), {}, r"a prompt is array\(5\); give"),
+        ([5, None], {}, "a prompt has None as a token id; give"),
+        ([["x"]], {}, "a prompt has 'x' as a token id; give"),
+        (np.array([5.5, 6]), {}, "a prompt has .*5.5.* as a token id; give"),
+        (np.zeros((1, 2, 3), int), {}, "a prompt has .* as a token id; give"),
+        ([{"role": "user"}], {}, "message 1 of the chat has no 'content'"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens or max_length"),
         ("x", {"max_new_tokens": "a"}, "max_new_tokens is 'a'; it must be a whole number"),
         ("x", {"max_length": 2.5}, "max_length is 2.5; it must be a whole number"),

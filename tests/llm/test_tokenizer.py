@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from committed import MODELS
@@ -75,6 +76,40 @@ def test_templates_run_in_a_sandbox(folder: Path) -> None:
     for template in refused:
         with pytest.raises(InputError, match="the chat template refuses the messages"):
             render(template)
+
+
+@pytest.mark.parametrize(
+    "message,named",
+    [
+        ({"role": "user"}, "message 2 of the chat has no 'content'; give a text"),
+        ({"content": "x"}, "message 2 of the chat has no 'role'; give a text"),
+        ({"foo": "x"}, "message 2 of the chat has no 'role'; give a text"),
+        ({"role": "user", "content": None}, "message 2 of the chat has no 'content'"),
+        ({"role": "user", "content": 5}, "message 2 of the chat has 5 as 'content'; give a text"),
+        ({"role": 5, "content": "x"}, "message 2 of the chat has 5 as 'role'; give a text"),
+        ({"role": "user", "content": [{"type": "image"}]}, "has .*image.* as 'content'"),
+        ({"role": "user", "content": ["x"]}, r"has \['x'\] as 'content'"),
+        ("x", "message 2 of the chat is no object; give it a role and a content"),
+    ],
+)
+def test_wrong_messages_are_named(message: object, named: str) -> None:
+    chat = [{"role": "user", "content": "hi"}, message]
+    with pytest.raises(InputError, match=named):
+        Tokenizer(LLAMA).chat(chat)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "tool_calls": [{"name": "hello"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "hello"}]},
+    ],
+)
+def test_parts_and_calls_of_tools_reach_the_template(folder: Path, message: dict[str, Any]) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages | tojson }}")
+    tokenizer = Tokenizer(folder)
+    assert json.loads(tokenizer.decode(tokenizer.chat([message]))) == [message]
 
 
 def test_templates_are_where_files_have_them(folder: Path) -> None:
