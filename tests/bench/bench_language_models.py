@@ -4,7 +4,7 @@ turns.
     python tests/bench/bench_language_models.py --models DIR --peers-python PYTHON
         [--shapes 0.2B 0.5B 1.1B] [--dtypes fp32 int4] [--systems genai onnxpar ...] [--ranks 2]
         [--only generate serve] [--batches 1 4 16] [--prompts 32 512] [--new 32] [--requests 3]
-        [--rounds 5] [--quick] [--json FILE]
+        [--rounds 5] [--quick] [--json FILE] [--plot FILE.svg]
 
 PYTHON has torch, transformers and onnxruntime-genai 0.18; it makes the models, which stay in DIR,
 and runs the systems of that package. onnxpar runs over ranks of one thread, the others with as many
@@ -199,6 +199,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="a round of the smallest model")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
+    parser.add_argument("--plot", type=Path, help="file to draw the times to tokens to")
     args = parser.parse_args()
     if args.quick:
         args.shapes, args.dtypes, args.rounds = ["0.2B"], ["fp32"], 1
@@ -235,6 +236,8 @@ def main() -> None:
                 if args.json:
                     text = json.dumps({"machine": lines, **tables}, indent=1)
                     args.json.write_text(text + "\n")
+    if args.plot and tables.get(GENERATE):
+        report.write_plot(args.plot, about, tables[GENERATE])
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bench.peers import OTHERS
 
 Found = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -66,6 +68,43 @@ def held(title: str, found: Mapping[str, Mapping[str, Sequence[int]]]) -> list[s
         ranks = ", ".join(f"{size / 1e6:.0f}" for size in when["ended"][1:])
         lines.append(_row(name, [start, end, ranks or "-"]))
     return lines
+
+
+def write_plot(path: Path, about: Mapping[str, str], tables: Mapping[str, Found]) -> None:
+    """Draws how many times faster than the first system the last one is, to the first token and to
+    each further one, by batch, as quartiles of rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "onnxpar"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, 2, figsize=(8, 0.3 * len(tables) + 0.8), sharey=True, layout="constrained"
+    )
+    base, name = (list(next(iter(tables.values())))[i] for i in (0, -1))
+    kinds = {"first": "time to the first token", "each": "time of a further token"}
+    for ax, (key, what) in zip(axes, kinds.items(), strict=True):
+        quartiles = [_quartiles(quiet(found), name, key) for found in tables.values()]
+        middle = [q[1] for q in quartiles]
+        away = [[q[1] - q[0] for q in quartiles], [q[2] - q[1] for q in quartiles]]
+        bars = ax.barh(list(tables), middle, xerr=away, color="#00897b", ecolor="#455a64")
+        ax.bar_label(bars, [f" {ratio:.2f}" for ratio in middle], padding=3, fontsize=8)
+        ax.axvline(1, color="#455a64", linewidth=0.8)
+        ax.set_title(f"{what}: {name} over {base}", fontsize=9, loc="left")
+        ax.tick_params(labelsize=8)
+        ax.set_xlim(0, max(1.6, max(q[2] for q in quartiles) * 1.15))
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.text(0.99, 0.002, f"{about['date']}, {about['machine']}", ha="right", fontsize=6)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _quartiles(found: Found, name: str, key: str) -> list[float]:
+    """Of the ratios of rounds."""
+    base = next(iter(found.values()))
+    ratios = [its[key] / mine[key] for mine, its in zip(found[name], base, strict=True)]
+    return [float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75))]
 
 
 def same(found: Found, name: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench import peer_models
+from bench import language_model_report, peer_models
 from bench.constant_peer import constant
 from bench.peer_report import BEGIN, END, show, write_page, write_plot
 from bench.peers import Figure, Peer, Running, Turn, measure, tree_seconds, watched
@@ -96,3 +96,16 @@ def test_models_with_random_weights_run_over_ranks(kind: str, tmp_path: Path) ->
         one = peer_models.onnxruntime(stack, model, case.feeds, 1)
         two = peer_models.sharded(stack, tmp_path / "model.par", case.feeds)
         np.testing.assert_allclose(two(), one(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_plot_of_language_models(tmp_path: Path) -> None:
+    def rounds(first: float, each: float) -> list[dict[str, object]]:
+        return [{"first": first * n, "each": each * n, "others": 0.0} for n in (1, 2, 3)]
+
+    tables = {
+        f"0.2B int4, {n} x 32": {"genai": rounds(1.0, 0.1), "onnxpar": rounds(2.0, 0.05 * n)}
+        for n in (1, 4)
+    }
+    about = {"date": "today", "machine": "CPU"}
+    language_model_report.write_plot(tmp_path / "plot.svg", about, tables)
+    assert (tmp_path / "plot.svg").read_text().count("</svg>") == 1
