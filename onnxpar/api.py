@@ -74,7 +74,7 @@ def shard(
 
     Errors: OnnxparError, which names the cause and the remedy; nothing is left half-written.
     """
-    asked = paged_by_default(model, timed(options_of(options, "shard"), time_passes))
+    asked = _plan_options(model, options, "shard", time_passes)
     refuse_overwriting({**options, "model": model, "save_strategy": save_strategy, "dump": dump})
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
@@ -100,7 +100,7 @@ def make_plan(
     Printing the plan shows the text of `onnxpar plan`; a notebook shows the plan's page, which is
     also written to the file `html` if it is given. Errors: OnnxparError.
     """
-    asked = paged_by_default(model, timed(options_of(options, "plan"), time_passes))
+    asked = _plan_options(model, options, "plan", time_passes)
     refuse_overwriting(
         {**options, "model": model, "save_strategy": save_strategy, "dump": dump, "html": html}
     )
@@ -173,7 +173,7 @@ def candidates(
 
     Errors: OnnxparError, also if no strategy applies.
     """
-    asked = options_of(options, "candidates")
+    asked = _plan_options(model, options, "candidates")
     refuse_overwriting({**options, "model": model, "html": html})
     with model_file(model) as path:
         return compare_strategies(path, asked, html)
@@ -187,7 +187,7 @@ def compare_trace(model: Source, trace: File, **options: Unpack[PlanOptions]) ->
     `trace` is a file that `InferenceSession.end_profile` or `onnxpar run --profile` wrote;
     `options` must be the options of the `shard` call. Errors: OnnxparError.
     """
-    asked = options_of(options, "compare_trace")
+    asked = _plan_options(model, options, "compare_trace")
     with model_file(model) as path:
         return compare_with_trace(path, asked, trace)
 
@@ -201,7 +201,7 @@ def node_costs(model: Source, node: str, **options: Unpack[PlanOptions]) -> Stra
     in a strategy file. `nodes[i].strategies` of the result are in order of time, and one of them is
     `chosen` by the plan; `to_json()` has the numbers in seconds and bytes. Errors: OnnxparError.
     """
-    asked = options_of(options, "node_costs")
+    asked = _plan_options(model, options, "node_costs")
     with model_file(model) as path:
         return strategy_costs(path, node, asked)
 
@@ -262,6 +262,14 @@ def output_of(model: Source) -> Path:
     if not isinstance(model, (str, os.PathLike)):
         raise InputError("a model in memory has no name; give the folder to write to as output")
     return Path(f"{Path(model).stem or 'model'}.par")
+
+
+def _plan_options(
+    model: Source, asked: PlanOptions, caller: str, times: PassTimes | None = None
+) -> Options:
+    """Returns the options for the model of which `shard` and all kinds of `plan` make plans: of a
+    folder, its decoder, with caches in pages. Errors: OnnxparError."""
+    return paged_by_default(model, timed(options_of(asked, caller), times))
 
 
 def timed(options: Options, times: PassTimes | None) -> Options:

@@ -62,7 +62,7 @@ def _with_times(command: Command) -> Command:
 def shard(args: argparse.Namespace) -> int:
     """Runs `shard`: writes a model.par."""
     output = output_of(args.given_model) if args.output is None else args.output
-    options = paged_by_default(args.given_model, _options(args))
+    options = _plan_options(args)
     saver = saver_of(args.save_strategy, options)
     shown, watch = watched(options, saver, args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
@@ -79,13 +79,13 @@ def shard(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Runs `plan`: prints the plan that shard would follow, a comparison, or costs of nodes."""
     _check_one_result(args)
+    options = _plan_options(args)
     if args.costs:
-        return _print(strategy_costs(args.model, args.costs, _options(args)), args.json)
+        return _print(strategy_costs(args.model, args.costs, options), args.json)
     if args.compare:
-        return _print(compare_with_trace(args.model, _options(args), args.compare), args.json)
+        return _print(compare_with_trace(args.model, options, args.compare), args.json)
     if args.candidates or args.html:
-        return _explain(args)
-    options = paged_by_default(args.given_model, _options(args))
+        return _explain(args, replace(options, verify=False))
     saver = saver_of(args.save_strategy, options)
     made, _ = pipeline.plan(args.model, *watched(options, saver, args.dump))
     saved = saver.write()
@@ -110,10 +110,9 @@ def _check_one_result(args: argparse.Namespace) -> None:
         raise StrategyError(f"{given[0]} does not go with {given[1]}; leave one of them out")
 
 
-def _explain(args: argparse.Namespace) -> int:
+def _explain(args: argparse.Namespace, options: Options) -> int:
     """Runs `plan --candidates` and `plan --html`: prints the predicted time of each strategy, or
     the plan, and writes a page."""
-    options = replace(_options(args), verify=False)
     if args.candidates:
         _print(compare_strategies(args.model, options, args.html), args.json)
     else:
@@ -191,6 +190,11 @@ def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
     }
     options = options_of({**asked, **read, "verify": True}, kind=kind)
     return timed(options, vars(args).get("times"))
+
+
+def _plan_options(args: argparse.Namespace) -> Options:
+    """Returns the options for the model of which `shard` and all kinds of `plan` make plans."""
+    return paged_by_default(args.given_model, _options(args))
 
 
 def _print_plan(made: Plan, full: bool = True) -> None:

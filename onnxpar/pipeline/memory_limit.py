@@ -25,28 +25,38 @@ MORE = 16
 """At most this many times `devices` ranks are tried."""
 GROWING = 12.0
 """Seconds in which to look for a number of ranks."""
+_FEWER_PAGES = (
+    "; or give --typical pages=N: the states are caches in pages, whose number a plan assumes, and "
+    "--kv-memory decides how many there are when the model runs"
+)
 
 Made = tuple[Plan, PassContext]
 Make = Callable[[Objective, int | None], Made]
 """Makes the plan for an objective over a number of ranks (None: as the options have it)."""
 
 
+class _FixedError(StrategyError):
+    """The plan of a strategy that no search decides exceeds the limit."""
+
+
 def within_limit(
-    objective: Objective, devices: int | None, may_grow: bool, make: Make
+    objective: Objective, devices: int | None, may_grow: bool, is_paged: bool, make: Make
 ) -> tuple[Objective, Made]:
     """Returns a plan that keeps to the memory limit of the objective, and the objective that it was
     made for, which may have a lower limit.
 
     Errors: StrategyError if there is no such plan; if `may_grow`, it names a number of ranks that
-    would do.
+    would do; if the states are caches in pages (`is_paged`), it says how to plan for fewer pages.
     """
+    pages = _FEWER_PAGES if is_paged else ""
     objective = replace(objective, patience=objective.patience.renewed())
     try:
         found, (plan, ctx) = _lower(objective, devices, make)
     except OverLimit as error:
-        raise StrategyError(
-            _advice(error, objective, devices if may_grow else None, make)
-        ) from None
+        advice = _advice(error, objective, devices if may_grow else None, make)
+        raise StrategyError(f"{advice}{pages}") from None
+    except _FixedError as error:
+        raise StrategyError(f"{error}{pages}") from None
     if objective.patience.is_out:
         plan.notes.append(
             f"the search within the limit stopped after {objective.patience.seconds:.0f} s: "
@@ -168,8 +178,9 @@ def within_hardware(
 def _advice(error: OverLimit, objective: Objective, devices: int | None, make: Make) -> str:
     """The error message if no strategy over this many ranks keeps to the limit, with a remedy."""
     text = f"{error}, more than --memory-limit {text_of(objective.memory or 0, 'B')}"
+    states = _of_states(error.states)
     if error.least:
-        text += f" (with any strategy, it would need at least {text_of(error.least, 'B')})"
+        text += f" (with any strategy, it would need at least {text_of(error.least, 'B')}{states})"
     if devices is None:
         return f"{text}: raise the limit, or give a mesh of more ranks"
     enough, is_fewest, is_sure = _enough(objective, devices, make, error.least or 0.0)
@@ -199,17 +210,22 @@ def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objec
         if held <= limit:
             return lowered, (made, ctx)
         decided = ctx.request.preset or PROPAGATION
-        over = OverLimit(
-            f"{decided} over {made.mesh}: a rank would need {text_of(held, 'B')}", None
-        )
+        states = _of_states(made.memory["states_per_rank"])
+        needed = f"a rank would need {text_of(held, 'B')}{states}"
+        over = OverLimit(f"{decided} over {made.mesh}: {needed}", None)
         if decided not in (AUTO, EXHAUSTIVE):
             text = f"{over}, more than --memory-limit {text_of(limit, 'B')}"
-            raise StrategyError(
+            raise _FixedError(
                 f"{text}: raise the limit, or let --search {AUTO} choose the strategy"
             )
         most -= max(held - limit, SLACK * limit)
     assert over is not None
     raise over
+
+
+def _of_states(held: float) -> str:
+    """Says how much of what a rank needs is states; empty if it holds none."""
+    return f", {text_of(held, 'B')} of it for states" if held else ""
 
 
 class _OutOfTime(Exception):

@@ -122,7 +122,9 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
 
     is_bounded = options.topology is not None and bool(options.topology.devices)
     may_grow = options.devices is not None and wanted_mesh(options) is None and not is_bounded
-    return _again(options, *within_limit(options.objective, options.devices, may_grow, make))
+    is_paged = bool(options.page_size)
+    found = within_limit(options.objective, options.devices, may_grow, is_paged, make)
+    return _again(options, *found)
 
 
 def _within_hardware(

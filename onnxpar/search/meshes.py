@@ -240,8 +240,9 @@ class Meshes:
         over = [error for _, error in self.refused if isinstance(error, OverLimit)]
         if over:
             nearest = min(over, key=lambda error: error.found)
-            least = min(error.least or 0.0 for error in over)
-            return OverLimit(str(nearest), least, nearest.found)
+            lowest = min(over, key=lambda error: error.least or 0.0)
+            least, states = lowest.least or 0.0, lowest.states
+            return OverLimit(str(nearest), least, nearest.found, states=states)
         mesh, error = self.refused[0]
         return StrategyError(
             f"no mesh of {devices} ranks satisfies all requested layouts; on {mesh}: {error}"

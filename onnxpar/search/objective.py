@@ -88,11 +88,16 @@ class Objective:
 
 class OverLimit(StrategyError):
     """No strategy within the limit on memory was found. Every strategy needs at least `least` bytes
-    (None: unknown); the best one that was found needs `found` bytes. If it `is_proved`, there is
-    none."""
+    (None: unknown), of which `states` are of states; the best one that was found needs `found`
+    bytes. If it `is_proved`, there is none."""
 
     def __init__(
-        self, message: str, least: float | None, found: float = math.inf, is_proved: bool = False
+        self,
+        message: str,
+        least: float | None,
+        found: float = math.inf,
+        is_proved: bool = False,
+        states: float = 0.0,
     ) -> None:
         super().__init__(message)
-        self.least, self.found, self.is_proved = least, found, is_proved
+        self.least, self.found, self.is_proved, self.states = least, found, is_proved, states

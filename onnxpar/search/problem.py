@@ -18,6 +18,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import StrategyError
+from onnxpar.ir.paged_attention import written_in_place
 from onnxpar.ir.repetitions import iterations, repetitions
 from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.training_spec import Step
@@ -91,6 +92,7 @@ class Problem:
     timeline    memory that a rank holds at each step, if it is limited
     strategies  the strategies that each node can have, by name
     variable    the variable of each node, by name
+    in_place    results that replace a state in its own memory, and so take no other
     floor       a lower bound on the seconds of every strategy, from the nodes' own costs
     """
 
@@ -128,6 +130,8 @@ class Problem:
             self.gradients.tensors,
             self.variable,
         )
+        in_place = written_in_place(graph, states)
+        self.in_place = {result for source, result in states if source in in_place}
         self._build_small_enough(graph)
 
     @cached_property
@@ -189,6 +193,16 @@ class Problem:
             for name, domain in states.items()
         }
         return Found(seconds, bound, chosen, inputs)
+
+    def least_states(self) -> float:
+        """Bytes of the states on a rank, each in the sharding of which it holds the least."""
+        states = self.tensors.states.results.keys() - {*self.objective.on_host}
+        read = {t.name: t for op in self.sharding.factors.ops for t, _ in op.operands()}
+        return sum(
+            min(mean_bytes(tensor, p, self.sharding) for p in self.domains.input(name).distinct)
+            for name, tensor in read.items()
+            if name in states
+        )
 
     def _minimum(
         self, tables: Sequence[Table], below: float = math.inf
@@ -382,7 +396,8 @@ class Problem:
             serving = Serving(self.tables, costs, times, self.objective.memory is not None)
             at, common = serving.serve(requested, required)
         if self.objective.memory is not None:
-            held = [tensor for tensor in found if tensor.name not in self.objective.on_host]
+            unheld = {*self.objective.on_host, *self.in_place}
+            held = [tensor for tensor in found if tensor.name not in unheld]
             ranges = [self._live_range(tensor.name, at) for tensor in held]
             add = self.timeline
             self.tables.later(lambda: add.add_produced(costs, produced, requested, ranges))

@@ -87,7 +87,8 @@ def solve(
         needed = f"a rank would need {text_of(error.found, 'B')}"
         text = f"over {sharding.mesh}, {needed}"
         is_proved = isinstance(error, TooMuch)
-        raise OverLimit(text, error.least, error.found, is_proved) from None
+        of_states = problem.least_states()
+        raise OverLimit(text, error.least, error.found, is_proved, of_states) from None
     if math.isinf(found.seconds):
         if math.isfinite(found.bound):
             raise NotBelow(sharding.mesh, found.bound, problem.is_complete)
