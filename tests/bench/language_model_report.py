@@ -83,7 +83,7 @@ def write_plot(path: Path, about: Mapping[str, str], tables: Mapping[str, Found]
         1, 2, figsize=(8, 0.3 * len(tables) + 0.8), sharey=True, layout="constrained"
     )
     base, name = (list(next(iter(tables.values())))[i] for i in (0, -1))
-    kinds = {"first": "time to the first token", "each": "time of a further token"}
+    kinds = {"first": "speed to the first token", "each": "speed of further tokens"}
     for ax, (key, what) in zip(axes, kinds.items(), strict=True):
         quartiles = [_quartiles(quiet(found), name, key) for found in tables.values()]
         middle = [q[1] for q in quartiles]
@@ -91,12 +91,12 @@ def write_plot(path: Path, about: Mapping[str, str], tables: Mapping[str, Found]
         bars = ax.barh(list(tables), middle, xerr=away, color="#00897b", ecolor="#455a64")
         ax.bar_label(bars, [f" {ratio:.2f}" for ratio in middle], padding=3, fontsize=8)
         ax.axvline(1, color="#455a64", linewidth=0.8)
-        ax.set_title(f"{what}: {name} over {base}", fontsize=9, loc="left")
+        ax.set_title(f"{what}, {name} / {base}", fontsize=9, loc="left")
         ax.tick_params(labelsize=8)
         ax.set_xlim(0, max(1.6, max(q[2] for q in quartiles) * 1.15))
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    figure.text(0.99, 0.002, f"{about['date']}, {about['machine']}", ha="right", fontsize=6)
+    figure.supxlabel(f"{about['date']}, {about['machine']}", x=0.99, ha="right", fontsize=6)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
