@@ -24,11 +24,13 @@ def decoder_by_default(model: object, options: Options) -> Options:
         return options
     if (Path(model) / "plan.json").exists() or encoder_decoder_in(Path(model)) is None:
         return options
-    if options.page_size:
-        raise StrategyError(
-            f"--page-size {options.page_size}: {model} is an encoder-decoder, whose caches stay as "
-            "the model has them; leave it out"
-        )
+    asked = {"page-size": options.page_size, "kv-dtype": options.kv_dtype}
+    for flag, value in asked.items():
+        if value:
+            raise StrategyError(
+                f"--{flag} {value}: {model} is an encoder-decoder, whose caches stay as the model "
+                "has them; leave it out"
+            )
     return replace(options, part=DECODER, page_size=0)
 
 

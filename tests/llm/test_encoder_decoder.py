@@ -257,6 +257,8 @@ def test_folders_that_lack_files(tmp_path: Path) -> None:
         onnxpar.shard(folder, tmp_path / "t5.par", devices=1)
     with pytest.raises(StrategyError, match=r"--page-size 16: .* is an encoder-decoder"):
         onnxpar.shard(FOLDERS["t5"], tmp_path / "t5.par", devices=1, page_size=16)
+    with pytest.raises(StrategyError, match=r"--kv-dtype int8: .* is an encoder-decoder"):
+        onnxpar.plan(FOLDERS["t5"], devices=2, kv_dtype="int8")
 
 
 def test_the_encoder_of_another_model_is_refused(tmp_path: Path) -> None:
