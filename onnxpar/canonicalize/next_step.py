@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import onnx_graphsurgeon as gs
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper
 
 from onnxpar.canonicalize.candidates import BEST_TOKENS, PICK_DIM
@@ -35,7 +36,9 @@ def add_next_step(graph: GraphProto, tokens: str, positions: Sequence[str]) -> N
     best = add("Slice", [BEST_TOKENS, zero, one, one], f"{scope}/best")
     row = add("Reshape", [best, constant("shape", int64, 1, -1)], f"{scope}/row")
     add("Cast", [row], NEXT.format(tokens), to=_dtype(ports[tokens]))
-    graph.output.append(_port(tokens, _dtype(ports[tokens]), [1, PICK_DIM]))
+    graph.output.append(
+        helper.make_tensor_value_info(NEXT.format(tokens), _dtype(ports[tokens]), [1, PICK_DIM])
+    )
     for name in positions:
         more = constant(f"{name}/one", _dtype(ports[name]), 1)
         add("Add", [name, more], NEXT.format(name))
@@ -48,10 +51,13 @@ def _dtype(port: ValueInfoProto) -> int:
     return int(port.type.tensor_type.elem_type)
 
 
-def _port(name: str, dtype: int, shape: Sequence[str | int]) -> ValueInfoProto:
-    return helper.make_tensor_value_info(NEXT.format(name), dtype, shape)
-
-
 def next_of(inputs: Iterable[str], outputs: Collection[str]) -> dict[str, str]:
     """The outputs with the next values of inputs, by input, as far as a decoder has them."""
     return {name: NEXT.format(name) for name in inputs if NEXT.format(name) in outputs}
+
+
+def next_outputs(graph: gs.Graph) -> frozenset[str]:
+    """The outputs of a decoder that are what its next step reads. All ranks have the whole of them,
+    so that they can take that step alone."""
+    ports = [[port.name for port in each] for each in (graph.inputs, graph.outputs)]
+    return frozenset(next_of(*ports).values())

@@ -120,6 +120,8 @@ def _schema(
     attributes_of: Sequence[_Attribute],
 ) -> OpSchema:
     kinds = OpSchema.AttrType
+    has_parts = any(type_ == "F" for _, type_, _ in results)
+    parts = [("F", ("tensor(float)",), "results of parts")] if has_parts else []
     attributes = [
         OpSchema.Attribute(name, kinds.INT, text, required=True)
         if default is None
@@ -137,7 +139,7 @@ def _schema(
             ("T", _FLOATS, "types of tokens"),
             ("C", (*_FLOATS, "tensor(int8)"), "types of caches"),
             ("I", ("tensor(int64)",), "indices"),
-            *[("F", ("tensor(float)",), "parts")][: any(t == "F" for _, t, _ in results)],
+            *parts,
         ],
         attributes=attributes,
     )

@@ -16,7 +16,7 @@ from onnxpar.llm.scheduler import Piece, Scheduler, Step, Text
 Choice = tuple[Text, Token | Failure | None]
 """The next token of a text; None if it takes all logits to tell."""
 MOST_TOKENS = 8
-"""Most tokens that ranks choose in a call. More would save little, and hold up who comes."""
+"""Most tokens that ranks choose in a call. More would save little, and delay new requests."""
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Batching:
         return Step(pieces, self._times(pieces)) if pieces else None
 
     def _times(self, pieces: Sequence[Piece]) -> int:
-        """How many steps ranks take in a call: a power of two, because calls of as many steps as
-        the last one are faster."""
+        """How many steps ranks take in a call: a power of two, because a call takes longer if it
+        has another number of steps than the last one."""
         if self.scheduler.waiting or not all(map(_goes_on, pieces)):
             return 1
         left = min(piece.text.most - len(piece.text.tokens) for piece in pieces)

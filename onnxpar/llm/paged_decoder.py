@@ -33,7 +33,7 @@ from onnxpar.runtime.session import Session
 LONGEST = 4096
 """Tokens of a text for which the default size of the caches has room, if the context is longer."""
 MOMENT = 0.08
-"""Seconds for which steps may follow each other."""
+"""The most seconds that the steps of a call should take."""
 SHARE = 0.25
 """The most of the memory that is free at the start which the caches take by default."""
 
@@ -161,8 +161,8 @@ def _check_memory(size: int, ranks: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size * ranks > memory:
         raise InputError(
-            f"--kv-memory is {size / 1e9:.1f} GB on each of {ranks} ranks, and this host has "
-            f"{memory / 1e9:.1f} GB of memory in all; give less"
+            f"--kv-memory is {size / 1e9:.1f} GB a rank, {size * ranks / 1e9:.1f} GB in all, and "
+            f"this host has {memory / 1e9:.1f} GB of memory; give less"
         )
 
 

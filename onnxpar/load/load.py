@@ -18,7 +18,7 @@ from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_par
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.name_nodes import name_nodes
-from onnxpar.canonicalize.next_step import next_of
+from onnxpar.canonicalize.next_step import next_outputs
 from onnxpar.canonicalize.page_caches import page_caches
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
@@ -215,9 +215,8 @@ def load(
             graph = importer.graph(proto)
         pairs = _state_pairs(graph, step, states, find_others)
         whole = dict(sizes.whole) if sizes is not None else {}
-        if page_size:  # ranks that take several steps alone must all know what the next one reads
-            ports = [[port.name for port in each] for each in (graph.inputs, graph.outputs)]
-            whole |= dict.fromkeys(next_of(*ports).values())
+        if page_size:
+            whole |= dict.fromkeys(next_outputs(graph))
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
         model.exported, model.shared, model.fused = exported, shared, fused
         model.original = original if step is None and infer_types is None else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.next_step import next_of
+from onnxpar.canonicalize.next_step import next_outputs
 from onnxpar.canonicalize.page_caches import usual_page_size
 from onnxpar.canonicalize.page_ports import PICKS, ROWS
 from onnxpar.errors import StrategyError
@@ -41,8 +41,7 @@ def check_tokens_apart(graph: gs.Graph, factors: GraphFactors) -> None:
     UnpagedError if it does so elsewhere, as a convolution over tokens does: in a step, tokens
     of different texts are neighbors."""
     paged = {n.name for n in graph.nodes if n.op == PAGED_ATTENTION and n.domain == COMPUTE}
-    ports = [[port.name for port in each] for each in (graph.inputs, graph.outputs)]
-    ends = set(next_of(*ports).values())  # whole on all ranks
+    ends = next_outputs(graph)
     paged |= {n.name for n in graph.nodes if n.outputs[0].name in ends}
     picks = {n.name for n in graph.nodes if n.op == "Gather" and n.inputs[1].name == PICKS}
     tokens = factors.tensors[ROWS].leaves[0].atom

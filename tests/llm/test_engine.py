@@ -175,7 +175,9 @@ def test_a_text_ends_where_the_cache_does(make: Make, alone: Callable[..., list[
         send(engine, [5] * 48)
     with pytest.raises(InputError, match="give at least 8,192 bytes"):
         make(kv_memory=5000)
-    with pytest.raises(InputError, match=r"--kv-memory is 9000.0 GB on each of \d ranks, and this"):
+    with pytest.raises(
+        InputError, match=r"--kv-memory is 9000.0 GB a rank, 18000.0 GB in all, and this"
+    ):
         make(kv_memory="9TB")
 
 
