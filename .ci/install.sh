@@ -9,7 +9,6 @@ missing=()
 have() { command -v "$1" >/dev/null || missing+=("$2"); }
 have g++ g++
 have mpirun openmpi-bin
-[ -e /usr/include/gloo/context.h ] || missing+=(libgloo-dev)
 python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
 browser=
 if [ "$extras" = test ]; then

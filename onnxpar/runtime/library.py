@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL:
         if missing and missing[1] != str(library_path()):
             raise RankError(
                 f"{_LIBRARY} needs {missing[1]}, which this machine does not have; install it "
-                "(on Debian and Ubuntu: apt install libgloo-dev)"
+                "(on Debian and Ubuntu: apt install libstdc++6)"
             ) from error
         raise RankError(f"{library_path()} does not load: {error}; {_REINSTALL}") from error
     except AttributeError as error:

@@ -33,10 +33,10 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
 def test_a_library_that_it_needs_is_missing(use: Callable[[Path], None], tmp_path: Path) -> None:
     file = tmp_path / "plugin.so"
     whole = library.library_path().read_bytes()
-    assert b"libgloo.so" in whole
-    file.write_bytes(whole.replace(b"libgloo.so", b"libglox.so"))
+    assert b"libstdc++.so.6" in whole
+    file.write_bytes(whole.replace(b"libstdc++.so.6", b"libstdcxx.so.6"))
     use(file)
-    with pytest.raises(RankError, match=r"needs libglox\.so.*does not have; .*libgloo-dev"):
+    with pytest.raises(RankError, match=r"needs libstdcxx\.so\.6.*does not have; .*libstdc\+\+6"):
         groups.thread_worlds(1)
 
 
