@@ -34,6 +34,8 @@ RANDOM = np.random.default_rng(0)
 
 # Of the command line alone: how results are printed and where they go.
 PRINTED = {"help", "json", "command"}
+# Set environment variables, which programs set themselves.
+VARIABLES = {"interface", "tls_dir", "insecure"}
 CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     "shard": ([onnxpar.shard], set()),
     # plan's flags for other results are calls of their own
@@ -72,7 +74,7 @@ def commands(of: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str,
     """Every command by name, with the names of its arguments."""
     inner = [a for a in of._actions if isinstance(a, argparse._SubParsersAction)]
     if not inner:
-        yield name, {action.dest for action in of._actions} - PRINTED
+        yield name, {action.dest for action in of._actions} - PRINTED - VARIABLES
     for action in inner:
         for word, each in action.choices.items():
             yield from commands(each, f"{name} {word}".strip())

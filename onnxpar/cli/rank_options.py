@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from typing import Any
 
 from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
@@ -11,6 +13,7 @@ from onnxpar.runtime.launch import HELP as LAUNCH_HELP
 def add_runtime(to: argparse.ArgumentParser) -> None:
     """Adds options for running ranks."""
     add_timeout(to)
+    add_network(to)
     to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")
 
 
@@ -47,6 +50,41 @@ def add_timeout(to: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="S",
         help="longest wait for a rank, in seconds; default %(default)g",
+    )
+
+
+def _setting(variable: str) -> type[argparse.Action]:
+    """Returns what sets an environment variable, which the plugin and the ranks' processes read."""
+
+    class Setting(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
+            os.environ[variable] = value or "1"
+            setattr(namespace, self.dest, value or True)
+
+    return Setting
+
+
+def add_network(to: argparse.ArgumentParser) -> None:
+    """Adds the options for connections between hosts."""
+    to.add_argument(
+        "--interface",
+        action=_setting("ONNXPAR_BIND"),
+        metavar="NAME",
+        help="the interface, or its address, that ranks listen on; default: that of the route to "
+        "rank 0",
+    )
+    to.add_argument(
+        "--tls-dir",
+        action=_setting("ONNXPAR_TLS_DIR"),
+        metavar="DIR",
+        help="encrypt connections between ranks; the folder has ca.crt, tls.crt and tls.key",
+    )
+    to.add_argument(
+        "--insecure",
+        action=_setting("ONNXPAR_INSECURE"),
+        nargs=0,
+        default=False,
+        help="let ranks listen for other hosts without --tls-dir, in a network that you trust",
     )
 
 

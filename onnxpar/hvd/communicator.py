@@ -15,7 +15,7 @@ from onnxpar.errors import RankError
 from onnxpar.hvd.timeline import Timeline
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import Group, World, thread_worlds
-from onnxpar.runtime.launch import Launched, bind_address
+from onnxpar.runtime.launch import Launched
 
 if TYPE_CHECKING:
     from onnxpar.hvd.cycles import Cycles
@@ -119,7 +119,7 @@ def connect(launched: Launched, timeout: float) -> None:
         launched.rank,
         launched.size,
         launched.store,
-        bind_address(),
+        launched.bind_address,
         timeout,
     )
     _process = Communicator(world, _this_host())

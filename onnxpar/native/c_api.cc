@@ -217,7 +217,7 @@ ONNXPAR_EXPORT int onnxpar_barrier(const char* world, const char* name) {
 /// this process ends.
 ONNXPAR_EXPORT int onnxpar_hub_start(const char* host, int* port, const char* key) {
   return Guard([&] {
-    const auto hub = onnxpar::Hub::Start({host, *port}, key, /*host_rank=*/-1);
+    const auto hub = onnxpar::Hub::Start({host, *port}, onnxpar::CredentialsOf(key), -1);
     *port = hub->address().port;
     std::lock_guard<std::mutex> lock(hubs_mutex);
     Hubs()[std::string(host) + ":" + std::to_string(*port)] = hub;

@@ -27,7 +27,7 @@ constexpr milliseconds kGrace{500};
 
 Control::Control(int rank, int size, const std::string& store, const std::string& bind_address,
                  milliseconds timeout, ControlListener& listener)
-    : scope_{size, rank}, timeout_(timeout), listener_(listener) {
+    : scope_{size, rank}, bind_address_(bind_address), timeout_(timeout), listener_(listener) {
   const std::unique_ptr<Rendezvous> rendezvous = Rendezvous::Open(store, bind_address);
   try {
     Join(*rendezvous);
@@ -54,33 +54,66 @@ void Control::Join(Rendezvous& rendezvous) {
   while (Clock::now() < until) {
     if (scope_.rank == 0 && !hub_) hub_ = rendezvous.Serve();
     const std::optional<HubAddress> hub = rendezvous.Find();
-    if (hub && TryJoin(*hub, until, &error)) return;
+    if (hub) network_.credentials = CredentialsOf(hub->key);
+    for (const Address& address : hub ? hub->addresses : std::vector<Address>()) {
+      if (TryJoin(address, until, &error)) return;
+    }
     std::this_thread::sleep_for(kRetry);
   }
-  throw std::runtime_error("rank " + std::to_string(scope_.rank) + " has waited for " +
-                           std::to_string(timeout_.count()) + " ms to join the world: " + error);
+  throw std::runtime_error("rank " + std::to_string(scope_.rank) + " on host " + HostName() +
+                           " has waited for " + std::to_string(timeout_.count()) +
+                           " ms to join the world: " + error);
 }
 
 /// Tries to join through a hub. Returns false and sets `error` if a later attempt may succeed;
 /// throws if none can.
-bool Control::TryJoin(const HubAddress& hub, Clock::time_point until, std::string* error) {
-  connection_ = Connect(hub.address, kAcceptTime);
-  if (!connection_.open()) {
-    *error = "rank 0 has not joined the world: no process listens on " + hub.address.Text();
-    return false;
-  }
+bool Control::TryJoin(const Address& hub, Clock::time_point until, std::string* error) {
+  if (!Reach(hub, error)) return false;
+  network_.hub = hub;
+  network_.listening = Listening();
   try {
     return AskToJoin(hub, until, error);
   } catch (const ProtocolError&) {
-    *error = "the program at " + hub.address.Text() + " is not a hub of onnxpar";
+    *error = "the program at " + hub.Text() + " is not a hub of onnxpar";
     return false;
   }
 }
 
-bool Control::AskToJoin(const HubAddress& hub, Clock::time_point until, std::string* error) {
+/// Where this rank listens for others: the given address, or that by which it reaches the hub. If
+/// it serves the hub, others may reach that by any of its interfaces.
+std::string Control::Listening() const {
+  if (!bind_address_.empty()) return bind_address_;
+  return hub_ ? hub_->address().host : connection_.LocalHost();
+}
+
+/// Connects to the hub; each end proves that it has the key.
+bool Control::Reach(const Address& hub, std::string* error) {
+  const Clock::time_point until = Clock::now() + kAcceptTime;
+  auto handshake =
+      Handshake::Connects(TcpSocket::Connect(hub), network_.credentials, kHubPurpose, "");
+  auto state = handshake.Advance();
+  while (state == Handshake::State::kUnderWay && Clock::now() < until) {
+    pollfd waiting{handshake.descriptor(), handshake.events(), 0};
+    poll(&waiting, 1, static_cast<int>(kRetry.count()));
+    state = handshake.Advance();
+  }
+  if (state == Handshake::State::kDone) {
+    connection_ = Connection(handshake.Take());
+    return true;
+  }
+  const std::string why =
+      state == Handshake::State::kFailed ? handshake.error() : "it does not answer";
+  *error = handshake.connected()
+               ? "the process at " + hub.Text() + " has another key (ONNXPAR_KEY) " +
+                     "or other certificates, or is no hub of onnxpar: " + why
+               : "rank 0 has not joined the world: no process listens on " + hub.Text() + " (" +
+                     why + ")";
+  return false;
+}
+
+bool Control::AskToJoin(const Address& hub, Clock::time_point until, std::string* error) {
   const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
   messages::Hello hello;
-  hello.key = hub.key;
   hello.rank = static_cast<uint64_t>(scope_.rank);
   hello.size = static_cast<uint64_t>(scope_.size);
   hello.process = "pid " + std::to_string(getpid());
@@ -96,7 +129,7 @@ bool Control::AskToJoin(const HubAddress& hub, Clock::time_point until, std::str
     return false;
   }
   if (!answer || !Is<messages::Accept>(*answer)) {
-    if (Clock::now() < until) *error = "no hub of onnxpar answers on " + hub.address.Text();
+    if (Clock::now() < until) *error = "no hub of onnxpar answers on " + hub.Text();
     return false;
   }
   answer = Receive(until + kGrace);
@@ -107,7 +140,7 @@ bool Control::AskToJoin(const HubAddress& hub, Clock::time_point until, std::str
   if (answer && Is<messages::Fail>(*answer)) {
     throw std::runtime_error(Read<messages::Fail>(*answer).message);
   }
-  *error = "the hub on " + hub.address.Text() + " has ended, or is stopped";
+  *error = "the hub on " + hub.Text() + " has ended, or is stopped";
   return false;
 }
 
@@ -225,21 +258,13 @@ void Control::StopHub() {
   if (hub_) hub_->Stop();
 }
 
-void Control::set(const std::string& key, const std::vector<char>& data) {
-  Send(messages::Set{key, std::string(data.begin(), data.end())});
+void Control::Set(const std::string& key, const std::string& value) {
+  Send(messages::Set{key, value});
 }
 
-std::vector<char> Control::get(const std::string& key) {
-  wait({key});
-  std::lock_guard<std::mutex> lock(mutex_);
-  const std::string& value = values_[key];
-  return {value.begin(), value.end()};
-}
-
-void Control::wait(const std::vector<std::string>& keys) {
-  for (const std::string& key : keys) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (values_.count(key) > 0) continue;
+std::string Control::Get(const std::string& key) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (values_.count(key) == 0) {
     wanted_.insert(key);
     connection_.Send(messages::Get{key});
     const bool found = changed_.wait_for(
@@ -247,8 +272,12 @@ void Control::wait(const std::vector<std::string>& keys) {
     if (!failure_.empty()) throw std::runtime_error(failure_);
     if (!found) throw std::runtime_error("no rank has sent '" + key + "' in time");
   }
+  return values_[key];
 }
 
-void Control::wait(const std::vector<std::string>& keys, const milliseconds&) { wait(keys); }
+void Control::ThrowIfFailed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!failure_.empty()) throw std::runtime_error(failure_);
+}
 
 }  // namespace onnxpar

@@ -1,8 +1,6 @@
 // A rank's connection to the hub of its world.
 #pragma once
 
-#include <gloo/rendezvous/store.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +15,7 @@
 
 #include "diagnosis.h"
 #include "hub.h"
+#include "mesh_connections.h"
 #include "rendezvous.h"
 #include "wire.h"
 
@@ -39,18 +38,22 @@ class ControlListener {
   virtual Answer HasBegun(const GroupId& group, uint64_t run) = 0;
 };
 
-/// The control channel of one rank, and the store through which Gloo finds the other ranks.
-class Control : public gloo::rendezvous::Store {
+/// The control channel of one rank, and the store by which it finds the other ranks.
+class Control : public Store {
  public:
   /// Returns when all ranks have joined; throws if they do not join within the timeout. Rank 0 also
-  /// serves the hub, unless another process already serves one at a tcp:// store. `listener` must
-  /// outlive this object.
+  /// serves the hub, unless another process already serves one at a tcp:// store. If `bind_address`
+  /// is empty, the rank listens where its route to the hub begins. `listener` must outlive this
+  /// object.
   Control(int rank, int size, const std::string& store, const std::string& bind_address,
           std::chrono::milliseconds timeout, ControlListener& listener);
   ~Control() override;
 
   /// The process that serves the hub, e.g. "rank 0 (pid 4711)".
   const std::string& host() const { return host_; }
+
+  /// How this rank reaches others.
+  const Network& network() const { return network_; }
 
   /// True if the hub ended normally; from then on, nothing notices failures of other ranks.
   bool ended() const { return ended_; }
@@ -74,18 +77,18 @@ class Control : public gloo::rendezvous::Store {
   /// Ends the hub if this process serves it. Called before the process ends.
   void StopHub();
 
-  void set(const std::string& key, const std::vector<char>& data) override;
-  std::vector<char> get(const std::string& key) override;
-  void wait(const std::vector<std::string>& keys) override;
-  void wait(const std::vector<std::string>& keys,
-            const std::chrono::milliseconds& timeout) override;
+  void Set(const std::string& key, const std::string& value) override;
+  std::string Get(const std::string& key) override;
+  void ThrowIfFailed() override;
 
  private:
   using Clock = std::chrono::steady_clock;
 
   void Join(Rendezvous& rendezvous);
-  bool TryJoin(const HubAddress& hub, Clock::time_point until, std::string* error);
-  bool AskToJoin(const HubAddress& hub, Clock::time_point until, std::string* error);
+  bool TryJoin(const Address& hub, Clock::time_point until, std::string* error);
+  std::string Listening() const;
+  bool Reach(const Address& hub, std::string* error);
+  bool AskToJoin(const Address& hub, Clock::time_point until, std::string* error);
   std::optional<Frame> Receive(Clock::time_point until);
   void Serve();
   void ServeUntilTheEnd();
@@ -105,11 +108,12 @@ class Control : public gloo::rendezvous::Store {
   }
 
   const Scope scope_;
-
+  const std::string bind_address_;
   const std::chrono::milliseconds timeout_;
   ControlListener& listener_;
   std::shared_ptr<Hub> hub_;  // null if another process serves
   std::string host_;
+  Network network_;
   int wake_ = -1;
   std::atomic<bool> stop_{false};
   std::atomic<bool> ended_{false};  // the hub has sent Goodbye

@@ -83,29 +83,39 @@ Place Agreed(const std::vector<Place>& places) {
   return agreed;
 }
 
+/// True if variables of a launcher say that some ranks are on other hosts.
+bool HasOtherHosts(const std::string& size) {
+  for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"}) {
+    const std::string local = Variable({name});
+    if (!local.empty()) return local != size;
+  }
+  const std::string nodes = Variable({"SLURM_STEP_NUM_NODES"});
+  return !nodes.empty() && nodes != "1";
+}
+
 /// Returns the store where the ranks meet, chosen as in onnxpar.runtime.launch; empty if no
 /// variable names one.
 std::string StoreFromEnvironment(const std::string& size) {
   const std::string store = Variable({"ONNXPAR_STORE"});
   if (!store.empty()) return store;
+  const bool by_mpirun = !Variable({"OMPI_COMM_WORLD_RANK"}).empty();
   // mpirun gives its processes on one host a common directory.
   const std::string directory = Variable({"PMIX_SERVER_TMPDIR"});
-  if (!directory.empty() && !Variable({"OMPI_COMM_WORLD_RANK"}).empty())
+  if (!directory.empty() && by_mpirun && !HasOtherHosts(size)) {
     return "file:" + directory + "/onnxpar";
-  const bool one_host = Variable({"LOCAL_WORLD_SIZE"}) == size;
+  }
+  if (!Variable({"PMIX_NAMESPACE"}).empty() && by_mpirun) return "pmix:";
   const std::string master = Variable({"MASTER_ADDR"}), port = Variable({"MASTER_PORT"});
-  const std::string host = one_host && !master.empty() ? "127.0.0.1" : master;
-  if (!host.empty() && !port.empty()) {
+  if (!master.empty() && !port.empty()) {
+    if (Variable({"LOCAL_WORLD_SIZE"}) == size) return "job:torchrun-" + port;
     const long next =
         std::lround(Number("MASTER_PORT", port)) + 1;  // torch's store uses the port itself
-    return "tcp://" + host + ":" + std::to_string(next) + "#" + port;
+    return "tcp://" + master + ":" + std::to_string(next) + "#" + port;
   }
   const std::string job = Variable({"SLURM_JOB_ID", "SLURM_JOBID"});
-  const std::string nodes = Variable({"SLURM_STEP_NUM_NODES"});
-  if (Variable({"SLURM_PROCID"}).empty() || job.empty() || (nodes != "" && nodes != "1")) return "";
-  const std::string text = Variable({"SLURM_STEP_ID"}), step = text.empty() ? "0" : text;
-  const long number = std::lround(31 * Number("SLURM_JOB_ID", job) + Number("SLURM_STEP_ID", step));
-  return "tcp://127.0.0.1:" + std::to_string(20000 + number % 10000) + "#" + job + "." + step;
+  if (Variable({"SLURM_PROCID"}).empty() || job.empty() || HasOtherHosts(size)) return "";
+  const std::string step = Variable({"SLURM_STEP_ID"});
+  return "job:slurm-" + job + "." + (step.empty() ? "0" : step);
 }
 
 WorldConfig ConfigFromEnvironment(const Place& place) {
@@ -116,7 +126,8 @@ WorldConfig ConfigFromEnvironment(const Place& place) {
   config.rank = static_cast<int>(Number(place.launcher->rank, place.rank));
   config.size = static_cast<int>(Number(place.launcher->size, place.size));
   config.store = StoreFromEnvironment(place.size);
-  config.bind_address = bind.empty() ? "127.0.0.1" : bind;
+  const bool finds_route = config.store.rfind("tcp:", 0) == 0 || HasOtherHosts(place.size);
+  config.bind_address = bind.empty() && !finds_route ? "127.0.0.1" : bind;
   if (!timeout.empty()) {
     config.timeout =
         std::chrono::milliseconds(std::lround(1000 * Number("ONNXPAR_TIMEOUT", timeout)));

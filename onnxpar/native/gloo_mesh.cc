@@ -5,21 +5,31 @@
 #include <sched.h>
 #include <signal.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <exception>
-#include <iostream>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 
+#include "block.h"
+#include "secure_pair.h"
 #include "transport.h"
 
 namespace onnxpar {
 namespace {
 
+using gloo::transport::tcp::Device;
+
+/// A message is cut into parts of at least this many bytes.
+constexpr size_t kLeastPart = 64 << 10;
+constexpr int kMostConnections = 16;
+
 /// Creates Gloo's device on a thread whose settings Gloo's event loop inherits. With SCHED_BATCH,
 /// the loop's busy polling does not starve the thread that it should wake (otherwise stalls of 4 ms
 /// on few cores). Signals are blocked, because they belong to the host program.
-std::shared_ptr<gloo::transport::Device> CreateDevice(const std::string& address) {
-  std::shared_ptr<gloo::transport::Device> device;
+std::shared_ptr<Device> CreateDevice() {
+  std::shared_ptr<Device> device;
   std::exception_ptr error;
   std::thread([&] {
     sched_param parameters{};
@@ -28,7 +38,7 @@ std::shared_ptr<gloo::transport::Device> CreateDevice(const std::string& address
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
     try {
-      device = gloo::transport::tcp::CreateDevice(gloo::transport::tcp::attr(address.c_str()));
+      device = std::make_shared<Device>(gloo::transport::tcp::attr());
     } catch (...) {
       error = std::current_exception();
     }
@@ -47,54 +57,31 @@ void NameRank(int rank, const Body& body) {
   }
 }
 
-/// Silences std::cerr of the process while it exists, because Gloo of 2025 logs every connection
-/// there. Failures are still exceptions.
-class Quiet {
- public:
-  Quiet() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (alive_++ == 0) kept_ = std::cerr.rdbuf(nullptr);
-  }
-  ~Quiet() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (--alive_ == 0) std::cerr.rdbuf(kept_);
-  }
-  Quiet(const Quiet&) = delete;
-  Quiet& operator=(const Quiet&) = delete;
-
- private:
-  static inline std::mutex mutex_;
-  static inline int alive_ = 0;
-  static inline std::streambuf* kept_ = nullptr;
-};
-
-using Device = std::shared_ptr<gloo::transport::Device>;
-using gloo::rendezvous::Store;
-
-/// Connects all ranks, for versions of Gloo until 2024, which take a reference to the store.
-template <typename Context>
-auto Connect(Context& context, Store& store, Device& device, int)
-    -> decltype(context.connectFullMesh(store, device)) {
-  context.connectFullMesh(store, device);
-}
-
-/// Connects all ranks, for later versions of Gloo, which take a shared pointer to the store. They
-/// use it only during this call, because the device does not connect lazily.
-template <typename Context>
-void Connect(Context& context, Store& store, Device& device, long) {
-  context.connectFullMesh(std::shared_ptr<Store>(std::shared_ptr<void>(), &store), device);
-}
-
 }  // namespace
 
-GlooMesh::GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+int ConnectionsFromEnvironment() {
+  const char* const value = std::getenv("ONNXPAR_CONNECTIONS");
+  const std::string text = value == nullptr ? "" : value;
+  if (text.empty()) return 1;
+  const bool digits = text.size() <= 2 && text.find_first_not_of("0123456789") == std::string::npos;
+  const int count = digits ? std::atoi(text.c_str()) : 0;
+  if (count >= 1 && count <= kMostConnections) return count;
+  throw std::runtime_error("ONNXPAR_CONNECTIONS='" + text + "' must be a number from 1 to " +
+                           std::to_string(kMostConnections));
+}
+
+GlooMesh::GlooMesh(int rank, int size, Store& store, const Network& network,
                    std::chrono::milliseconds timeout)
-    : device_(CreateDevice(address)), timeout_(timeout) {
-  context_ = std::make_shared<gloo::rendezvous::Context>(rank, size);
-  // Gloo waits for a connection five times as long as its timeout.
-  context_->setTimeout(std::max(timeout / 5, std::chrono::milliseconds(100)));
-  const Quiet quiet;
-  Connect(*context_, store, device_, 0);
+    : timeout_(timeout) {
+  const int count = ConnectionsFromEnvironment();
+  PeerSockets sockets = ConnectPeers(rank, size, count, store, network, timeout);
+  for (int number = 0; number < count; ++number) {
+    std::vector<TcpSocket> each(static_cast<size_t>(size));
+    for (int other = 0; other < size; ++other) {
+      if (other != rank) each[other] = std::move(sockets[other][number]);
+    }
+    contexts_.push_back(std::make_shared<SecureContext>(CreateDevice(), rank, std::move(each)));
+  }
 }
 
 GlooMesh::Flight::Flight(GlooMesh& mesh, const std::vector<Message>& sends,
@@ -113,16 +100,27 @@ GlooMesh::Flight::~Flight() {
   mesh_.flights_.remove(this);
 }
 
+/// Both ends cut a message into the same parts.
 void GlooMesh::Flight::Post(const Message& message, bool outgoing) {
-  auto buffer = mesh_.context_->createUnboundBuffer(message.data, message.bytes);
-  NameRank(message.rank, [&] {
+  const size_t count = std::clamp<size_t>(message.bytes / kLeastPart, 1, mesh_.contexts_.size());
+  for (size_t i = 0; i < count; ++i) {
+    const Range range = PartOf(message.bytes, count, i);
+    char* const begin = static_cast<char*>(message.data) + range.begin;
+    PostPart(*mesh_.contexts_[i], {message.rank, message.slot, begin, range.size}, outgoing);
+  }
+}
+
+void GlooMesh::Flight::PostPart(gloo::transport::Context& connections, const Message& part,
+                                bool outgoing) {
+  auto buffer = connections.createUnboundBuffer(part.data, part.bytes);
+  NameRank(part.rank, [&] {
     if (outgoing) {
-      buffer->send(message.rank, message.slot, 0, message.bytes);
+      buffer->send(part.rank, part.slot, 0, part.bytes);
     } else {
-      buffer->recv(message.rank, message.slot, 0, message.bytes);
+      buffer->recv(part.rank, part.slot, 0, part.bytes);
     }
   });
-  posted_.push_back({message.rank, outgoing, std::move(buffer)});
+  posted_.push_back({part.rank, outgoing, std::move(buffer)});
 }
 
 void GlooMesh::Flight::Wait() {

@@ -1,9 +1,7 @@
 // Gloo connections to all other ranks, and interruptible messages on these connections.
 #pragma once
 
-#include <gloo/rendezvous/context.h>
-#include <gloo/rendezvous/store.h>
-#include <gloo/transport/device.h>
+#include <gloo/transport/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
 #include <chrono>
@@ -13,7 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "mesh_connections.h"
+
 namespace onnxpar {
+
+/// Returns how many connections ONNXPAR_CONNECTIONS asks for between two ranks; 1 if it is not set.
+/// Throws for what is no number from 1 to 16.
+int ConnectionsFromEnvironment();
 
 /// Bytes to or from one rank. Gloo delivers a message to the receive that has the same slot.
 struct Message {
@@ -23,10 +27,11 @@ struct Message {
   size_t bytes;
 };
 
-/// The connections of one rank to all other ranks.
+/// The connections of one rank to all other ranks. A long message is sent in parts over all
+/// connections to a rank.
 class GlooMesh {
  public:
-  GlooMesh(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+  GlooMesh(int rank, int size, Store& store, const Network& network,
            std::chrono::milliseconds timeout);
 
   /// Messages that are posted and waited for together.
@@ -51,6 +56,7 @@ class GlooMesh {
     };
 
     void Post(const Message& message, bool outgoing);
+    void PostPart(gloo::transport::Context& connections, const Message& part, bool outgoing);
 
     GlooMesh& mesh_;
     std::vector<Posted> posted_;
@@ -60,8 +66,7 @@ class GlooMesh {
   void Abort();
 
  private:
-  std::shared_ptr<gloo::transport::Device> device_;
-  std::shared_ptr<gloo::rendezvous::Context> context_;
+  std::vector<std::shared_ptr<gloo::transport::Context>> contexts_;  // by number of connection
   const std::chrono::milliseconds timeout_;
 
   std::mutex mutex_;

@@ -2,16 +2,12 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <stdexcept>
 #include <thread>
-
-#include "key.h"
 
 namespace onnxpar {
 namespace {
@@ -25,12 +21,6 @@ constexpr milliseconds kAnswerTime{1000};
 constexpr milliseconds kGoodbyeTime{200};
 /// The time that a new connection gets to send its Hello.
 constexpr milliseconds kHelloTime{5000};
-/// The largest number of connections without a Hello; a further one replaces the oldest. Ranks send
-/// their Hello at once.
-constexpr size_t kMaxStrangers = 128;
-/// The time until the next attempt to accept a connection, after the process has run out of
-/// descriptors.
-constexpr milliseconds kStarved{100};
 /// The largest number of keys for which a rank may wait at a time; Gloo requests one after another.
 constexpr size_t kMaxWanted = 1024;
 
@@ -43,27 +33,19 @@ size_t MaxStored(size_t ranks) { return (size_t{64} << 10) + (size_t{1} << 10) *
 
 }  // namespace
 
-std::shared_ptr<Hub> Hub::Start(Address address, std::string key, int host_rank) {
-  std::shared_ptr<Hub> hub(new Hub(std::move(address), std::move(key), host_rank));
+std::shared_ptr<Hub> Hub::Start(Address address, Credentials credentials, int host_rank) {
+  std::shared_ptr<Hub> hub(new Hub(std::move(address), std::move(credentials), host_rank));
   std::thread([hub] { hub->Serve(); }).detach();
   return hub;
 }
 
-Hub::Hub(Address address, std::string key, int host_rank)
-    : address_(std::move(address)), key_(std::move(key)), host_rank_(host_rank) {
-  wake_ = NewEvent();
-  try {
-    listener_ = Listen(&address_);
-  } catch (...) {
-    close(wake_);
-    throw;
-  }
-}
+Hub::Hub(Address address, Credentials credentials, int host_rank)
+    : address_(std::move(address)),
+      host_rank_(host_rank),
+      acceptor_(&address_, std::move(credentials), kHubPurpose),
+      wake_(NewEvent()) {}
 
-Hub::~Hub() {
-  close(listener_);
-  close(wake_);
-}
+Hub::~Hub() { close(wake_); }
 
 void Hub::Stop() {
   stop_ = true;
@@ -121,7 +103,7 @@ milliseconds Hub::UntilDeadline() const {
   if (!members_.empty() && !welcomed_ && failure_.empty()) deadlines.push_back(join_until_);
   if (inquiry_) deadlines.push_back(inquiry_->until);
   if (ready_until_) deadlines.push_back(*ready_until_);
-  if (is_starved_) deadlines.push_back(accept_from_);
+  if (acceptor_.deadline() != Clock::time_point::max()) deadlines.push_back(acceptor_.deadline());
   for (const auto& peer : peers_) {
     if (peer->rank < 0) deadlines.push_back(peer->until);
   }
@@ -133,17 +115,17 @@ milliseconds Hub::UntilDeadline() const {
 
 void Hub::Poll(milliseconds timeout) {
   ForgetClosed();
-  const bool accepts = !is_starved_ || Clock::now() >= accept_from_;
-  std::vector<pollfd> waiting = {{wake_, POLLIN, 0}, {accepts ? listener_ : -1, POLLIN, 0}};
+  std::vector<pollfd> waiting = {{wake_, POLLIN, 0}};
   for (const auto& peer : peers_) {
     const short events = peer->connection.wants_to_write() ? POLLIN | POLLOUT : POLLIN;
     waiting.push_back({peer->connection.descriptor(), events, 0});
   }
-  if (poll(waiting.data(), waiting.size(), PollTime(timeout)) <= 0) return;
   const size_t known = peers_.size();
+  acceptor_.Watch(&waiting);
+  if (poll(waiting.data(), waiting.size(), PollTime(timeout)) < 0) return;
   for (size_t i = 0; i < known; ++i) {
     Peer& peer = *peers_[i];
-    const short events = waiting[i + 2].revents;
+    const short events = waiting[i + 1].revents;
     if (events & POLLOUT) peer.connection.Flush();
     if (events & (POLLIN | POLLHUP | POLLERR)) Read(peer);
   }
@@ -151,7 +133,8 @@ void Hub::Poll(milliseconds timeout) {
     if (peer->connection.overflowed()) Lose(*peer, " does not read its messages");
     if (peer->is_refused && !peer->connection.wants_to_write()) peer->connection.Close();
   }
-  if (waiting[1].revents != 0) AcceptNext();
+  acceptor_.Advance(&waiting[known + 1]);
+  WelcomeAccepted();
 }
 
 void Hub::ForgetClosed() {
@@ -160,29 +143,14 @@ void Hub::ForgetClosed() {
                peers_.end());
 }
 
-/// Accepts a connection. If no descriptor is left, connections stay in the kernel's queue, neither
-/// refused nor lost.
-void Hub::AcceptNext() {
-  const int descriptor = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-  is_starved_ = descriptor < 0 && (errno == EMFILE || errno == ENFILE);
-  accept_from_ = Clock::now() + kStarved;
-  ForgetClosed();
-  const auto strangers = static_cast<size_t>(
-      std::count_if(peers_.begin(), peers_.end(), [](const auto& peer) { return peer->rank < 0; }));
-  if (is_starved_ ? strangers > 0 : descriptor >= 0 && strangers >= kMaxStrangers) {
-    OldestStranger()->connection.Close();
+/// Takes those who have proved the key.
+void Hub::WelcomeAccepted() {
+  while (auto accepted = acceptor_.Next()) {
+    auto peer = std::make_unique<Peer>();
+    peer->connection = Connection(std::move(accepted->socket));
+    peer->until = Clock::now() + kHelloTime;
+    peers_.push_back(std::move(peer));
   }
-  if (descriptor < 0) return;
-  auto peer = std::make_unique<Peer>();
-  peer->connection = Connection(descriptor, kMaxHello);
-  peer->until = Clock::now() + kHelloTime;
-  peers_.push_back(std::move(peer));
-}
-
-Hub::Peer* Hub::OldestStranger() {
-  const auto found =
-      std::find_if(peers_.begin(), peers_.end(), [](const auto& peer) { return peer->rank < 0; });
-  return found == peers_.end() ? nullptr : found->get();
 }
 
 void Hub::Read(Peer& peer) {
@@ -199,7 +167,7 @@ void Hub::Read(Peer& peer) {
   if (!open) Lose(peer, " died");
 }
 
-/// Reacts to a malformed message: drops a stranger, and ignores the message of a rank. The world
+/// Reacts to a malformed message: drops who is no rank yet, and ignores that of a rank. The world
 /// continues; if a collective needed the message, the collective will fail by itself.
 void Hub::Distrust(Peer& peer, const std::string& what) {
   if (peer.rank < 0) return peer.connection.Close();
@@ -259,16 +227,14 @@ void Hub::HandleHello(Peer& peer, const Frame& frame) {
   member.process = hello.process;
   if (hello.host != HostName()) member.process += " on " + hello.host;
   peer.rank = member.rank;
-  peer.connection.Trust();
   peer.connection.Send(messages::Accept{});
   WelcomeIfComplete();
 }
 
 /// Returns why a Hello is refused; empty if it is valid. Sets `again` if a later attempt may
-/// succeed. To a peer without the key, the reason reveals nothing about this world.
+/// succeed.
 std::string Hub::WhyRefused(const messages::Hello& hello, bool* again) const {
   *again = true;
-  if (!SameKey(hello.key, key_)) return "another world, or ranks with another ONNXPAR_KEY";
   if (!failure_.empty()) return failure_;
   const uint64_t size = members_.empty() ? hello.size : members_.size();
   if (hello.size != size || hello.rank >= size || size > kMaxWorld) {
@@ -433,8 +399,9 @@ void Hub::CheckDeadlines() {
   const auto now = Clock::now();
   if (inquiry_ && now >= inquiry_->until) ConcludeInquiry();
   if (!members_.empty() && !welcomed_ && failure_.empty() && now >= join_until_) {
-    const std::string why =
-        is_starved_ ? "; the hub could not accept all ranks: " + OutOfDescriptors() : std::string();
+    const std::string why = acceptor_.is_starved()
+                                ? "; the hub could not accept all ranks: " + OutOfDescriptors()
+                                : std::string();
     Fail(DescribeAbsent(members_, timeout_seconds_) + why);
   }
   if (ready_until_ && now >= *ready_until_) Fail(DescribeUnready(members_, timeout_seconds_));

@@ -11,24 +11,27 @@
 #include <string>
 #include <vector>
 
+#include "acceptor.h"
 #include "diagnosis.h"
 #include "wire.h"
 
 namespace onnxpar {
+
+/// The purpose of handshakes with a hub.
+constexpr char kHubPurpose[] = "hub";
 
 /// Serves one world: waits for its ranks, stores the keys and values through which they find each
 /// other, and informs all ranks if a rank has died, has left too early, or disagrees with another
 /// one.
 class Hub {
  public:
-  /// Starts a thread that listens on `address`. A rank's Hello must have the key `key`, which keeps
-  /// strangers out. `host_rank` is the rank of this process, or -1. The hub ends when its last rank
-  /// leaves, or by Stop.
-  static std::shared_ptr<Hub> Start(Address address, std::string key, int host_rank);
+  /// Starts a thread that listens on `address`. Ranks must prove that they have the key.
+  /// `host_rank` is the rank of this process, or -1. The hub ends when its last rank leaves, or by
+  /// Stop.
+  static std::shared_ptr<Hub> Start(Address address, Credentials credentials, int host_rank);
   ~Hub();
 
   const Address& address() const { return address_; }
-  const std::string& key() const { return key_; }
 
   /// Says goodbye to the ranks, and returns when the hub has ended.
   void Stop();
@@ -36,11 +39,11 @@ class Hub {
  private:
   using Clock = std::chrono::steady_clock;
 
-  /// A connection. It belongs to a stranger until a Hello has been accepted, and then to a rank.
+  /// A connection whose other end has the key. It is a rank's once a Hello has been accepted.
   struct Peer {
     Connection connection;
     int rank = -1;
-    Clock::time_point until;       // deadline for a Hello
+    Clock::time_point until;       // deadline for its Hello
     bool is_refused = false;       // drop it once the refusal is written
     bool is_distrusted = false;    // has sent a malformed message
     std::set<std::string> wanted;  // keys for which it waits
@@ -62,7 +65,7 @@ class Hub {
     Clock::time_point until;
   };
 
-  Hub(Address address, std::string key, int host_rank);
+  Hub(Address address, Credentials credentials, int host_rank);
 
   void Serve();
   void ServeUntilTheEnd();
@@ -72,8 +75,7 @@ class Hub {
   void Poll(std::chrono::milliseconds timeout);
   std::chrono::milliseconds UntilDeadline() const;
   void ForgetClosed();
-  void AcceptNext();
-  Peer* OldestStranger();
+  void WelcomeAccepted();
   void Read(Peer& peer);
   void Distrust(Peer& peer, const std::string& what);
   void Handle(Peer& peer, const Frame& frame);
@@ -107,9 +109,8 @@ class Hub {
   }
 
   Address address_;
-  const std::string key_;
   const int host_rank_;
-  int listener_ = -1;
+  Acceptor acceptor_;
   int wake_ = -1;
   std::atomic<bool> stop_{false};
   std::promise<void> ended_;
@@ -117,8 +118,6 @@ class Hub {
 
   // Only the hub's thread uses the members below.
   std::vector<std::unique_ptr<Peer>> peers_;  // oldest first
-  bool is_starved_ = false;                   // no descriptor was left for the last connection
-  Clock::time_point accept_from_;             // when to accept connections again
   std::vector<Member> members_;
   std::map<std::string, Stored> values_;
   Clock::time_point join_until_;

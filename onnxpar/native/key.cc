@@ -9,11 +9,16 @@
 
 namespace onnxpar {
 
-std::string RandomKey() {
-  unsigned char bytes[16];
-  if (getrandom(bytes, sizeof(bytes), 0) != static_cast<ssize_t>(sizeof(bytes))) {
+std::string RandomBytes(size_t count) {
+  std::string bytes(count, '\0');
+  if (getrandom(bytes.data(), count, 0) != static_cast<ssize_t>(count)) {
     throw std::system_error(errno, std::generic_category(), "cannot make a random key");
   }
+  return bytes;
+}
+
+std::string RandomKey() {
+  const std::string bytes = RandomBytes(16);
   std::string key;
   for (const unsigned char byte : bytes) {
     key += "0123456789abcdef"[byte >> 4];

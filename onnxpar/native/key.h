@@ -9,6 +9,9 @@ namespace onnxpar {
 constexpr size_t kShortestKey = 16;
 constexpr size_t kLongestKey = 512;
 
+/// Returns random bytes of the kernel. Throws std::system_error.
+std::string RandomBytes(size_t count);
+
 /// Returns 128 random bits, as text.
 std::string RandomKey();
 

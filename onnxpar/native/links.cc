@@ -15,14 +15,14 @@ Medium MediumFromEnvironment() {
 }
 
 /// Gloo can only connect all ranks of a world, so it does as soon as one pair needs it.
-Links::Links(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+Links::Links(int rank, int size, Store& store, const Network& network,
              std::chrono::milliseconds timeout, Medium medium)
     : shared(rank, size, store, medium != Medium::kGloo, timeout) {
   if (shared.everyone()) return;
   if (medium == Medium::kSharedMemory) {
     throw std::runtime_error("ONNXPAR_TRANSPORT=shared-memory, but not all ranks are on one host");
   }
-  gloo = std::make_unique<GlooMesh>(rank, size, store, address, timeout);
+  gloo = std::make_unique<GlooMesh>(rank, size, store, network, timeout);
 }
 
 void Links::Abort() {

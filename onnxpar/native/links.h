@@ -1,8 +1,6 @@
 // The connections of one rank to all others: shared memory on one host, Gloo between hosts.
 #pragma once
 
-#include <gloo/rendezvous/store.h>
-
 #include <chrono>
 #include <memory>
 #include <string>
@@ -24,10 +22,10 @@ enum class Medium {
 Medium MediumFromEnvironment();
 
 struct Links {
-  /// Connects to all ranks of the world; Gloo listens on `address`. Throws if a rank cannot be
+  /// Connects to all ranks of the world. Throws if a rank cannot be
   /// reached within `timeout`.
-  Links(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
-        std::chrono::milliseconds timeout, Medium medium);
+  Links(int rank, int size, Store& store, const Network& network, std::chrono::milliseconds timeout,
+        Medium medium);
 
   void Abort();
 

@@ -1,7 +1,9 @@
 #include "local_socket.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -16,6 +18,8 @@ namespace onnxpar {
 namespace {
 
 using std::chrono::milliseconds;
+
+constexpr timeval kConnectTime{5, 0};
 
 int NewSocket() {
   const int descriptor = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -67,7 +71,8 @@ LocalSocket LocalSocket::Listen(const std::string& name) {
   socklen_t length = 0;
   const sockaddr_un address = AddressOf(name, &length);
   if (bind(listener.descriptor_, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-      listen(listener.descriptor_, SOMAXCONN) != 0) {
+      listen(listener.descriptor_, SOMAXCONN) != 0 ||
+      fcntl(listener.descriptor_, F_SETFL, O_NONBLOCK) != 0) {
     throw std::system_error(errno, std::generic_category(), "cannot listen on a Unix socket");
   }
   return listener;
@@ -75,14 +80,14 @@ LocalSocket LocalSocket::Listen(const std::string& name) {
 
 LocalSocket LocalSocket::Connect(const std::string& name) {
   LocalSocket made(NewSocket());
+  setsockopt(made.descriptor_, SOL_SOCKET, SO_SNDTIMEO, &kConnectTime, sizeof(kConnectTime));
   socklen_t length = 0;
   const sockaddr_un address = AddressOf(name, &length);
   const auto* const generic = reinterpret_cast<const sockaddr*>(&address);
   return connect(made.descriptor_, generic, length) == 0 ? std::move(made) : LocalSocket();
 }
 
-LocalSocket LocalSocket::Accept(Clock::time_point until) const {
-  if (!WaitToRead(until)) return {};
+LocalSocket LocalSocket::Accept() const {
   return LocalSocket(accept4(descriptor_, nullptr, nullptr, SOCK_CLOEXEC));
 }
 

@@ -20,11 +20,13 @@ class LocalSocket {
   /// the name. Throws std::system_error.
   static LocalSocket Listen(const std::string& name);
   /// Connects to the socket that listens under a name; returns a closed one if there is none on
-  /// this host. Throws std::system_error if this process cannot open a socket.
+  /// this host, or none that accepts within 5 seconds. Throws std::system_error if this process
+  /// cannot open a socket.
   static LocalSocket Connect(const std::string& name);
-  /// Accepts a connection; returns a closed socket if none comes in time.
-  LocalSocket Accept(Clock::time_point until) const;
+  /// Accepts a connection; returns a closed socket if there is none.
+  LocalSocket Accept() const;
 
+  int descriptor() const { return descriptor_; }
   bool open() const { return descriptor_ >= 0; }
   /// True if the other end has been closed.
   bool HasEnded() const;

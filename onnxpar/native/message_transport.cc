@@ -13,9 +13,9 @@ namespace {
 
 class MessageTransport : public Transport {
  public:
-  MessageTransport(int rank, int size, gloo::rendezvous::Store& store, const std::string& address,
+  MessageTransport(int rank, int size, Store& store, const Network& network,
                    std::chrono::milliseconds timeout)
-      : links_(rank, size, store, address, timeout, MediumFromEnvironment()) {}
+      : links_(rank, size, store, network, timeout, MediumFromEnvironment()) {}
 
   void AllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
                  size_t elements) override;
@@ -177,10 +177,9 @@ bool IsDirect(const Call& call, size_t bytes) {
 
 bool IsDealt(const Call& call, size_t bytes) { return bytes > kScatteredBytes && call.size() > 2; }
 
-std::unique_ptr<Transport> ConnectRanks(int rank, int size, gloo::rendezvous::Store& store,
-                                        const std::string& address,
+std::unique_ptr<Transport> ConnectRanks(int rank, int size, Store& store, const Network& network,
                                         std::chrono::milliseconds timeout) {
-  return std::make_unique<MessageTransport>(rank, size, store, address, timeout);
+  return std::make_unique<MessageTransport>(rank, size, store, network, timeout);
 }
 
 }  // namespace onnxpar

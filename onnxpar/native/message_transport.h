@@ -1,12 +1,11 @@
 // The collectives, built from messages through shared memory or Gloo.
 #pragma once
 
-#include <gloo/rendezvous/store.h>
-
 #include <chrono>
 #include <memory>
 #include <string>
 
+#include "mesh_connections.h"
 #include "transport.h"
 
 namespace onnxpar {
@@ -24,10 +23,9 @@ bool IsDirect(const Call& call, size_t bytes);
 bool IsDealt(const Call& call, size_t bytes);
 
 /// Connects to the other ranks, which it finds through `store`, by the media that ONNXPAR_TRANSPORT
-/// allows (links.h); Gloo listens on `address`. A collective throws if one of its messages does not
+/// allows (links.h). A collective throws if one of its messages does not
 /// arrive within `timeout`.
-std::unique_ptr<Transport> ConnectRanks(int rank, int size, gloo::rendezvous::Store& store,
-                                        const std::string& address,
+std::unique_ptr<Transport> ConnectRanks(int rank, int size, Store& store, const Network& network,
                                         std::chrono::milliseconds timeout);
 
 }  // namespace onnxpar

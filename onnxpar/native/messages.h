@@ -13,14 +13,14 @@
 namespace onnxpar {
 
 /// The version of the protocol; increase it with every change to the messages.
-constexpr uint64_t kProtocol = 3;
+constexpr uint64_t kProtocol = 4;
 /// The largest number of ranks in a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
 /// The largest number of streams of a rank.
 constexpr uint64_t kMaxStreams = 64;
 /// The largest number of bytes in a description or a reason. The sender cuts longer texts.
 constexpr size_t kMaxText = 1 << 20;
-/// The largest number of bytes in a key, of a value or of a world.
+/// The largest number of bytes in the key of a value.
 constexpr size_t kMaxKey = 1024;
 /// The longest timeout: a hundred years. A clock in nanoseconds overflows after 292 years.
 constexpr std::chrono::milliseconds kMaxWait{3'155'760'000'000};
@@ -147,7 +147,6 @@ namespace messages {
 struct Hello {
   static constexpr Kind kKind = Kind::kHello;
   uint64_t protocol = kProtocol;
-  std::string key;
   uint64_t rank = 0;
   uint64_t size = 0;
   std::string process;  // e.g. pid 4711
@@ -158,7 +157,6 @@ struct Hello {
   template <typename Fields>
   void Visit(Fields& fields) {
     fields.Number(protocol);
-    fields.Key(key);
     fields.Number(rank);
     fields.Number(size);
     fields.Text(process);

@@ -11,10 +11,12 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <system_error>
 
 #include "key.h"
+#include "pmix.h"
 
 namespace onnxpar {
 namespace {
@@ -25,24 +27,71 @@ bool TakePrefix(const std::string& prefix, std::string* text) {
   return true;
 }
 
+/// Listens on all interfaces if no address is given.
+Address Listening(const std::string& bind_address) {
+  return {bind_address.empty() ? "0.0.0.0" : bind_address, 0};
+}
+
+/// Returns the addresses by which ranks may reach a hub.
+std::vector<Address> Reachable(const Hub& hub) {
+  const Address& address = hub.address();
+  if (address.host != "0.0.0.0") return {address};
+  std::vector<Address> all;
+  for (const std::string& host : HostAddresses()) all.push_back({host, address.port});
+  all.push_back({"127.0.0.1", address.port});
+  return all;
+}
+
+/// A hub that listens where others can find it, and the key of its world. ONNXPAR_KEY is a part of
+/// that where it is set.
+struct Served {
+  std::shared_ptr<Hub> hub;
+  HubAddress where;
+};
+
+Served ServeAt(const std::string& bind_address) {
+  const std::string secret = KeyFromEnvironment();
+  const std::string key = RandomKey();
+  const auto hub = Hub::Start(Listening(bind_address), CredentialsOf(secret + key), 0);
+  return {hub, {Reachable(*hub), key}};
+}
+
+/// The text by which other processes find a hub: its key, its port and its hosts.
+std::string TextOf(const HubAddress& where) {
+  std::string text = where.key + " " + std::to_string(where.addresses.front().port);
+  for (const Address& each : where.addresses) text += " " + each.host;
+  return text;
+}
+
+/// Returns none for a text that is not complete.
+std::optional<HubAddress> HubOf(const std::string& text) {
+  std::istringstream words(text);
+  HubAddress found;
+  Address address;
+  if (!(words >> found.key >> address.port)) return std::nullopt;
+  while (words >> address.host) found.addresses.push_back(address);
+  found.key.insert(0, KeyFromEnvironment());
+  return found;
+}
+
 /// A rendezvous of ranks that are threads of this process.
 class InProcess : public Rendezvous {
  public:
   InProcess(std::string name, std::string host) : name_(std::move(name)), host_(std::move(host)) {}
 
   std::shared_ptr<Hub> Serve() override {
-    std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, RandomKey(), 0);
+    const Served served = ServeAt(host_);
     std::lock_guard<std::mutex> lock(mutex);
-    Hubs()[name_] = hub;
-    return hub;
+    Hubs()[name_] = {served.hub, TextOf(served.where)};
+    return served.hub;
   }
 
   std::optional<HubAddress> Find() override {
     std::lock_guard<std::mutex> lock(mutex);
     const auto found = Hubs().find(name_);
-    const auto hub = found == Hubs().end() ? nullptr : found->second.lock();
+    const auto hub = found == Hubs().end() ? nullptr : found->second.hub.lock();
     if (!hub) return std::nullopt;
-    return HubAddress{hub->address(), hub->key()};
+    return HubOf(found->second.text);
   }
 
   void Withdraw() override {
@@ -51,8 +100,13 @@ class InProcess : public Rendezvous {
   }
 
  private:
-  static std::map<std::string, std::weak_ptr<Hub>>& Hubs() {
-    static auto* hubs = new std::map<std::string, std::weak_ptr<Hub>>;
+  struct Known {
+    std::weak_ptr<Hub> hub;
+    std::string text;
+  };
+
+  static std::map<std::string, Known>& Hubs() {
+    static auto* hubs = new std::map<std::string, Known>;
     return *hubs;
   }
 
@@ -62,8 +116,8 @@ class InProcess : public Rendezvous {
 };
 std::mutex InProcess::mutex;
 
-/// A rendezvous by a file in a directory that all ranks share. Rank 0 writes the hub's address and
-/// a random key to the file, which only its owner may read. A rank trusts the file only if it
+/// A rendezvous by a file in a directory that all ranks share. Rank 0 writes a random key and the
+/// hub's addresses to the file, which only its owner may read. A rank trusts the file only if it
 /// belongs to its own user or to the directory's owner.
 class Directory : public Rendezvous {
  public:
@@ -76,17 +130,18 @@ class Directory : public Rendezvous {
 
   std::shared_ptr<Hub> Serve() override {
     if (mkdir(directory_.c_str(), 0700) != 0 && errno != EEXIST) ThrowErrno("create", directory_);
-    std::shared_ptr<Hub> hub = Hub::Start({host_, 0}, RandomKey(), 0);
+    const Served served = ServeAt(host_);
     // Written under another name and then renamed, so that no process reads an incomplete file.
     const std::string draft = file_ + "." + std::to_string(getpid());
-    if (!Write(draft, *hub) || std::rename(draft.c_str(), file_.c_str()) != 0) {
+    if (!Write(draft, TextOf(served.where) + "\n") ||
+        std::rename(draft.c_str(), file_.c_str()) != 0) {
       const int error = errno;
       unlink(draft.c_str());
-      hub->Stop();
+      served.hub->Stop();
       errno = error;
       ThrowErrno("write", file_);
     }
-    return hub;
+    return served.hub;
   }
 
   std::optional<HubAddress> Find() override {
@@ -97,21 +152,22 @@ class Directory : public Rendezvous {
       throw std::runtime_error(file_ + " belongs to user " + std::to_string(file.st_uid) +
                                "; use a folder of your own");
     }
-    HubAddress found;
-    std::ifstream text(file_);
-    if (!(text >> found.address.host >> found.address.port >> found.key)) return std::nullopt;
-    return found;
+    std::ifstream file_text(file_);
+    std::ostringstream text;
+    text << file_text.rdbuf();
+    return HubOf(text.str());
   }
 
   void Withdraw() override { unlink(file_.c_str()); }
 
+ protected:
+  const std::string directory_;
+
  private:
-  static bool Write(const std::string& path, const Hub& hub) {
+  static bool Write(const std::string& path, const std::string& text) {
     unlink(path.c_str());
     const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (file < 0) return false;
-    const std::string text =
-        hub.address().host + " " + std::to_string(hub.address().port) + " " + hub.key() + "\n";
     const bool written = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
     return close(file) == 0 && written;
   }
@@ -121,15 +177,69 @@ class Directory : public Rendezvous {
                              std::strerror(errno));
   }
 
-  const std::string directory_;
   const std::string file_;
   const std::string host_;
 };
 
+/// A rendezvous of a user's processes on one host, which know the name of their job: a directory of
+/// temporary files that belongs to this user alone, so that no other one can put a hub there.
+class OwnDirectory : public Directory {
+ public:
+  OwnDirectory(const std::string& job, std::string host) : Directory(PathOf(job), std::move(host)) {
+    mkdir(directory_.c_str(), 0700);
+    struct stat found{};
+    const bool is_own = lstat(directory_.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
+                        found.st_uid == geteuid() && (found.st_mode & 0077) == 0;
+    if (is_own) return;
+    throw std::runtime_error(directory_ +
+                             " is not a folder of this user alone; remove it, or set "
+                             "ONNXPAR_STORE to file:/dir, a folder of your own");
+  }
+
+  void Withdraw() override {
+    Directory::Withdraw();
+    rmdir(directory_.c_str());
+  }
+
+ private:
+  static std::string PathOf(const std::string& job) {
+    const char* const folder = std::getenv("TMPDIR");
+    const std::string parent = folder == nullptr || *folder != '/' ? "/tmp" : folder;
+    std::string name = job;
+    for (char& each : name) each = each == '/' ? '-' : each;
+    return parent + "/onnxpar-" + std::to_string(geteuid()) + "-" + name;
+  }
+};
+
+/// A rendezvous through the launcher of all ranks, by PMIx.
+class Launcher : public Rendezvous {
+ public:
+  explicit Launcher(std::string host) : host_(std::move(host)) {}
+
+  std::shared_ptr<Hub> Serve() override {
+    const Served served = ServeAt(host_);
+    pmix_.Publish(kName, TextOf(served.where));
+    own_ = HubOf(TextOf(served.where));
+    return served.hub;
+  }
+
+  std::optional<HubAddress> Find() override {
+    if (own_) return own_;
+    const auto text = pmix_.Find(0, kName, std::chrono::seconds(1));
+    return text ? HubOf(*text) : std::nullopt;
+  }
+
+ private:
+  static constexpr char kName[] = "onnxpar.hub";
+
+  Pmix pmix_;
+  const std::string host_;
+  std::optional<HubAddress> own_;
+};
+
 /// A rendezvous at a known address, optionally followed by # and a key. Rank 0 serves the hub
 /// there, unless another process already does. If the text after # is too short for a key, it only
-/// distinguishes worlds, and ONNXPAR_KEY is the key. An address that other hosts can reach requires
-/// a key.
+/// distinguishes worlds, and ONNXPAR_KEY is the key.
 class KnownAddress : public Rendezvous {
  public:
   explicit KnownAddress(std::string text) {
@@ -141,21 +251,21 @@ class KnownAddress : public Rendezvous {
     const size_t colon = text.rfind(':');
     const int port = colon == std::string::npos ? 0 : PortOf(text.substr(colon + 1));
     if (port == 0) throw std::runtime_error("store 'tcp://" + text + "' must be tcp://host:port");
-    where_.address = {text.substr(0, colon), port};
+    where_.addresses = {{text.substr(0, colon), port}};
     if (where_.key.size() >= kShortestKey) return;
     const std::string secret = KeyFromEnvironment();
-    if (!secret.empty()) where_.key = secret + "#" + where_.key;
-    if (secret.empty() && !IsLoopback(where_.address)) {
+    if (secret.empty()) {
       throw std::runtime_error(
-          "store tcp://" + text + " can be reached from other hosts, so it needs a key: set " +
-          "ONNXPAR_KEY to the same secret on all ranks (openssl rand -hex 16 makes one), or use " +
-          "file:/dir, a folder that all ranks can read, in which rank 0 writes a key");
+          "store tcp://" + text + " needs a key: set ONNXPAR_KEY to the same secret on all ranks " +
+          "(openssl rand -hex 16 makes one), or use file:/dir, a folder that all ranks can read, " +
+          "in which rank 0 writes a key");
     }
+    where_.key = secret + "#" + where_.key;
   }
 
   std::shared_ptr<Hub> Serve() override {
     try {
-      return Hub::Start(where_.address, where_.key, 0);
+      return Hub::Start(where_.addresses.front(), CredentialsOf(where_.key), 0);
     } catch (const std::system_error& error) {
       const bool elsewhere =
           error.code() == std::errc::address_in_use ||       // by a launcher or an old world
@@ -186,6 +296,8 @@ std::unique_ptr<Rendezvous> Rendezvous::Open(const std::string& store,
   std::string rest = store;
   if (TakePrefix("hash:", &rest)) return std::make_unique<InProcess>(rest, bind_address);
   if (TakePrefix("file:", &rest)) return std::make_unique<Directory>(rest, bind_address);
+  if (TakePrefix("job:", &rest)) return std::make_unique<OwnDirectory>(rest, bind_address);
+  if (rest == "pmix:") return std::make_unique<Launcher>(bind_address);
   if (TakePrefix("tcp://", &rest)) return std::make_unique<KnownAddress>(rest);
   throw std::runtime_error("store '" + store + "' must be hash:NAME, file:/dir or tcp://host:port");
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "hub.h"
 #include "wire.h"
@@ -11,13 +12,16 @@
 namespace onnxpar {
 
 struct HubAddress {
-  Address address;
-  std::string key;  // that the hub expects in a Hello
+  std::vector<Address> addresses;  // of one hub; not every rank may reach all
+  std::string key;
 };
 
 class Rendezvous {
  public:
-  /// Parses a store: "hash:NAME", "file:/dir" or "tcp://host:port". Throws for anything else.
+  /// Parses a store: "hash:NAME", "file:/dir", "job:NAME", "pmix:" or "tcp://host:port". Throws for
+  /// anything else. The
+  /// hub listens on `bind_address`, the address or the name of an interface, unless the store says
+  /// where; if that is empty, on all interfaces.
   static std::unique_ptr<Rendezvous> Open(const std::string& store,
                                           const std::string& bind_address);
   virtual ~Rendezvous() = default;

@@ -3,10 +3,11 @@
 // host: names of hosts and addresses say less, for instance in containers.
 #include "shared_handshake.h"
 
+#include <poll.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
+#include <list>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -17,11 +18,13 @@ namespace onnxpar {
 namespace {
 
 using Clock = LocalSocket::Clock;
-using gloo::rendezvous::Store;
 using std::chrono::milliseconds;
 
 /// The time that a connection gets to send its Hello.
 constexpr milliseconds kHelloTime{1000};
+/// How many connections may be without a Hello; a further one replaces the oldest.
+constexpr size_t kMaxAsking = 128;
+constexpr milliseconds kTick{100};
 
 /// What two ranks tell each other, besides the descriptor of a segment.
 struct Hello {
@@ -30,12 +33,10 @@ struct Hello {
   cpu_set_t cores;
 };
 
-std::vector<char> Bytes(const std::string& text) { return {text.begin(), text.end()}; }
-
-std::string ValueOf(Store& store, const std::string& key) {
-  const std::vector<char> value = store.get(key);
-  return {value.begin(), value.end()};
-}
+struct Asking {
+  LocalSocket socket;
+  Clock::time_point until;  // deadline for its Hello
+};
 
 /// The exchange of segments of one rank.
 class Meeting {
@@ -53,24 +54,24 @@ class Meeting {
   LocalRanks Run(bool offered) {
     const std::string name = offered ? "onnxpar-" + RandomKey() : "";
     const LocalSocket listener = offered ? LocalSocket::Listen(name) : LocalSocket();
-    store_.set("memory/" + std::to_string(rank_), Bytes(key_ + name));
+    store_.Set("memory/" + std::to_string(rank_), key_ + name);
     std::string reached(rank_, '-');  // by lower rank; + if it can be connected to
     for (int other = 0; other < size_; ++other) {
       if (other == rank_) continue;
-      const std::string value = ValueOf(store_, "memory/" + std::to_string(other));
+      const std::string value = store_.Get("memory/" + std::to_string(other));
       keys_[other] = value.substr(0, sizeof(Hello::key));
       const std::string theirs = value.substr(keys_[other].size());
       if (other < rank_ && offered && !theirs.empty() && Ask(other, theirs)) reached[other] = '+';
     }
-    store_.set("memory/reached/" + std::to_string(rank_), Bytes(reached));
+    store_.Set("memory/reached/" + std::to_string(rank_), reached);
     int expected = 0;
     for (int other = 0; other < size_; ++other) {
       const std::string theirs =
-          other == rank_ ? reached : ValueOf(store_, "memory/reached/" + std::to_string(other));
+          other == rank_ ? reached : store_.Get("memory/reached/" + std::to_string(other));
       if (other > rank_) expected += theirs.at(rank_) == '+';
       found_.everyone = found_.everyone && theirs.find('-') == std::string::npos;
     }
-    while (expected > 0) expected -= Answer(listener) ? 1 : 0;
+    AnswerAll(listener, expected);
     for (int other = 0; other < rank_; ++other) {
       Hello hello{};
       if (reached[other] != '+') continue;
@@ -90,16 +91,34 @@ class Meeting {
     return true;
   }
 
-  /// Accepts a connection, and passes this rank's segment to the higher rank that asks; returns
-  /// false for a stranger.
-  bool Answer(const LocalSocket& listener) {
-    LocalSocket socket = listener.Accept(until_);
-    if (!socket.open()) {
-      throw std::runtime_error("a rank of this host has not passed its shared memory in time");
+  /// Passes this rank's segment to so many higher ranks that ask, and drops all others, which do
+  /// not keep these waiting.
+  void AnswerAll(const LocalSocket& listener, int expected) {
+    std::list<Asking> asking;  // oldest first
+    while (expected > 0) {
+      if (Clock::now() >= until_) {
+        throw std::runtime_error("a rank of this host has not passed its shared memory in time");
+      }
+      std::vector<pollfd> waiting = {{listener.descriptor(), POLLIN, 0}};
+      for (const Asking& each : asking) waiting.push_back({each.socket.descriptor(), POLLIN, 0});
+      poll(waiting.data(), waiting.size(), static_cast<int>(kTick.count()));
+      const pollfd* ready = waiting.data();
+      for (auto each = asking.begin(); each != asking.end();) {
+        const bool asks = (++ready)->revents != 0;
+        if (asks && Answer(each->socket)) --expected;
+        each = asks || Clock::now() >= each->until ? asking.erase(each) : std::next(each);
+      }
+      if (waiting[0].revents == 0) continue;
+      if (asking.size() >= kMaxAsking) asking.pop_front();
+      LocalSocket socket = listener.Accept();
+      if (socket.open()) asking.push_back({std::move(socket), Clock::now() + kHelloTime});
     }
+  }
+
+  /// Passes this rank's segment to a higher rank that has asked; returns false for a stranger.
+  bool Answer(LocalSocket& socket) {
     Hello hello{};
-    const auto until = std::min(until_, Clock::now() + kHelloTime);
-    const int passed = socket.Receive(&hello, sizeof(hello), until);
+    const int passed = socket.Receive(&hello, sizeof(hello), Clock::now());
     const auto other = static_cast<int>(hello.rank);
     const bool known =
         Proves(hello) && rank_ < other && other < size_ && !found_.segments[other].mapped();

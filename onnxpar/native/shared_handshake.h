@@ -1,7 +1,6 @@
 // How ranks of one host find each other and pass each other their segments.
 #pragma once
 
-#include <gloo/rendezvous/store.h>
 #include <sched.h>
 
 #include <chrono>
@@ -9,6 +8,7 @@
 
 #include "local_socket.h"
 #include "shared_segment.h"
+#include "store.h"
 
 namespace onnxpar {
 
@@ -25,7 +25,7 @@ struct LocalRanks {
 /// and maps theirs. Both ranks of a pair come to the same result. If `offered` is false, reaches
 /// none. All ranks must call it; throws if one does not within `timeout`, or if a rank that was
 /// reached passes no segment.
-LocalRanks MeetLocalRanks(int rank, int size, gloo::rendezvous::Store& store, const Segment& own,
-                          bool offered, std::chrono::milliseconds timeout);
+LocalRanks MeetLocalRanks(int rank, int size, Store& store, const Segment& own, bool offered,
+                          std::chrono::milliseconds timeout);
 
 }  // namespace onnxpar

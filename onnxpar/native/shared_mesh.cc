@@ -35,8 +35,7 @@ size_t AreaOf(int size) {
 
 }  // namespace
 
-SharedMesh::SharedMesh(int rank, int size, gloo::rendezvous::Store& store, bool offered,
-                       milliseconds timeout)
+SharedMesh::SharedMesh(int rank, int size, Store& store, bool offered, milliseconds timeout)
     : rank_(rank), timeout_(timeout), peers_(size) {
   if (offered) own_ = Segment::Create(size, AreaOf(size));
   LocalRanks local = MeetLocalRanks(rank, size, store, own_, offered, timeout);

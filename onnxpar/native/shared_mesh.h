@@ -1,8 +1,6 @@
 // Messages through shared memory between the ranks of one host.
 #pragma once
 
-#include <gloo/rendezvous/store.h>
-
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -10,6 +8,7 @@
 
 #include "local_socket.h"
 #include "shared_segment.h"
+#include "store.h"
 
 namespace onnxpar {
 
@@ -23,8 +22,7 @@ class SharedMesh {
   /// Finds the ranks of this host; all ranks of the world must call it. If `offered` is false, this
   /// rank uses no shared memory. Throws if a rank on this host does not take part in time, or if
   /// limits do not allow the memory.
-  SharedMesh(int rank, int size, gloo::rendezvous::Store& store, bool offered,
-             std::chrono::milliseconds timeout);
+  SharedMesh(int rank, int size, Store& store, bool offered, std::chrono::milliseconds timeout);
 
   /// True if messages to this rank can go through shared memory.
   bool Reaches(int rank) const { return segments_[rank].mapped(); }

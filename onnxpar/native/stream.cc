@@ -9,23 +9,17 @@
 namespace onnxpar {
 namespace {
 
-using gloo::rendezvous::Store;
-using std::chrono::milliseconds;
-
 /// The part of the store in which the ranks find each other for one stream.
 class StreamStore : public Store {
  public:
   StreamStore(Store& store, size_t stream)
       : store_(store), prefix_("stream " + std::to_string(stream) + "/") {}
 
-  void set(const std::string& key, const std::vector<char>& data) override {
-    store_.set(prefix_ + key, data);
+  void Set(const std::string& key, const std::string& value) override {
+    store_.Set(prefix_ + key, value);
   }
-  std::vector<char> get(const std::string& key) override { return store_.get(prefix_ + key); }
-  void wait(const std::vector<std::string>& keys) override {
-    for (const std::string& key : keys) store_.wait({prefix_ + key});
-  }
-  void wait(const std::vector<std::string>& keys, const milliseconds&) override { wait(keys); }
+  std::string Get(const std::string& key) override { return store_.Get(prefix_ + key); }
+  void ThrowIfFailed() override { store_.ThrowIfFailed(); }
 
  private:
   Store& store_;
@@ -48,9 +42,8 @@ std::vector<std::unique_lock<std::mutex>> Stopped(const std::vector<Stream*>& st
 
 std::shared_ptr<Transport> World::NewTransport(Control& control, size_t stream) {
   StreamStore store(control, stream);
-  return Slowed(
-      ConnectRanks(config_.rank, config_.size, store, config_.bind_address, config_.timeout),
-      link_);
+  return Slowed(ConnectRanks(config_.rank, config_.size, store, control.network(), config_.timeout),
+                link_);
 }
 
 void World::OpenStreams(size_t count) {

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from onnxpar.errors import RankError
 
-_SLURM_PORT, _SLURM_PORTS = 20000, 10000
-"""The first port for Slurm steps, and the number of ports. Two worlds may get the same port: the
-key after # in the store keeps them apart."""
+LOOPBACK = "127.0.0.1"
 
 HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
 number of ranks are read from the first pair that is set:
@@ -24,14 +22,19 @@ number of ranks are read from the first pair that is set:
 It is an error if two launchers contradict each other. The ranks meet at the first of these places
 that is set:
   ONNXPAR_STORE                   file:/dir on a shared disk, or tcp://host:port of rank 0
-  mpirun's own directory          on one host
+  mpirun                          through mpirun itself, on one host or several
+  a folder of this user alone     torchrun and srun on one host
   MASTER_ADDR, MASTER_PORT        at MASTER_PORT + 1, because torch's own store uses MASTER_PORT
-  a port computed from the Slurm job and step, if all ranks are on one host
 ONNXPAR_KEY is a secret of 16 to 512 characters, the same on all ranks; no process can join without
-it (openssl rand -hex 16 makes one). It must be set if the ranks meet at an address that other hosts
-can reach; in a shared folder, rank 0 writes a key of its own.
-ONNXPAR_BIND is the address that ranks listen on; default 127.0.0.1. ONNXPAR_TIMEOUT is the longest
-wait of onnxpar.hvd and of a program without Python, in seconds."""
+it (openssl rand -hex 16 makes one). It must be set if the ranks meet at an address; else rank 0
+makes a key of its own.
+Ranks listen where their route to rank 0 begins; ONNXPAR_BIND (--interface) is another address, or
+the name of an interface. ONNXPAR_TLS_DIR (--tls-dir) is a folder with ca.crt, tls.crt and tls.key:
+then connections are encrypted, and both ends show certificates. Ranks that other hosts can reach
+need it, unless ONNXPAR_INSECURE=1 (--insecure) says that the network is trusted.
+ONNXPAR_CONNECTIONS is the number of TCP connections between two ranks of different hosts; default
+1. ONNXPAR_TIMEOUT is the longest wait of onnxpar.hvd and of a program without Python, in
+seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,14 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Launched:
-    """The rank of this process, the number of ranks in total and on this host, and the store where
-    they meet."""
+    """The rank of this process, the number of ranks in total and on this host, the store where
+    they meet, and the address that this rank listens on: "" where its route to rank 0 begins."""
 
     rank: int
     size: int
     local_size: int
     store: str
+    bind_address: str = LOOPBACK
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -98,7 +102,14 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
             "folder that all ranks can read, or to tcp://host:port, where rank 0 can listen, and "
             "ONNXPAR_KEY to the same secret on all ranks"
         )
-    return Launched(rank, size, local, store or "hash:alone")
+    several = local < size or store.startswith("tcp:")
+    return Launched(
+        rank,
+        size,
+        local,
+        store or "hash:alone",
+        bind_address(environment, "" if several else LOOPBACK),
+    )
 
 
 def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
@@ -131,21 +142,22 @@ def _store(environment: Mapping[str, str], size: int, local: int) -> str:
     folder = environment.get("PMIX_SERVER_TMPDIR")
     if folder and local == size and environment.get("OMPI_COMM_WORLD_RANK"):
         return f"file:{folder}/onnxpar"
+    if environment.get("PMIX_NAMESPACE") and environment.get("OMPI_COMM_WORLD_RANK"):
+        return "pmix:"
     host, port = environment.get("MASTER_ADDR"), _number(environment, "MASTER_PORT")
     if host and port:
         if _number(environment, "LOCAL_WORLD_SIZE") == size:
-            host = "127.0.0.1"  # others cannot reach it
+            return f"job:torchrun-{port}"
         return f"tcp://{host}:{port + 1}#{port}"
     job = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     if _is_present(_SLURM, environment) and job is not None and local == size:
-        step = _number(environment, "SLURM_STEP_ID") or 0
-        return f"tcp://127.0.0.1:{_SLURM_PORT + (31 * job + step) % _SLURM_PORTS}#{job}.{step}"
+        return f"job:slurm-{job}.{_number(environment, 'SLURM_STEP_ID') or 0}"
     return ""
 
 
-def bind_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the address that ranks listen on: ONNXPAR_BIND, else loopback."""
-    return environment.get("ONNXPAR_BIND") or "127.0.0.1"
+def bind_address(environment: Mapping[str, str] = os.environ, default: str = LOOPBACK) -> str:
+    """Returns the address that ranks listen on: ONNXPAR_BIND, else `default`."""
+    return environment.get("ONNXPAR_BIND") or default
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:

@@ -24,7 +24,7 @@ from onnxpar.runtime.cores import Share, own_cores, share_beside
 from onnxpar.runtime.executor import Executor, Request
 from onnxpar.runtime.gather import Gather
 from onnxpar.runtime.groups import World
-from onnxpar.runtime.launch import Launched, bind_address
+from onnxpar.runtime.launch import Launched
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.profile import Record, host_id
@@ -89,7 +89,7 @@ class LaunchedRank:
             rank,
             size,
             launched.store,
-            address or bind_address(),
+            launched.bind_address if address is None else address,
             timeout,
         )
         with self._failing_together("the start", is_start=True):

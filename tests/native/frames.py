@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 KEY = "0123456789abcdef0123456789abcdef"
-PROTOCOL = 3
+PROTOCOL = 4
 EXTREMES = [0, 1, 2, 3, 7, 255, 2**20, 2**30, 2**31, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 
 
@@ -65,10 +65,8 @@ def with_length(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def hello(rank: int, size: int, key: str = KEY) -> bytes:
-    return frame(
-        Kind.HELLO, PROTOCOL, key, rank, size, "pid 1", socket.gethostname(), 30_000, 30_000
-    )
+def hello(rank: int, size: int) -> bytes:
+    return frame(Kind.HELLO, PROTOCOL, rank, size, "pid 1", socket.gethostname(), 30_000, 30_000)
 
 
 def from_rank(rank: int, size: int) -> list[bytes]:

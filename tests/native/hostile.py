@@ -30,6 +30,7 @@ from native.frames import (
     random_frame,
     sockets,
 )
+from native.handshakes import connect, shake_hands
 
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime import collectives
@@ -128,8 +129,8 @@ def joined(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
 
 
 def strangers(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
-    """Frames from connections of all sorts: without a hello, with a wrong one, with one of a
-    rank that is there. Some connections stay open."""
+    """Frames from connections of all sorts: with the key or without, without a hello, with one of
+    a rank that is there. Some connections stay open."""
     ranks = Ranks()
     ranks.check()
     before, checks = megabytes(), 0
@@ -139,7 +140,8 @@ def strangers(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
         stranger = socket.create_connection(("127.0.0.1", ranks.port))
         data = random_frame(dice) if kind == "random" else mutated_frame(dice, good)
         if dice.random() < 0.3:
-            data = hello(HOSTILE, SIZE, dice.choice([KEY, "", "x" * 32])) + data
+            shake_hands(stranger, KEY)
+            data = hello(HOSTILE, SIZE) + data
         if dice.random() < 0.2:
             data = dice.randbytes(dice.randrange(200))
         with suppress(OSError):
@@ -217,7 +219,7 @@ def deaf(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
         first = pool.submit(World.create, "0", 0, 2, store, timeout=20)
         while not sockets(port, hub_side=True):
             time.sleep(0.005)
-        wire = socket.create_connection(("127.0.0.1", port))
+        wire = connect(port, KEY)
         wire.sendall(hello(1, 2))
         wire.sendall(frame(Kind.SET, "big", "x" * 60_000))
         before = megabytes()

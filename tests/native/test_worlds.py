@@ -19,6 +19,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from native import frames
+from native.handshakes import Refused, connect
 from native.ranks import TOKEN, collective, errors_on_ranks, on_ranks, run, session
 from onnx import TensorProto
 from runtime.bundles import wait_until
@@ -67,7 +68,7 @@ def store_of(kind: str, directory: Path) -> str:
     return {
         "hash": f"hash:{directory}",
         "file": f"file:{directory}",
-        "tcp": f"tcp://127.0.0.1:{free_port()}",
+        "tcp": f"tcp://127.0.0.1:{free_port()}#{frames.KEY}",
     }[kind]
 
 
@@ -88,7 +89,7 @@ def test_a_store_serves_one_world_after_another(kind: str, tmp_path: Path) -> No
 
 
 def test_a_file_left_by_a_world_that_died(tmp_path: Path) -> None:
-    (tmp_path / "onnxpar-hub").write_text(f"127.0.0.1 {free_port()} 123\n")
+    (tmp_path / "onnxpar-hub").write_text(f"123 {free_port()} 127.0.0.1\n")
     worlds = join(f"file:{tmp_path}", [2, 2])
     check(worlds)
     close(worlds)
@@ -96,7 +97,7 @@ def test_a_file_left_by_a_world_that_died(tmp_path: Path) -> None:
 
 def test_a_file_that_leads_to_something_else(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        (tmp_path / "onnxpar-hub").write_text(f"127.0.0.1 {silent.getsockname()[1]} 123\n")
+        (tmp_path / "onnxpar-hub").write_text(f"123 {silent.getsockname()[1]} 127.0.0.1\n")
         with ThreadPoolExecutor(2) as pool:
             second = pool.submit(join, f"file:{tmp_path}", [2, 2], 5, [1])
             time.sleep(0.2)
@@ -110,7 +111,7 @@ def test_a_file_left_by_a_world_that_lives(tmp_path: Path) -> None:
     """Its hub refuses rank 1, which looks again, and goes on waiting for its own ranks."""
     with Hub() as hub, ThreadPoolExecutor(1) as pool:
         port = port_of(hub.store)
-        (tmp_path / "onnxpar-hub").write_text(f"127.0.0.1 {port} 123\n")
+        (tmp_path / "onnxpar-hub").write_text(f"123 {port} 127.0.0.1\n")
         second = pool.submit(join, f"file:{tmp_path}", [2, 2], 5, [1])
         time.sleep(0.2)
         worlds = [*join(f"file:{tmp_path}", [2, 2], 5, [0]), *second.result()]
@@ -135,23 +136,12 @@ def test_strangers_do_not_disturb_a_hub() -> None:
 
 @pytest.mark.parametrize("key", ["", "x", "0" * 32, None])
 def test_a_false_peer_is_refused(key: str | None) -> None:
-    """Its hello is right but for the key, of which None is all but the last character."""
+    """All is right but the key, of which None is all but the last character."""
     with Hub() as hub, ThreadPoolExecutor(1) as pool:
         right = hub.store.split("#")[1]
         first = pool.submit(join, hub.store, [2, 2], 5, [0])
-        with socket.create_connection(("127.0.0.1", port_of(hub.store)), 5) as false:
-            false.sendall(frames.hello(1, 2, right[:-1] + "x" if key is None else key))
-            false.sendall(frames.frame(frames.Kind.ABORT, "gone"))
-            answer = b""
-            with suppress(ConnectionResetError):
-                while more := false.recv(4096):
-                    answer += more
-            assert answer in (
-                b"",
-                frames.frame(
-                    frames.Kind.REFUSE, "another world, or ranks with another ONNXPAR_KEY", 1
-                ),
-            )
+        with pytest.raises(Refused):
+            connect(port_of(hub.store), right[:-1] + "x" if key is None else key)
         second = join(hub.store, [2, 2], 5, [1])
         worlds = [*first.result(), *second]
         check(worlds)
@@ -167,7 +157,7 @@ def test_a_world_has_a_key_of_its_own(tmp_path: Path) -> None:
             while not (tmp_path / "onnxpar-hub").exists():
                 time.sleep(0.01)
             assert (tmp_path / "onnxpar-hub").stat().st_mode & 0o777 == 0o600
-            keys.add((tmp_path / "onnxpar-hub").read_text().split()[2])
+            keys.add((tmp_path / "onnxpar-hub").read_text().split()[0])
             second = join(f"file:{tmp_path}", [2, 2], 5, [1])
             close([*second, *first.result()])
     assert len(keys) == 2
@@ -176,7 +166,7 @@ def test_a_world_has_a_key_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
 def test_a_folder_that_another_user_writes_to(tmp_path: Path) -> None:
-    (tmp_path / "onnxpar-hub").write_text("127.0.0.1 5 123\n")
+    (tmp_path / "onnxpar-hub").write_text("123 5 127.0.0.1\n")
     os.chown(tmp_path / "onnxpar-hub", 1234, -1)
     with pytest.raises(OnnxparError, match="onnxpar-hub belongs to user 1234; use a folder of"):
         World.create("another", 1, 2, f"file:{tmp_path}", timeout=1)
@@ -185,10 +175,10 @@ def test_a_folder_that_another_user_writes_to(tmp_path: Path) -> None:
 SECRET = "0123456789abcdef"
 
 
-def test_other_hosts_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is too short to be one, as torchrun's port, does not count."""
-    message = "can be reached from other hosts, so it needs a key: set ONNXPAR_KEY"
-    for host in ("192.0.2.1", "0.0.0.0", "[::]"):
+    message = "needs a key: set ONNXPAR_KEY to the same secret on all ranks"
+    for host in ("192.0.2.1", "0.0.0.0", "[::]", "127.0.0.1"):
         for end in ("", "#29500"):
             with pytest.raises(OnnxparError, match="^store tcp://.*" + message):
                 World.create("far", 1, 2, f"tcp://{host}:5{end}".replace("[::]", "::"), timeout=0.1)
@@ -210,7 +200,7 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.01)
         monkeypatch.setenv("ONNXPAR_KEY", SECRET[::-1])
         [error] = join(store, [2, 2], 0.3, [1])
-        assert "another world" in error
+        assert "has another key (ONNXPAR_KEY)" in error
         assert SECRET[::-1] not in error
         monkeypatch.setenv("ONNXPAR_KEY", SECRET)
         second = join(store, [2, 2], 5, [1])
@@ -292,7 +282,7 @@ def test_what_the_hub_refused_is_said_however_late() -> None:
         (0, 2, "tcp://localhost", "must be tcp://host:port"),
         (0, 2, "file:relative", "must name an absolute path"),
         (0, 2, "hash:x@0.0.0.0", "is not an address that other ranks can reach"),
-        (1, 2, "tcp://no.such.host.invalid:1", "cannot resolve host"),
+        (1, 2, f"tcp://no.such.host.invalid:1#{SECRET}", "cannot resolve host"),
     ],
 )
 def test_wrong_arguments(rank: int, size: int, store: str, reason: str) -> None:
@@ -309,7 +299,7 @@ def test_a_world_of_one_rank_needs_no_store() -> None:
 
 def test_ranks_on_different_addresses() -> None:
     """Hosts, if they were real ones; all of 127.0.0.0/8 is this host."""
-    store = f"tcp://127.0.0.1:{free_port()}"
+    store = store_of("tcp", Path())
 
     def each(rank: int) -> World:
         return World.create(f"address/{rank}", rank, 3, store, f"127.0.0.{rank + 1}", timeout=5)

@@ -290,10 +290,10 @@ def test_ranks_of_other_launchers(
 
 
 def test_what_other_launchers_say() -> None:
-    assert launched_rank(slurm(1, 7)) == Launched(1, 2, 2, "tcp://127.0.0.1:20217#7.0")
-    assert launched_rank(torchrun(0, 29500)) == Launched(0, 2, 2, "tcp://127.0.0.1:29501#29500")
+    assert launched_rank(slurm(1, 7)) == Launched(1, 2, 2, "job:slurm-7.0")
+    assert launched_rank(torchrun(0, 29500)) == Launched(0, 2, 2, "job:torchrun-29500")
     both = {**slurm(1, 7), **torchrun(1, 29500)}
-    assert launched_rank(both) == Launched(1, 2, 2, "tcp://127.0.0.1:29501#29500")
+    assert launched_rank(both) == Launched(1, 2, 2, "job:torchrun-29500")
     tasks = {**slurm(1, 7), "SLURM_STEP_NUM_TASKS": "", "SLURM_NTASKS": "2"}
     assert launched_rank(tasks) == launched_rank(slurm(1, 7))
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
@@ -304,16 +304,16 @@ def test_what_other_launchers_say() -> None:
     with pytest.raises(RankError, match="set ONNXPAR_STORE"):
         launched_rank(two_hosts)
     found = launched_rank({**two_hosts, "ONNXPAR_STORE": "tcp://node1:5000"})
-    assert found == Launched(0, 4, 2, "tcp://node1:5000")
+    assert found == Launched(0, 4, 2, "tcp://node1:5000", "")
 
 
 def test_torchrun_over_several_hosts() -> None:
     many = {**torchrun(1, 29500, size=4), "MASTER_ADDR": "node1", "LOCAL_WORLD_SIZE": "2"}
-    assert launched_rank(many) == Launched(1, 4, 2, "tcp://node1:29501#29500")
+    assert launched_rank(many) == Launched(1, 4, 2, "tcp://node1:29501#29500", "")
     one = {**many, "LOCAL_WORLD_SIZE": "4"}
-    assert launched_rank(one) == Launched(1, 4, 4, "tcp://127.0.0.1:29501#29500")
+    assert launched_rank(one) == Launched(1, 4, 4, "job:torchrun-29500")
     by_hand = {k: v for k, v in many.items() if k != "LOCAL_WORLD_SIZE"}
-    assert launched_rank(by_hand) == Launched(1, 4, 4, "tcp://node1:29501#29500")
+    assert launched_rank(by_hand) == Launched(1, 4, 4, "tcp://node1:29501#29500", "")
 
 
 def test_launchers_that_contradict_each_other() -> None:
@@ -324,18 +324,22 @@ def test_launchers_that_contradict_each_other() -> None:
     with pytest.raises(RankError, match=message):
         launched_rank(both)
     own = {"ONNXPAR_RANK": "3", "ONNXPAR_WORLD_SIZE": "4"}
-    assert launched_rank({**both, **own}) == Launched(3, 4, 4, "tcp://127.0.0.1:29501#29500")
+    assert launched_rank({**both, **own}) == Launched(3, 4, 4, "job:torchrun-29500")
 
 
 def test_what_the_environment_says() -> None:
     assert launched_rank({}) is None
     ours = {"ONNXPAR_RANK": "1", "ONNXPAR_WORLD_SIZE": "2", "ONNXPAR_STORE": "tcp://h:1"}
-    assert launched_rank(ours) == Launched(1, 2, 2, "tcp://h:1")
+    assert launched_rank(ours) == Launched(1, 2, 2, "tcp://h:1", "")
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
     one_host = {**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_SERVER_TMPDIR": "/job"}
     assert launched_rank(one_host) == Launched(0, 4, 4, "file:/job/onnxpar")
-    assert launched_rank({**one_host, **ours}) == Launched(1, 2, 4, "tcp://h:1")
+    assert launched_rank({**one_host, **ours}) == Launched(1, 2, 4, "tcp://h:1", "")
     two_hosts = {**one_host, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    found = launched_rank({**two_hosts, "PMIX_NAMESPACE": "12"})
+    assert found == Launched(0, 4, 2, "pmix:", "")
+    near = launched_rank({**two_hosts, "PMIX_NAMESPACE": "12", "ONNXPAR_BIND": "eth1"})
+    assert near == Launched(0, 4, 2, "pmix:", "eth1")
     with pytest.raises(RankError, match="set ONNXPAR_STORE"):
         launched_rank(two_hosts)
     with pytest.raises(RankError, match="rank 3 of None; set ONNXPAR_WORLD_SIZE"):
