@@ -47,7 +47,7 @@ struct OpenSsl {
   int (*SSL_pending)(const void*);
   int (*SSL_export_keying_material)(void*, unsigned char*, size_t, const char*, size_t,
                                     const unsigned char*, size_t, int);
-  unsigned long (*ERR_get_error)();
+  unsigned long (*ERR_peek_last_error)();
   void (*ERR_error_string_n)(unsigned long, char*, size_t);
   void (*ERR_clear_error)();
 };
@@ -92,7 +92,7 @@ OpenSsl Load() {
   FIND(SSL_get_error);
   FIND(SSL_pending);
   FIND(SSL_export_keying_material);
-  FIND(ERR_get_error);
+  FIND(ERR_peek_last_error);
   FIND(ERR_error_string_n);
   FIND(ERR_clear_error);
 #undef FIND
@@ -107,7 +107,7 @@ const OpenSsl& Ssl() {
 /// Returns OpenSSL's reason for the last failure of this thread.
 std::string Reason() {
   char text[256] = "no reason is known";
-  if (const unsigned long code = Ssl().ERR_get_error()) {
+  if (const unsigned long code = Ssl().ERR_peek_last_error()) {
     Ssl().ERR_error_string_n(code, text, sizeof(text));
   }
   return text;

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, with names, addresses and /tmp of their own."""
+"""Hosts that are namespaces of this machine, with names, addresses and /tmp of their own."""
 
 from __future__ import annotations
 
@@ -147,10 +147,8 @@ class Hosts:
 def _connect(host: Host, switch: Host) -> None:
     """Gives a host an interface, eth0, whose other end is a port of the switch."""
     port = f"to-{host.name}"
-    switch.run(
-        ["ip", "link", "add", port, "type", "veth"]
-        + ["peer", "name", "eth0", "netns", f"/proc/{host.pid}/ns/net"]
-    )
+    peer = ["peer", "name", "eth0", "netns", f"/proc/{host.pid}/ns/net"]
+    switch.run(["ip", "link", "add", port, "type", "veth", *peer])
     switch.run(["ip", "link", "set", port, "master", "bridge", "up"])
     host.run(["ip", "link", "set", "lo", "up"])
     host.run(["ip", "address", "add", f"{host.address}/24", "dev", "eth0"])
