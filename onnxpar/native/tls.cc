@@ -3,12 +3,14 @@
 #include "tls.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace onnxpar {
@@ -45,6 +47,8 @@ struct OpenSsl {
   int (*SSL_write)(void*, const void*, int);
   int (*SSL_get_error)(const void*, int);
   int (*SSL_pending)(const void*);
+  long (*SSL_get_verify_result)(const void*);
+  const char* (*X509_verify_cert_error_string)(long);
   int (*SSL_export_keying_material)(void*, unsigned char*, size_t, const char*, size_t,
                                     const unsigned char*, size_t, int);
   unsigned long (*ERR_peek_last_error)();
@@ -91,6 +95,8 @@ OpenSsl Load() {
   FIND(SSL_write);
   FIND(SSL_get_error);
   FIND(SSL_pending);
+  FIND(SSL_get_verify_result);
+  FIND(X509_verify_cert_error_string);
   FIND(SSL_export_keying_material);
   FIND(ERR_peek_last_error);
   FIND(ERR_error_string_n);
@@ -127,7 +133,13 @@ TlsSession::~TlsSession() { Ssl().SSL_free(session_); }
 
 int TlsSession::ShakeHands() {
   Ssl().ERR_clear_error();
-  return static_cast<int>(Result(Ssl().SSL_do_handshake(session_)));
+  const ssize_t result = Result(Ssl().SSL_do_handshake(session_));
+  const long verified = Ssl().SSL_get_verify_result(session_);
+  if (verified != 0) {
+    error_ = std::string("its certificate is refused: ") +
+             Ssl().X509_verify_cert_error_string(verified);
+  }
+  return static_cast<int>(result);
 }
 
 ssize_t TlsSession::Read(void* data, size_t bytes) {
@@ -178,10 +190,12 @@ std::shared_ptr<Tls> Tls::FromEnvironment() {
 Tls::Tls(const std::string& folder) : context_(Ssl().SSL_CTX_new(Ssl().TLS_method())) {
   const auto check = [&](int result, const std::string& file) {
     if (result == 1) return;
-    const std::string reason = Reason();
+    const std::string path = folder + "/" + file;
+    const std::string reason =
+        access(path.c_str(), R_OK) == 0 ? Reason() : std::string(std::strerror(errno));
     Ssl().SSL_CTX_free(context_);
     throw std::runtime_error(
-        "TLS cannot use " + folder + "/" + file + ": " + reason +
+        "TLS cannot use " + path + ": " + reason +
         "; the folder must have ca.crt, " +
         "the certificate of the authority, tls.crt, that of this host, and tls.key, its key");
   };
