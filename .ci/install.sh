@@ -12,6 +12,11 @@ have mpirun openmpi-bin
 python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
 browser=
 if [ "$extras" = test ]; then
+  have ip iproute2
+  # Where services are started by systemd, installing sshd would open the machine to the network.
+  [ -e /usr/sbin/sshd ] || [ -d /run/systemd/system ] || missing+=(openssh-server)
+  have ssh openssh-client
+  have openssl openssl
   command -v chromium chromium-browser google-chrome >/dev/null || browser=chromium
 fi
 if [ -n "${missing[*]}$browser" ]; then

@@ -40,6 +40,7 @@ llm           language and embedding models: text in, text or vectors out
 serve         language and embedding models over HTTP
 api           the Python functions
 hvd           Horovod's API
+launcher      one command as ranks on several hosts, over ssh
 cli           the command line
 testing       oracles and proofs for people who write rules and gradients
 """

@@ -12,6 +12,7 @@ from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.generate_command import add_generate
+from onnxpar.cli.launch_command import add_launch
 from onnxpar.cli.options import (
     add_dump,
     add_lowering,
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     _plan(to)
     _annotate(to)
     run_command.add_run(to)
+    add_launch(to)
     add_generate(to)
     add_serve(to)
     _check(to)
@@ -59,6 +61,16 @@ def parser() -> argparse.ArgumentParser:
     _calibrate(to)
     _ops(to)
     return top
+
+
+def command_names() -> set[str]:
+    """Returns the names of all commands."""
+    return {
+        name
+        for action in parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name in action.choices
+    }
 
 
 def _shard(to: Any) -> None:

@@ -85,7 +85,8 @@ Place Agreed(const std::vector<Place>& places) {
 
 /// True if variables of a launcher say that some ranks are on other hosts.
 bool HasOtherHosts(const std::string& size) {
-  for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"}) {
+  for (const char* name :
+       {"ONNXPAR_LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE"}) {
     const std::string local = Variable({name});
     if (!local.empty()) return local != size;
   }

@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
 number of ranks are read from the first pair that is set:
-  ONNXPAR_RANK, ONNXPAR_WORLD_SIZE           set by hand; these override all others
+  ONNXPAR_RANK, ONNXPAR_WORLD_SIZE           onnxpar launch, or by hand; these override all others
   OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE mpirun
   SLURM_PROCID, SLURM_STEP_NUM_TASKS         srun (or SLURM_NTASKS, within a step)
   RANK, WORLD_SIZE                           torchrun
@@ -48,7 +48,7 @@ class _Launcher:
     step: str = ""
 
 
-_OWN = _Launcher("ONNXPAR_RANK", ("ONNXPAR_WORLD_SIZE",))
+_OWN = _Launcher("ONNXPAR_RANK", ("ONNXPAR_WORLD_SIZE",), "ONNXPAR_LOCAL_WORLD_SIZE")
 _SLURM = _Launcher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), step="SLURM_STEP_ID")
 _LAUNCHERS = (
     _OWN,

@@ -47,27 +47,34 @@ class Host:
             assert time.monotonic() < end, f"{name} has no namespaces"
             time.sleep(0.01)
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """The command that runs this one on the host."""
-        return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-i", "--", *words]
+    def command(self, words: Sequence[str], folder: str | Path = "/") -> list[str]:
+        """The command that runs this one on the host, in a folder."""
+        inside = ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-i", "--"]
+        return [*inside, "env", f"--chdir={folder}", *words]
 
     def start(
-        self, words: Sequence[str], environment: Mapping[str, str] | None = None, **options: object
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        folder: str | Path = "/",
+        **options: object,
     ) -> subprocess.Popen[str]:
         """A process on this host, whose output is text in pipes unless `options` say otherwise."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         environment = {**os.environ, **(environment or {})}
-        return subprocess.Popen(self.command(words), env=environment, **pipes)  # type: ignore[call-overload, no-any-return]
+        command = self.command(words, folder)
+        return subprocess.Popen(command, env=environment, **pipes)  # type: ignore[call-overload, no-any-return]
 
     def run(
         self,
         words: Sequence[str],
         environment: Mapping[str, str] | None = None,
+        folder: str | Path = "/",
         timeout: float = 60,
     ) -> str:
         """What a command on this host prints. Errors: CalledProcessError."""
         done = subprocess.run(
-            self.command(words),
+            self.command(words, folder),
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,

@@ -1,0 +1,65 @@
+"""`onnxpar launch`: one command as ranks on several hosts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from onnxpar.errors import InputError
+
+_DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
+onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
+keeps strangers out. The output of all ranks is that of this command. When a rank fails, all are ended,
+and the exit status is that of the rank."""
+
+_EXAMPLES = """examples:
+  onnxpar launch --hosts a:2,b:2 --tls-dir certificates -- run llm.par --inputs in.npz
+  onnxpar launch --hostfile hosts --insecure -- python train.py
+
+On each host, `ssh HOST` must work without a password, Python with onnxpar must be at the same path
+(or at --python), and the command runs in the folder of the same name. --tls-dir, --insecure and
+--interface hold for all ranks, as do environment variables whose names begin with ONNXPAR_."""
+
+
+def add_launch(to: Any) -> None:
+    """Adds the command."""
+    from onnxpar.cli.rank_options import add_network
+
+    launch = to.add_parser(
+        "launch",
+        help="run a command as ranks on several hosts",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    launch.set_defaults(command=_launch)
+    where = launch.add_mutually_exclusive_group(required=True)
+    where.add_argument("--hosts", metavar="HOST:N,...", help="hosts, with their numbers of ranks")
+    where.add_argument("--hostfile", metavar="FILE", help="lines `HOST slots=N`, as mpirun's")
+    add_network(launch)
+    launch.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="PATH",
+        help="Python with onnxpar on the hosts; default: %(default)s",
+    )
+    launch.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from onnxpar.cli.parser import command_names
+    from onnxpar.launcher.launcher import Launcher, passed_on
+    from onnxpar.launcher.slots import parse_hosts, read_hostfile
+
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words:
+        raise InputError("launch needs a command, as in: onnxpar launch --hosts a:2,b:2 -- run ...")
+    if words[0] in command_names():
+        words = [args.python, "-m", "onnxpar", *words]
+    slots = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
+    launcher = Launcher(
+        slots, words, folder=os.getcwd(), environment=passed_on(), python=args.python
+    )
+    return launcher.wait()

@@ -1,0 +1,190 @@
+"""Runs the ranks of one host for `onnxpar launch`: `python -m onnxpar.launcher.agent`.
+
+Reads and writes lines of JSON. The first line that it reads says what to run; the secret of the
+launch is in it, and so on no command line. It tells what ranks print and how they end. When its
+input ends, it ends its ranks. Rank 0 leaves the address of its hub in a folder of this process,
+from where it goes through the launcher to the same folder on other hosts.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxpar.files.own_folder import OwnFolder
+
+TICK = 0.05
+GRACE = 3.0
+"""Seconds that ranks get to end after SIGTERM, before SIGKILL."""
+HUB = "onnxpar-hub"
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Runs the ranks that the first line of the input asks for; returns 0 when all have ended."""
+    lines = b""
+    while b"\n" not in lines:
+        data = os.read(0, 65536)
+        if not data:
+            return 2
+        lines += data
+    first, rest = lines.split(b"\n", 1)
+    try:
+        with OwnFolder() as folder:
+            Agent(json.loads(first), rest, Path(folder)).run()
+    except OSError as error:
+        _say({"error": f"host {socket.gethostname()}: {error}"})
+        return 2
+    return 0
+
+
+class Agent:
+    """The ranks of this host. `asked` is the first line of the input, and `rest` what was read
+    after it."""
+
+    def __init__(self, asked: Mapping[str, Any], rest: bytes, folder: Path) -> None:
+        self._hub = folder / HUB
+        self._told_hub = 0 not in asked["ranks"]
+        self._lines = b""
+        self._ending: float | None = None
+        self._selector = selectors.DefaultSelector()
+        os.set_blocking(0, False)
+        self._selector.register(0, selectors.EVENT_READ, None)
+        self._ranks = {rank: self._start(rank, asked, folder) for rank in asked["ranks"]}
+        self._take(rest)
+
+    def run(self) -> None:
+        """Returns when all ranks have ended."""
+        while self._ranks:
+            for key, _ in self._selector.select(TICK):
+                if key.data is None:
+                    self._listen()
+                else:
+                    self._pass_on(key)
+            self._tell_hub()
+            self._look_at_ranks()
+
+    def _start(self, rank: int, asked: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            **asked["environment"],
+            "ONNXPAR_RANK": str(rank),
+            "ONNXPAR_WORLD_SIZE": str(asked["size"]),
+            "ONNXPAR_LOCAL_WORLD_SIZE": str(len(asked["ranks"])),
+            "ONNXPAR_STORE": f"file:{folder}",
+        }
+        process = subprocess.Popen(
+            asked["command"],
+            cwd=asked["folder"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        for number, pipe in ((1, process.stdout), (2, process.stderr)):
+            assert pipe is not None
+            self._selector.register(pipe, selectors.EVENT_READ, (rank, number))
+        return process
+
+    def _listen(self) -> None:
+        """Reads what the launcher says; at the end of the input, ends the ranks."""
+        data = os.read(0, 65536)
+        if not data:
+            self._selector.unregister(0)
+            return self._end()
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._lines = (self._lines + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "hub" in message:
+                self._write_hub(message["hub"])
+            if message.get("end"):
+                self._end()
+
+    def _write_hub(self, text: str) -> None:
+        draft = self._hub.with_name("draft")
+        draft.touch(0o600)
+        draft.write_text(text)
+        draft.rename(self._hub)
+
+    def _tell_hub(self) -> None:
+        """Passes on where rank 0 listens, as soon as it says so."""
+        if self._told_hub or not self._hub.exists():
+            return
+        self._told_hub = True
+        _say({"hub": self._hub.read_text()})
+
+    def _pass_on(self, key: selectors.SelectorKey) -> None:
+        """Passes on what a rank has printed."""
+        data = os.read(key.fd, 65536)
+        if not data:
+            self._selector.unregister(key.fileobj)
+            return
+        rank, number = key.data
+        _say({"rank": rank, "stream": number, "text": base64.b64encode(data).decode()})
+
+    def _look_at_ranks(self) -> None:
+        """Tells which ranks have ended, and kills those that do not end in time."""
+        if self._ending is not None and time.monotonic() > self._ending:
+            for process in self._ranks.values():
+                _kill(process, signal.SIGKILL)
+        open_pipes = {key.data[0] for key in self._selector.get_map().values() if key.data}
+        for rank, process in list(self._ranks.items()):
+            if process.poll() is None or (rank in open_pipes and self._ending is None):
+                continue
+            del self._ranks[rank]
+            _say({"ended": rank, "status": process.returncode})
+
+    def _end(self) -> None:
+        if self._ending is not None:
+            return
+        self._ending = time.monotonic() + GRACE
+        for process in self._ranks.values():
+            _kill(process, signal.SIGTERM)
+
+
+def _kill(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def _end_with_parent() -> None:
+    """Makes Linux end this process when the agent ends, however that is."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _say(message: Mapping[str, Any]) -> None:
+    """Sends a message to the launcher; nobody hears it if that has ended."""
+    data = json.dumps(message).encode() + b"\n"
+    try:
+        _write(data)
+    except BrokenPipeError:
+        return
+
+
+def _write(data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(1, view) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

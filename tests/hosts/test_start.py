@@ -1,0 +1,157 @@
+"""Ranks on several hosts, started by `onnxpar launch` and by mpirun."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hosts.conftest import Cluster
+
+import onnxpar
+
+MODELS = Path(__file__).parents[2] / "models"
+LAUNCH = ["onnxpar", "launch"]
+RUN = ["run", "model.par", "--inputs", "in.npz", "--outputs"]
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> np.ndarray:
+    """What the unsplit model computes. Leaves it, split over 4 ranks, in the shared folder."""
+    model = MODELS / "gpt2.dynamo.static.onnx"
+    feeds = {
+        "input_ids": np.arange(64).reshape(4, 16) % 50,
+        "attention_mask": np.ones((4, 16), np.int64),
+    }
+    np.savez(cluster.folder / "in.npz", **feeds)
+    onnxpar.shard(model, cluster.folder / "model.par", devices=4, preset="tensor-parallel")
+    session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], feeds)
+    return np.asarray(logits)
+
+
+def finish(cluster: Cluster, words: list[str], timeout: float = 240) -> tuple[int, str, str]:
+    """The status, output and errors of a command on host a, in the shared folder."""
+    process = cluster.hosts[0].start(
+        words, cluster.environment, cluster.folder, stdin=subprocess.DEVNULL
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, output, errors
+
+
+def check(cluster: Cluster, name: str, expected: np.ndarray) -> None:
+    logits = np.load(cluster.folder / name)["logits"]
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("hosts", ["a:2,b:2", "b:1,a:3", "b:2,c:2", "a:1,b:2,c:1"])
+def test_launch(cluster: Cluster, expected: np.ndarray, hosts: str) -> None:
+    """Rank 0 may be on another host than the launcher."""
+    words = [*LAUNCH, "--hosts", hosts, "--tls-dir", str(cluster.certificates), "--", *RUN, "l.npz"]
+    assert finish(cluster, words) == (0, "logits: float32 4x16x512\n", "")
+    check(cluster, "l.npz", expected)
+
+
+def test_mpirun(cluster: Cluster, expected: np.ndarray) -> None:
+    """Plain, with a host file, and nothing else."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun")
+    (cluster.folder / "hosts").write_text("a slots=2\nb slots=2\n")
+    words = ["mpirun", "--allow-run-as-root", "-hostfile", "hosts", "-n", "4", "onnxpar", *RUN]
+    for option in (["--insecure"], ["--tls-dir", str(cluster.certificates)]):
+        assert finish(cluster, [*words, "m.npz", *option]) == (0, "logits: float32 4x16x512\n", "")
+        check(cluster, "m.npz", expected)
+    status, _, errors = finish(cluster, [*words, "m.npz"])
+    assert status != 0
+    assert "other hosts can reach 0.0.0.0, and connections would not be encrypted" in errors
+
+
+def test_a_host_file(cluster: Cluster, expected: np.ndarray) -> None:
+    (cluster.folder / "hosts").write_text("a slots=2\nb slots=2\n")
+    words = [*LAUNCH, "--hostfile", "hosts", "--insecure", "--", *RUN, "f.npz"]
+    assert finish(cluster, words)[0] == 0
+    check(cluster, "f.npz", expected)
+
+
+def test_programs_and_their_status(cluster: Cluster) -> None:
+    program = (
+        "import os, sys; print(os.uname().nodename); sys.exit(3 * int(os.environ['ONNXPAR_RANK']))"
+    )
+    words = [*LAUNCH, "--hosts", "a:1,b:1", "--", sys.executable, "-c", program]
+    status, output, errors = finish(cluster, words)
+    assert (status, sorted(output.split())) == (3, ["a", "b"])
+    assert errors == "onnxpar: rank 1 on host b ended with status 3\n"
+
+
+def test_a_host_that_is_not_there(cluster: Cluster) -> None:
+    words = [*LAUNCH, "--hosts", "a:2,nowhere:2", "--insecure", "--", *RUN, "x.npz"]
+    status, output, errors = finish(cluster, words)
+    assert (status, output) == (2, "")
+    assert "host nowhere, with rank 2, 3, is lost or cannot be reached: " in errors
+    assert not (cluster.folder / "x.npz").exists()
+
+
+def test_the_secret_is_on_no_command_line(cluster: Cluster) -> None:
+    """Nor do ranks of two launches have the same one."""
+    program = (
+        "import os, pathlib; key = os.environ['ONNXPAR_KEY'];"
+        "lines = pathlib.Path('/proc').glob('[0-9]*/cmdline');"
+        "print(key, any(key.encode() in line.read_bytes() for line in lines))"
+    )
+    words = [*LAUNCH, "--hosts", "a:1,b:1", "--", sys.executable, "-c", program]
+    seen = set()
+    for _ in range(2):
+        status, output, _ = finish(cluster, words)
+        assert status == 0
+        keys, found = zip(*(line.split() for line in output.splitlines()), strict=True)
+        assert found == ("False", "False")
+        assert keys[0] == keys[1]
+        assert len(keys[0]) == 32
+        seen.add(keys[0])
+    assert len(seen) == 2
+
+
+@pytest.fixture
+def sleeping(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
+    """A launch whose ranks do nothing for a long time."""
+    words = [*LAUNCH, "--hosts", "a:1,b:1", "--", "sh", "-c", "echo up; exec sleep 1234567"]
+    process = cluster.hosts[0].start(
+        words, cluster.environment, cluster.folder, stdin=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    yield process
+    process.kill()
+    process.wait()
+
+
+def asleep(cluster: Cluster) -> bool:
+    found = subprocess.run(["pgrep", "-f", "sleep 1234567"], capture_output=True)
+    return found.returncode == 0
+
+
+def test_the_end_of_a_launcher_ends_all_ranks(
+    cluster: Cluster, sleeping: subprocess.Popen[str]
+) -> None:
+    sleeping.kill()  # of nsenter's child, which is the launcher itself
+    sleeping.wait()
+    for _ in range(100):
+        if not asleep(cluster):
+            return
+        subprocess.run(["sleep", "0.2"], check=True)
+    raise AssertionError("ranks go on")
+
+
+def test_an_interrupt_ends_all_ranks(cluster: Cluster, sleeping: subprocess.Popen[str]) -> None:
+    sleeping.send_signal(2)
+    assert sleeping.wait(30) == 130
+    assert not asleep(cluster)
