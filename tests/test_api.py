@@ -59,6 +59,8 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
             *("kv_memory", "max_running", "max_waiting", "step_tokens"),
         },
     ),
+    # starts commands, which Python programs are
+    "launch": ([], {"hosts", "hostfile", "python", "words"}),
     "check": ([onnxpar.check], set()),
     "inspect": ([onnxpar.inspect], set()),
     "grad": ([onnxpar.training.grad], set()),
