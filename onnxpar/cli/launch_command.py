@@ -11,8 +11,8 @@ from onnxpar.errors import InputError
 
 _DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
 onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
-keeps strangers out. The output of all ranks is that of this command. When a rank fails, all are ended,
-and the exit status is that of the rank."""
+keeps strangers out. The output of all ranks is that of this command. When a rank fails, all are
+ended, and the exit status is that of the rank."""
 
 _EXAMPLES = """examples:
   onnxpar launch --hosts a:2,b:2 --tls-dir certificates -- run llm.par --inputs in.npz
