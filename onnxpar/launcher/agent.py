@@ -63,6 +63,7 @@ class Agent:
         self._selector.register(0, selectors.EVENT_READ, None)
         self._ranks = {rank: self._start(rank, asked, folder) for rank in asked["ranks"]}
         self._take(rest)
+        _say({"started": sorted(self._ranks)})
 
     def run(self) -> None:
         """Returns when all ranks have ended."""

@@ -43,6 +43,7 @@ class _Agent:
     ranks: set[int]
     lines: bytes = b""
     said: bytes = b""  # on its standard error
+    has_started: bool = False
     running: set[int] = field(default_factory=set)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -122,11 +123,13 @@ class Launcher:
         assert agent.process.stderr is not None
         os.set_blocking(agent.process.stderr.fileno(), False)
         said = (agent.said + (agent.process.stderr.read() or b"")).decode(errors="replace").strip()
-        ranks = ", ".join(map(str, sorted(agent.running)))
+        host, ranks = agent.slots.host, ", ".join(map(str, sorted(agent.running)))
+        why = said.splitlines()[-1] if said else "the connection ended"
+        if agent.has_started:
+            raise RankError(f"host {host}, with rank {ranks}, is lost: {why}")
         raise RankError(
-            f"host {agent.slots.host}, with rank {ranks}, is lost or cannot be reached: "
-            f"{said.splitlines()[-1] if said else 'the connection ended'}; `ssh "
-            f"{agent.slots.host}` must work without a password"
+            f"host {host}, for rank {ranks}, cannot be reached: {why}; `ssh {host}` must work "
+            "without a password, and Python with onnxpar must be there (--python)"
         )
 
     def _handle(self, agent: _Agent, line: bytes) -> None:
@@ -134,6 +137,7 @@ class Launcher:
             message = json.loads(line)
         except ValueError:  # printed by a login script
             return
+        agent.has_started = True
         if "error" in message:
             raise RankError(message["error"])
         if "hub" in message:

@@ -96,6 +96,8 @@ class Host:
 
     def end(self) -> None:
         """Kills all processes of the host, as a loss of power does."""
+        if self._sleeper.returncode is not None:
+            return
         mine = os.readlink(f"/proc/{self.pid}/ns/net")
         for each in Path("/proc").glob("[0-9]*"):
             try:
