@@ -17,6 +17,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kTick{20};
 /// The time between two attempts to join.
 constexpr milliseconds kRetry{10};
+constexpr milliseconds kLookup{250};  // name servers refuse or delay answers to frequent questions
 /// The time that a hub gets to answer. A hub answers at once; without an answer, the program is not
 /// a hub, or a hub that is stopping.
 constexpr milliseconds kAcceptTime{1000};
@@ -89,8 +90,15 @@ std::string Control::Listening() const {
 /// Connects to the hub; each end proves that it has the key.
 bool Control::Reach(const Address& hub, std::string* error) {
   const Clock::time_point until = Clock::now() + kAcceptTime;
-  auto handshake =
-      Handshake::Connects(TcpSocket::Connect(hub), network_.credentials, kHubPurpose, "");
+  TcpSocket socket;
+  try {
+    socket = TcpSocket::Connect(hub);
+  } catch (const UnknownHost& unknown) {
+    *error = unknown.what();
+    std::this_thread::sleep_for(kLookup);
+    return false;
+  }
+  auto handshake = Handshake::Connects(std::move(socket), network_.credentials, kHubPurpose, "");
   auto state = handshake.Advance();
   while (state == Handshake::State::kUnderWay && Clock::now() < until) {
     pollfd waiting{handshake.descriptor(), handshake.events(), 0};

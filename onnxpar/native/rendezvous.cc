@@ -272,6 +272,8 @@ class KnownAddress : public Rendezvous {
           error.code() == std::errc::address_not_available;  // on another host
       if (elsewhere) return nullptr;
       throw;
+    } catch (const UnknownHost&) {
+      return nullptr;
     }
   }
 

@@ -84,7 +84,7 @@ AddressInfo Resolve(const Address& address, int flags) {
   const std::string port = std::to_string(address.port);
   const int error = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &result);
   if (error != 0) {
-    throw std::runtime_error("cannot resolve host '" + address.host + "': " + gai_strerror(error));
+    throw UnknownHost("cannot resolve host '" + address.host + "': " + gai_strerror(error));
   }
   return {result, freeaddrinfo};
 }

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,13 @@ struct Address {
   int port = 0;
 
   std::string Text() const;
+};
+
+/// The name of a host has no address, or none yet: a cluster may publish names of hosts that start
+/// a moment later.
+class UnknownHost : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 /// One end of a TCP connection, closed on destruction. Its calls do not block: where they can do no
