@@ -39,6 +39,7 @@ checking      comparison of sharded results with those of the unsplit model
 llm           language and embedding models: text in, text or vectors out
 serve         language and embedding models over HTTP
 api           the Python functions
+ray           sessions, trainers and servers on the actors of a Ray cluster
 hvd           Horovod's API
 launcher      one command as ranks on several hosts, over ssh
 cli           the command line

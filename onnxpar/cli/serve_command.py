@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +145,8 @@ def serve(args: argparse.Namespace) -> int:
     keys = _keys(args)
     try:
         with quick_imports():
-            from onnxpar.serve import server
-            from onnxpar.serve.application import application
+            from onnxpar.serve.serve_model import serve_model
+            from onnxpar.serve.server import bind
             from onnxpar.serve.settings import Settings
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("onnxpar"):
@@ -155,28 +154,14 @@ def serve(args: argparse.Namespace) -> int:
         raise OnnxparError(
             f"serve needs the package {error.name}: pip install 'onnxpar[serve]'"
         ) from None
-    bound = server.bind(args.host, args.port)
-    is_local = server.is_local(bound)
-    name = args.model_name or Path(args.par).resolve().name.removesuffix(".par")
     settings = Settings(
-        model_name=name,
+        model_name=args.model_name or Path(args.par).resolve().name.removesuffix(".par"),
         api_keys=keys,
         cors_origins=tuple(args.cors_origins),
-        only_loopback=is_local and not keys,
         **{limit: getattr(args, limit) for limit in _LIMITS},
     )
-    settings.check()
-    if not is_local and not keys:
-        warnings.warn(
-            f"anyone who reaches {server.url_of(bound)} can use the model; give --api-key-file",
-            stacklevel=1,
-        )
-    with bound, _started(args) as engine:
-        engine.tokenizer  # noqa: B018  (is read now, and not by the first request)
-        app = application(engine, settings)
-        text = f"onnxpar: {name} is served at {server.url_of(bound)}"
-        server.run_server(app, bound, args.drain_timeout, lambda: print(text, flush=True))
-    tell("ended")
+    bound = bind(args.host, args.port)
+    serve_model(bound, lambda: _started(args), settings, args.drain_timeout)
     return 0
 
 

@@ -144,6 +144,16 @@ def check_bind(bind: str) -> str:
     return bind
 
 
+def check_elsewhere(of_host: Mapping[str, object], bind: str) -> None:
+    """Checks the options of ranks that do not run on this host. Errors: InputError for one that is
+    about processes of this host."""
+    given = [name for name, value in of_host.items() if value is not None]
+    if bind != BINDINGS[0]:
+        given.append("bind")
+    if given:
+        raise InputError(f"{given[0]} is for ranks on this host; leave it out with start_ranks")
+
+
 def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int:
     """Returns the number of ranks on each NUMA node, 0 for None. Errors: InputError unless it is at
     least 1, and ranks are bound by onnxpar."""

@@ -73,6 +73,16 @@ class Ranks(Protocol):
     def close(self) -> None: ...
 
 
+class StartRanks(Protocol):
+    """Starts all ranks of a bundle, for a session. A wait for a rank takes at most `timeout`
+    seconds; with `verify`, each rank compares every byte of its files with their digests. Errors:
+    RankError if a rank does not start."""
+
+    def __call__(
+        self, bundle: Bundle, spec: SessionSpec, timeout: float, verify: bool
+    ) -> Ranks: ...
+
+
 class _Piece(NamedTuple):
     """A shard of an input in shared memory."""
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
+from onnxpar.errors import InputError, ModelError, OnnxparError, RankError, RunError
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
 from onnxpar.runtime.checks import (
     check_bind,
+    check_elsewhere,
     check_feeds,
     check_kept,
     check_names,
@@ -35,7 +36,7 @@ from onnxpar.runtime.interface import Interface
 from onnxpar.runtime.options import SessionSpec, run_spec
 from onnxpar.runtime.prepared_run import PreparedRun
 from onnxpar.runtime.profile import Record
-from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks
+from onnxpar.runtime.ranks import PartsOf, ProcessRanks, Ranks, StartRanks
 from onnxpar.runtime.shards import PortParts
 from onnxpar.runtime.states import States
 
@@ -378,6 +379,7 @@ class InferenceSession(Session):
                          per rank
     verify               first compare every byte of the folder with its digests; by default, only
                          samples of large files
+    start_ranks          starts the ranks elsewhere than on this host, such as `onnxpar.ray.Actors`
     disabled_optimizers  onnxruntime's optimizers to switch off, by name
 
     `enable_fallback` and `read_config_from_model` must stay off. Errors: ModelError for a folder
@@ -403,6 +405,7 @@ class InferenceSession(Session):
         table_cache: float | str | None = None,
         profile: bool = False,
         verify: bool = False,
+        start_ranks: StartRanks | None = None,
         enable_fallback: bool | int = False,
         disabled_optimizers: Iterable[str] | None = None,
         read_config_from_model: bool | int = False,
@@ -435,7 +438,18 @@ class InferenceSession(Session):
             fields = {**spec.fields, "intra_op_num_threads": check_threads(threads)}
             spec = replace(spec, fields=fields)
 
+        if start_ranks is not None:
+            if launched is not None:
+                raise RankError(
+                    f"a launcher started this process as rank {launched.rank} of {launched.size}, "
+                    "and start_ranks starts ranks elsewhere: leave out one of them"
+                )
+            of_host = {"log_dir": log_dir, "bind_address": bind_address}
+            check_elsewhere({**of_host, "ranks_per_numa": ranks_per_numa}, bind)
+
         def start(spec: SessionSpec) -> Ranks:
+            if start_ranks is not None:
+                return start_ranks(bundle, spec, timeout, verify)
             if verify:
                 bundle.check_files(launched.rank if launched else None, whole=True)
             if launched is None:

@@ -21,6 +21,7 @@ from onnxpar.pipeline.context import load_model
 from onnxpar.pipeline.options import Options, manual_of
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.runtime.cores import BINDINGS
+from onnxpar.runtime.ranks import StartRanks
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.data import Data
@@ -172,6 +173,7 @@ def train(
     ranks_per_numa: int | None = None,
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
+    start_ranks: StartRanks | None = None,
 ) -> list[Record]:
     """Trains with a sharded training step. Returns a record of each step: its loss and other
     metrics and, for the last step of an epoch, the evaluation.
@@ -198,6 +200,7 @@ def train(
                 `InferenceSession`
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
+    start_ranks  starts the ranks elsewhere than on this host, such as `onnxpar.ray.Actors`
 
     To take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
     finite.
@@ -216,6 +219,7 @@ def train(
         "threads": threads,
         "bind": bind,
         "ranks_per_numa": ranks_per_numa,
+        "start_ranks": start_ranks,
     }
     with held_by_first(folder) as held, Trainer(par, held=held, **options) as trainer:
         samples = Data.given(data, trainer.data)

@@ -1,0 +1,195 @@
+"""One rank, in the process of a Ray actor on the rank's host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ray.util import get_node_ip_address
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import ModelError, OnnxparError
+from onnxpar.files.digests import Digests
+from onnxpar.files.own_folder import OwnFolder
+from onnxpar.runtime.arena import Heap
+from onnxpar.runtime.bundle import Bundle, Sizes
+from onnxpar.runtime.cores import own_cores, share_beside
+from onnxpar.runtime.executor import Executor, Facts, Request
+from onnxpar.runtime.groups import Hub, World
+from onnxpar.runtime.log import describe, log
+from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.profile import Record
+from onnxpar.runtime.ranks import KeptShapes
+from onnxpar.runtime.shards import Rows
+from onnxpar.runtime.state_files import Origin
+
+TLS_DIR, INSECURE = NETWORK = "ONNXPAR_TLS_DIR", "ONNXPAR_INSECURE"
+"""Variables of the environment: one must be set where other hosts can reach a rank."""
+
+
+class Place(NamedTuple):
+    """Where an actor runs: the name of its host, its address in the cluster, and its process;
+    whether its environment has certificates, or says that the network is trusted."""
+
+    host: str
+    address: str
+    pid: int
+    may_connect: bool
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a rank needs to join its world: the number of ranks, in total and on its host, the store
+    with the secret of the world, the longest wait in seconds, and the threads that it may use."""
+
+    size: int
+    local_size: int
+    store: str
+    bind_address: str
+    timeout: float
+    threads: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a rank to a call: a result, and the global shapes of the states that it kept;
+    or the text of an error, after which the rank can go on."""
+
+    result: Any = None
+    kept: KeptShapes = field(default_factory=dict)
+    error: str = ""
+
+
+class RankActor:
+    """A rank. `answer` takes one call at a time; `ping`, `stop` and `place` may be called while it
+    computes."""
+
+    def __init__(self, rank: int, variables: Mapping[str, str]) -> None:
+        os.environ.update(variables)  # the plugin reads them when the rank joins its world
+        self._rank = rank
+        self._calls = 0
+        self._hub: Hub | None = None
+        self._recordings: OwnFolder | None = None
+
+    def place(self) -> Place:
+        """Returns where this rank runs."""
+        may_connect = any(map(os.environ.get, NETWORK))
+        return Place(socket.gethostname(), get_node_ip_address(), os.getpid(), may_connect)
+
+    def meet(self, address: str) -> str:
+        """Makes this process the meeting point of the world, at any free port of an address of this
+        host; returns the store, with a secret of this world. Errors: RankError."""
+        self._hub = Hub(address)
+        return self._hub.store
+
+    def start(
+        self, path: str, digest: str, spec: SessionSpec, joining: Joining, verify: bool
+    ) -> Facts:
+        """Reads this rank's files in the folder `path` of this host, joins the world and loads the
+        graph. Errors: ModelError if the folder is missing or has another digest; RankError."""
+        bundle = Bundle.load(path)
+        if bundle.digest != digest:
+            raise ModelError(
+                f"{path} is not the model that the session was made for: the SHA-256 of plan.json "
+                f"begins with {bundle.digest[:8]} here and {digest[:8]} there; copy one folder "
+                "to all hosts"
+            )
+        if verify:
+            bundle.check_files(self._rank, whole=True)
+        if spec.profile:  # the session's folder is on its own host
+            self._recordings = OwnFolder()
+            spec = replace(spec, profile=str(self._recordings.path))
+        self._world = World.create(
+            "ray", self._rank, joining.size, joining.store, joining.bind_address, joining.timeout
+        )
+        spin = share_beside(joining.local_size, own_cores()).spin
+        try:
+            self._executor = Executor(bundle, self._world, spec, joining.threads, spin)
+        except Exception as error:  # the outermost boundary of a rank: the others wait for it
+            self._world.abort(f"rank {self._rank} failed: {describe(error)}")
+            raise
+        return dict(self._executor.facts())
+
+    def answer(self, do: str, feeds: Mapping[str, Array], *given: Any) -> Answer:
+        """Calls a method of this rank with this rank's shards of inputs and with `given`. An error
+        interrupts the call on all ranks; the rank is usable again after `renew`."""
+        self._calls += 1
+        self._executor.settle()
+        try:
+            result, kept = getattr(self, f"_{do}")(feeds, *given), {}
+            if do == "run":
+                kept = self._executor.kept_shapes
+            return Answer(result, kept)
+        except Exception as error:  # the outermost boundary of a call: the other ranks wait for it
+            log(error)
+            text = describe(error)
+            if not self._executor.stopped:
+                self._world.interrupt(f"rank {self._rank} failed: {text}")
+            return Answer(error=text)
+
+    def renew(self) -> str:
+        """Goes back to the states before the call that failed, once all ranks have left it; returns
+        the reason, the same on all ranks. Errors: RankError if a rank does not come."""
+        self._calls += 1
+        self._executor.undo()
+        return self._world.renew()
+
+    def ping(self) -> None:
+        """Does nothing: the answer says that the process runs."""
+
+    def stop(self, call: int) -> None:
+        """Ends the run of call number `call`, after another rank failed, if it is still active."""
+        running = self._executor.running
+        if running is not None and self._calls == call:
+            self._executor.stop(running)
+
+    def close(self) -> None:
+        """Ends the session of this rank, and leaves the world."""
+        del self._executor  # its kernels use the world
+        self._world.close()
+        if self._hub is not None:
+            self._hub.close()
+        if self._recordings is not None:
+            self._recordings.close()
+
+    def _run(self, feeds: Mapping[str, Array], request: Request) -> dict[str, Array]:
+        slots = self._executor.run(request, feeds, Heap())
+        return {name: slot.array for name, slot in slots.items()}
+
+    def _read(self, _: Any, name: str, sizes: Sizes, rows: Rows) -> dict[str, Array]:
+        slots = self._executor.read_state(name, Heap(), sizes, rows)
+        return {name: slot.array for name, slot in slots.items()}
+
+    def _write(self, feeds: Mapping[str, Array]) -> None:
+        for name, part in feeds.items():
+            self._executor.write_state(name, part)
+
+    def _clear(self, _: Any, name: str, sizes: Sizes) -> None:
+        self._executor.clear_state(name, sizes)
+
+    def _reset(self, _: Any) -> None:
+        self._executor.reset_states()
+
+    def _save(self, _: Any, folder: str, sizes: Sizes) -> dict[str, Digests]:
+        return self._executor.save_states(self._seen(folder), sizes)
+
+    def _load(
+        self, _: Any, folder: str, names: list[str], sizes: Sizes, origin: Origin | None
+    ) -> None:
+        self._executor.load_states(self._seen(folder), names, sizes, origin)
+
+    def _profile(self, _: Any) -> Record:
+        return self._executor.end_profile()
+
+    def _seen(self, folder: str) -> Path:
+        """Returns the path of a folder that all hosts share. Errors: OnnxparError."""
+        if not Path(folder).is_dir():
+            raise OnnxparError(
+                f"host {socket.gethostname()} does not see {folder}; give a folder that all hosts "
+                "share"
+            )
+        return Path(folder)
