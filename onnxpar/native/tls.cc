@@ -136,8 +136,8 @@ int TlsSession::ShakeHands() {
   const ssize_t result = Result(Ssl().SSL_do_handshake(session_));
   const long verified = Ssl().SSL_get_verify_result(session_);
   if (verified != 0) {
-    error_ = std::string("its certificate is refused: ") +
-             Ssl().X509_verify_cert_error_string(verified);
+    error_ =
+        std::string("its certificate is refused: ") + Ssl().X509_verify_cert_error_string(verified);
   }
   return static_cast<int>(result);
 }
@@ -195,8 +195,7 @@ Tls::Tls(const std::string& folder) : context_(Ssl().SSL_CTX_new(Ssl().TLS_metho
         access(path.c_str(), R_OK) == 0 ? Reason() : std::string(std::strerror(errno));
     Ssl().SSL_CTX_free(context_);
     throw std::runtime_error(
-        "TLS cannot use " + path + ": " + reason +
-        "; the folder must have ca.crt, " +
+        "TLS cannot use " + path + ": " + reason + "; the folder must have ca.crt, " +
         "the certificate of the authority, tls.crt, that of this host, and tls.key, its key");
   };
   const std::string ca = folder + "/ca.crt", own = folder + "/tls.crt", key = folder + "/tls.key";
