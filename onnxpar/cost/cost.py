@@ -1,8 +1,10 @@
 """The cost model of communication, memory traffic and compute: latency, bytes and operations.
 
 A collective is modelled by the messages that the plugin sends (`native/message_transport.cc`):
-rounds in which every member sends to every other at once. Its speed is that of the slowest link
-that the group crosses.
+rounds in which every member sends to every other at once. Where a group crosses hosts, the members
+of a host combine what they have before it crosses; this overlaps with what is under way, so the
+slower of the two counts. The speed between hosts is that of the slowest link that the group
+crosses.
 """
 
 from __future__ import annotations
@@ -26,9 +28,23 @@ _EVEN = 1e-9
 DIRECT_BYTES = 384 * 1024
 """Most bytes that a rank may send for an all-reduce in one round, in which each rank sends its
 whole tensor to every other. With more, there are two rounds, with chunks of the tensor."""
+SPARE_BYTES = 64 * 1024
+"""Most bytes that a host may receive in such a round beyond what it needs."""
 SCATTERED_BYTES = 64 * 1024
 """Size in bytes above which a broadcast to several ranks sends each a chunk, which that rank passes
 on to the others."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the ranks of a group are spread over hosts: `locals` on each of `hosts`."""
+
+    locals: int
+    hosts: int
+
+    @property
+    def ranks(self) -> int:
+        return self.locals * self.hosts
 
 
 def bytes_sent(kind: str, ranks: int, size: float) -> float:
@@ -77,6 +93,68 @@ _MESSAGES: dict[str, Callable[[int, float], tuple[int, float]]] = {
 """Formulas of rounds and bytes, by kind of collective; for other kinds, `_of_shards` holds."""
 
 
+_Stage = tuple[int, float]
+"""Rounds of messages, and bytes that the busiest rank sends."""
+
+
+def stages(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
+    """Rounds and bytes inside hosts, and between them, of a collective on several hosts, for a
+    tensor of `size` bytes on the rank where it is largest."""
+    return _STAGES.get(kind, _between)(kind, spread, size)
+
+
+def _between(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
+    """All messages count as if they went between hosts."""
+    return (0, 0.0), messages(kind, spread.ranks, size)
+
+
+def _exchanged(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
+    """Each rank sends each other one a shard of its own: those for other hosts cross."""
+    shard = size / spread.ranks
+    away = spread.ranks - spread.locals
+    return (0, shard * (spread.locals - 1)), (1, shard * away)
+
+
+def _by_host(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
+    """Each rank handles a part of the tensor on its host, and exchanges it with other hosts."""
+    part = size / spread.locals
+    inside = (int(spread.locals > 1), part * (spread.locals - 1))
+    return inside, (1, part * (spread.hosts - 1) / spread.hosts)
+
+
+def _sums_by_host(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
+    locals, others = spread.locals - 1, spread.hosts - 1
+    if size * (locals + others) <= DIRECT_BYTES and size * locals * others <= SPARE_BYTES:
+        return (int(locals > 0), size * locals), (1, size * others)
+    return _scattered_sums(spread, size)
+
+
+def _scattered_sums(spread: Spread, size: float) -> tuple[_Stage, _Stage]:
+    """A reduce-scatter and an all-gather."""
+    (rounds, inside), (between_rounds, between) = _by_host("ReduceScatter", spread, size)
+    return (2 * rounds, 2 * inside), (2 * between_rounds, 2 * between)
+
+
+def _broadcast_by_host(kind: str, spread: Spread, size: float) -> tuple[_Stage, _Stage]:
+    others = spread.hosts - 1
+    part = size / spread.locals
+    inside = (int(spread.locals > 1), part * (spread.locals - 1))
+    if size <= SCATTERED_BYTES or others == 1:
+        return inside, (1, size * others)
+    return inside, (2, size + part * (others - 1) / others)
+
+
+_STAGES: dict[str, Callable[[str, Spread, float], tuple[_Stage, _Stage]]] = {
+    "AllReduce": _sums_by_host,
+    "ReduceScatter": _by_host,
+    "AllGather": _by_host,
+    "Broadcast": _broadcast_by_host,
+    "AllToAll": _exchanged,
+    "AllToAllV": _exchanged,
+}
+"""Formulas of the stages of a collective on several hosts; for other kinds, `_between` holds."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Computes seconds of communication, memory traffic and compute for the ranks of a mesh on a
@@ -85,6 +163,9 @@ class Costs:
     topology: Topology
     mesh: Mesh
     _crossed: dict[Axes, Level] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _spreads: dict[Axes, Spread] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _places: dict[Axes, Sequence[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -117,20 +198,32 @@ class Costs:
         """Seconds of a collective among the ranks that differ along axes. `size` is the bytes of
         the tensor on a rank where it is largest (before an all-reduce, after an all-gather); for a
         NeighborExchange or HaloExchange, it is the bytes sent."""
-        ranks = parts_over(axes)
-        return 0.0 if ranks == 1 else _transfer(kind, ranks, self.level(axes).link(kind), size)
+        if parts_over(axes) == 1:
+            return 0.0
+        spread, link = self.spread(axes), self.level(axes).link(kind)
+        return self._seconds(kind, spread, link, size)
+
+    def _seconds(self, kind: str, spread: Spread, link: Link, size: float) -> float:
+        """Seconds of a collective whose ranks communicate over `link` between hosts, or within the
+        only host."""
+        if spread.hosts == 1:
+            return _transfer(kind, spread.ranks, link, size)
+        return _over_hosts(kind, spread, self.topology.levels[0].link(kind), link, size)
 
     def idle(self, kind: str, groups: Iterable[Sequence[int]], size: float) -> float:
         """Of the seconds of a collective in these groups of ranks, those in which the cores have
         nothing to do: they only wait for a link that is slower than those within a host, where
         cores move the bytes."""
-        levels = {self._level_of(group): len(group) for group in groups}
+        levels = {self._level_of(group): group for group in groups}
         outermost = max(levels)
         if outermost == 0:
             return 0.0
-        ranks, link = levels[outermost], self.topology.levels[outermost].link(kind)
+        link = self.topology.levels[outermost].link(kind)
+        unit = self.topology.units()[0]
+        group = levels[outermost]
+        spread = _spread(len(group), len({rank // unit for rank in group}))
         own = by_cores(link)
-        return _transfer(kind, ranks, link, size) - _transfer(kind, ranks, own, size)
+        return self._seconds(kind, spread, link, size) - self._seconds(kind, spread, own, size)
 
     def _level_of(self, group: Sequence[int]) -> int:
         """The number of the innermost level that has all ranks of a group in one unit."""
@@ -156,6 +249,22 @@ class Costs:
             if (firsts // unit == (firsts + reach) // unit).all():
                 return level
         return outermost
+
+    def spread(self, axes: Axes) -> Spread:
+        """How a group of ranks along these axes is spread over hosts, the units of the innermost
+        level: that on most hosts."""
+        if axes not in self._spreads:
+            self._spreads[axes] = self._find_spread(axes)
+        return self._spreads[axes]
+
+    def _find_spread(self, axes: Axes) -> Spread:
+        ranks: Any = np.arange(self.mesh.size)
+        if len(self.topology.levels) == 1:
+            return Spread(parts_over(axes), 1)
+        unit = min(self.topology.units()[0], self.mesh.size)
+        firsts = ranks[self.mesh.coordinate(axes, ranks) == 0]
+        hosts: Any = np.sort((firsts[:, None] + np.array(self.mesh.group(axes, 0))) // unit, axis=1)
+        return _spread(parts_over(axes), 1 + int((np.diff(hosts, axis=1) > 0).sum(axis=1).max()))
 
     def places(self, axes: Axes) -> Sequence[int]:
         """The place of each rank of the mesh along axes."""
@@ -268,8 +377,28 @@ def _by_cores(level: Level) -> Level:
     return replace(level, latency=own.latency, bandwidth=own.bandwidth, collectives=measured)
 
 
+def _spread(ranks: int, hosts: int) -> Spread:
+    """Ranks on so many hosts, as if these had equally many."""
+    return Spread(-(-ranks // hosts), hosts)
+
+
+def _over_hosts(kind: str, spread: Spread, inside: Link, between: Link, size: float) -> float:
+    """Seconds of a collective of several hosts."""
+    seconds = _overlapped(stages(kind, spread, size), inside, between)
+    if kind == "AllReduce":  # no jump of costs where the plugin changes its algorithm
+        return min(seconds, _overlapped(_scattered_sums(spread, size), inside, between))
+    return seconds
+
+
+def _overlapped(each: tuple[_Stage, _Stage], inside: Link, between: Link) -> float:
+    """Seconds of two stages: their bytes move at once, and their rounds one after the other."""
+    (rounds, own), (between_rounds, away) = each
+    latency = rounds * inside.latency + between_rounds * between.latency
+    return latency + max(own / inside.bandwidth, away / between.bandwidth)
+
+
 def _transfer(kind: str, ranks: int, link: Link, size: float) -> float:
-    """Seconds of a collective of several ranks over a link."""
+    """Seconds of a collective of several ranks of a host over a link."""
     rounds, sent = messages(kind, ranks, size)
     seconds = rounds * link.latency + sent / link.bandwidth
     if kind == "AllReduce":  # no jump of costs where the plugin changes its algorithm

@@ -33,25 +33,49 @@ inline void* At(const void* base, size_t offset) {
   return static_cast<char*>(const_cast<void*>(base)) + offset;
 }
 
-/// The transfers between this rank and the others in one phase of a collective. At most two chunks
-/// may be posted and not yet waited for. Blocks from this rank to itself are skipped.
-class Chunks {
- public:
-  enum Arrival { kToOut, kStays };
+/// What one chunk has of a block, and how many chunks there are.
+struct Cut {
+  size_t piece;  // bytes of a chunk of each block
 
-  /// Prepares to send blocks of `in` and to receive blocks of `out`. With kStays, received chunks
-  /// are not copied to `out`: they stay where Arrived says, in scratch memory or in that of their
-  /// sender, until Release. The blocks must outlive this object.
-  Chunks(Links& links, const Call& call, uint64_t phase, const void* in,
-         const std::vector<Block>& sends, void* out, const std::vector<Block>& receives,
-         Arrival arrival, Scratch& scratch);
+  /// Returns the largest pieces that find room if a step of a collective sends so many.
+  static Cut WithRoom(const Links& links, size_t pieces);
 
-  /// The number of chunks of the largest block.
-  size_t Count() const { return count_; }
-
+  /// Returns the number of chunks of a block. An empty block is one empty chunk, so that its two
+  /// members still exchange a message.
+  size_t CountOf(const Block& block) const;
   /// Returns the bytes of a block that chunk number `chunk` has; an empty range if the block has
   /// fewer chunks.
   Range RangeOf(const Block& block, size_t chunk) const;
+};
+
+/// A block that goes to, or comes from, the block's member.
+struct Part {
+  const void* base;  // to which the block is relative
+  Block block;
+  bool placed = true;  // if not, there is no base, and chunks lie in scratch memory
+};
+
+/// Returns a part of so many bytes that has no place but scratch memory.
+inline Part Unplaced(int member, size_t bytes) { return {nullptr, Run(member, bytes), false}; }
+
+/// Returns parts with one base, without those of the member itself.
+std::vector<Part> PartsAt(const void* base, const std::vector<Block>& blocks, const Call& call);
+
+/// The transfers between this rank and the others in one phase of a collective. A chunk of all
+/// blocks of a member is one message; these blocks must be neighbours in the list, and in one order
+/// at both ends. At most two chunks may be posted and not yet waited for.
+class Chunks {
+ public:
+  /// Prepares to send and to receive these parts, each of another member.
+  ///
+  /// What is received for an unplaced part stays where Arrived says, in scratch memory or in that
+  /// of its sender, until Release; either all received parts are placed or none. What is sent of an
+  /// unplaced part must be written to where Departing says, before Post.
+  Chunks(Links& links, const Call& call, uint64_t phase, Cut cut, const std::vector<Part>& sends,
+         const std::vector<Part>& receives, Scratch& scratch);
+
+  /// The number of chunks of the largest block.
+  size_t Count() const { return count_; }
 
   void Post(size_t chunk);
   void Wait(size_t chunk);
@@ -62,44 +86,54 @@ class Chunks {
   /// collective about which another one disagrees, if it has received all that it expects.
   void WaitUntilReceived();
 
-  /// Returns the address of a chunk of `receives[index]` that was waited for, with kStays.
-  const char* Arrived(size_t index, size_t chunk) const {
-    return receives_[index].arrived[chunk % 2];
+  /// Returns the address of a chunk of received part number `part` that was waited for.
+  const char* Arrived(size_t part, size_t chunk) const {
+    return receives_.parts[part].arrived[chunk % 2];
   }
-  /// Returns scratch memory for a chunk of this rank's own block, with kStays.
-  char* Own(size_t chunk) const { return Slot(receives_[call_.me], chunk); }
-  /// Gives the memory of a chunk back to its senders, with kStays.
+  /// Returns where to write a chunk of sent part number `part`.
+  char* Departing(size_t part, size_t chunk) const { return Slot(sends_.parts[part], chunk); }
+  /// Gives the memory of a chunk of received unplaced parts back to its senders.
   void Release(size_t chunk);
 
  private:
-  struct Lane {
-    const Block* block;
-    bool shared;  // through shared memory
-    bool staged;  // in scratch memory
-    size_t slot;  // offset into scratch memory
+  struct Piece : Part {
+    size_t slot;  // offset into scratch memory, if its lane is staged or it is unplaced
     const char* arrived[2];
   };
+  /// The parts of one member.
+  struct Lane {
+    int member;
+    size_t begin, end;  // in the list of parts
+    size_t count;       // of chunks
+    bool shared;        // through shared memory
+    bool staged;        // in scratch memory
+  };
+  struct Lanes {
+    std::vector<Piece> parts;
+    std::vector<Lane> lanes;
+  };
 
-  std::vector<Lane> LanesOf(const std::vector<Block>& blocks, bool stays);
-  size_t CountOf(const Block& block) const;
-  bool Moves(const Lane& lane, size_t chunk) const;
-  int RankOf(const Lane& lane) const { return call_.ranks[lane.block->member]; }
-  uint64_t SlotOf(const Range& range, size_t chunk) const;
-  char* Slot(const Lane& lane, size_t chunk) const;
+  Lanes LanesOf(const std::vector<Part>& parts, bool outgoing);
+  void Stage(Lanes& all, Lane& lane, bool outgoing);
+  void CountCrossing() const;
+  uint64_t SlotOf(size_t bytes, size_t chunk) const;
+  char* Slot(const Piece& piece, size_t chunk) const;
+  size_t BytesOf(const Lanes& all, const Lane& lane, size_t chunk) const;
+  bool Alike(const Lane& a, const Lane& b) const;
+  void Pack(const Lane& lane, size_t chunk, char* memory) const;
+  void Unpack(const Lane& lane, size_t chunk, const char* memory);
+  int RankOf(const Lane& lane) const { return call_.ranks[lane.member]; }
   void PostShared(size_t chunk);
   void PostGloo(size_t chunk);
 
   Links& links_;
   const Call& call_;
   const uint64_t key_;
-  const void* const in_;
-  void* const out_;
-  const bool stays_;
-  const size_t piece_;  // bytes of a chunk
+  const Cut cut_;
   size_t count_ = 0;
   size_t staged_bytes_ = 0;
-  const std::vector<Lane> sends_;
-  std::vector<Lane> receives_;
+  Lanes sends_;
+  Lanes receives_;
   char* const scratch_;
   std::unique_ptr<GlooMesh::Flight> flights_[2];
 };

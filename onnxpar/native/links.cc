@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <stdexcept>
+#include <utility>
 
 namespace onnxpar {
 
@@ -16,8 +17,10 @@ Medium MediumFromEnvironment() {
 
 /// Gloo can only connect all ranks of a world, so it does as soon as one pair needs it.
 Links::Links(int rank, int size, Store& store, const Network& network,
-             std::chrono::milliseconds timeout, Medium medium)
-    : shared(rank, size, store, medium != Medium::kGloo, timeout) {
+             std::chrono::milliseconds timeout, Medium medium, std::vector<int> simulated)
+    : shared(rank, size, store, medium != Medium::kGloo, timeout),
+      rank(rank),
+      hosts(simulated.empty() ? shared.hosts() : std::move(simulated)) {
   if (shared.everyone()) return;
   if (medium == Medium::kSharedMemory) {
     throw std::runtime_error("ONNXPAR_TRANSPORT=shared-memory, but not all ranks are on one host");

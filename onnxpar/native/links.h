@@ -4,9 +4,11 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "gloo_mesh.h"
 #include "shared_mesh.h"
+#include "transport.h"
 
 namespace onnxpar {
 
@@ -22,15 +24,22 @@ enum class Medium {
 Medium MediumFromEnvironment();
 
 struct Links {
-  /// Connects to all ranks of the world. Throws if a rank cannot be
-  /// reached within `timeout`.
+  /// Connects to all ranks of the world. `simulated` has the host of each rank, where these are not
+  /// those that share memory; else it is empty. Throws if a rank cannot be reached within
+  /// `timeout`.
   Links(int rank, int size, Store& store, const Network& network, std::chrono::milliseconds timeout,
-        Medium medium);
+        Medium medium, std::vector<int> simulated);
+
+  /// True if a rank is on this rank's host.
+  bool IsHere(int other) const { return hosts[other] == hosts[rank]; }
 
   void Abort();
 
   SharedMesh shared;
   std::unique_ptr<GlooMesh> gloo;  // null if shared memory reaches all ranks
+  const int rank;
+  const std::vector<int> hosts;  // by rank
+  Crossing crossing;             // of the collective that runs
 };
 
 }  // namespace onnxpar

@@ -4,18 +4,32 @@
 // both must agree.
 #include "message_transport.h"
 
-#include "chunks.h"
+#include "group_hosts.h"
+#include "host_stages.h"
 #include "links.h"
 #include "ort.h"
 
 namespace onnxpar {
 namespace {
 
+/// An AllReduce in which every member sends at most this many bytes takes one step, in which the
+/// members get all operands, instead of two steps.
+constexpr size_t kDirectBytes = 384 * 1024;
+/// The most bytes that a host may receive in such a step beyond what it needs: each of its members
+/// receives what the others receive.
+constexpr size_t kSpareBytes = 64 * 1024;
+/// In a Broadcast of more bytes, the root sends a part to each host, and the hosts exchange the
+/// parts.
+constexpr size_t kScatteredBytes = 64 * 1024;
+
+/// Members of a group, by host, that get a tensor from the root in parts, and exchange these.
+using Audience = std::vector<std::vector<int>>;
+
 class MessageTransport : public Transport {
  public:
   MessageTransport(int rank, int size, Store& store, const Network& network,
-                   std::chrono::milliseconds timeout)
-      : links_(rank, size, store, network, timeout, MediumFromEnvironment()) {}
+                   std::chrono::milliseconds timeout, const std::vector<int>& simulated)
+      : links_(rank, size, store, network, timeout, MediumFromEnvironment(), simulated) {}
 
   void AllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
                  size_t elements) override;
@@ -28,158 +42,172 @@ class MessageTransport : public Transport {
                 const std::vector<Block>& receives) override;
   void Abort() override { links_.Abort(); }
   bool SharesMemoryWith(int rank) const override { return links_.shared.Reaches(rank); }
+  Crossing LastCrossing() const override { return links_.crossing; }
 
  private:
-  /// The steps of a collective. They are part of the slot, so that messages of different steps do
-  /// not match.
-  enum Phase { kFirst, kSecond };
-
-  template <typename AfterPiece>
-  void Reduce(const Call& call, const Reduction& reduction, const void* in,
-              const std::vector<Block>& blocks, void* out, const AfterPiece& after_chunk);
-  void Move(const Call& call, Phase phase, const void* in, const std::vector<Block>& sends,
-            void* out, const std::vector<Block>& receives);
+  GroupHosts Begin(const Call& call);
+  void Gather(const Setting& setting, const Part& own, void* out, const std::vector<Block>& blocks);
+  void GatherParts(const Call& call, const std::vector<Part>& parts);
+  void Move(const Call& call, const std::vector<Part>& sends, const std::vector<Part>& receives);
 
   Links links_;
   Scratch move_scratch_;
-  Scratch reduce_scratch_;
+  StageScratch reduce_scratch_;
+  StageScratch gather_scratch_;
 };
 
-/// Returns one block for each member; all blocks are the same bytes.
-std::vector<Block> ToEach(const Call& call, const Range& range) {
-  std::vector<Block> blocks;
-  for (int member = 0; member < call.size(); ++member) {
-    blocks.push_back(Run(member, range.size, range.begin));
-  }
-  return blocks;
+/// Begins to count what crosses between hosts.
+GroupHosts MessageTransport::Begin(const Call& call) {
+  links_.crossing = {};
+  return {call.ranks, call.me, links_.hosts};
 }
 
-/// Divides `elements` into one part for each member.
-std::vector<Block> PartsOf(const Call& call, size_t elements, size_t element_size) {
-  std::vector<Block> parts;
-  for (int member = 0; member < call.size(); ++member) {
-    const Range part = PartOf(elements, call.ranks.size(), static_cast<size_t>(member));
-    parts.push_back(Run(member, part.size * element_size, part.begin * element_size));
-  }
-  return parts;
+/// True if an AllReduce of this many bytes takes one step.
+bool IsDirect(const GroupHosts& hosts, size_t bytes) {
+  const size_t locals = hosts.Largest() - 1;
+  const size_t elsewhere = hosts.Count() - 1;
+  return bytes * (locals + elsewhere) <= kDirectBytes && bytes * locals * elsewhere <= kSpareBytes;
 }
 
 /// Small operands take one step; large ones are a ReduceScatter and an AllGather, overlapped chunk
 /// by chunk. `out` may be `in`: the result of a part comes from the member to which this rank sent
-/// that part, so no part is overwritten before it was sent.
+/// that part, or its host's sum of it, so no part is overwritten before it was sent.
 void MessageTransport::AllReduce(const Call& call, const Reduction& reduction, const void* in,
                                  void* out, size_t elements) {
+  const GroupHosts hosts = Begin(call);
+  const Setting setting(links_, call, hosts);
   const size_t element_size = ElementSize(reduction.type);
-  const size_t bytes = elements * element_size;
-  if (IsDirect(call, bytes)) {
-    return Reduce(call, reduction, in, ToEach(call, {0, bytes}), out, [](size_t) {});
+  if (IsDirect(hosts, elements * element_size)) {
+    Reducing::ToAll(setting, reduction, in, elements * element_size, out, reduce_scratch_)
+        .Run([](size_t) {});
+    return;
   }
-  const std::vector<Block> parts = PartsOf(call, elements, element_size);
+  const std::vector<Block> parts = hosts.Parts(elements, element_size);
   const Block& mine = parts[call.me];
-  const std::vector<Block> results = ToEach(call, {mine.offset, mine.Bytes()});
-  Chunks gather(links_, call, kSecond, out, results, out, parts, Chunks::kToOut, move_scratch_);
-  Reduce(call, reduction, in, parts, At(out, mine.offset), [&](size_t chunk) {
-    gather.Post(chunk);
-    if (chunk > 0) gather.Wait(chunk - 1);
-  });
-  gather.Wait(gather.Count() - 1);
+  Gathering gathering(setting, {out, mine}, out, parts, gather_scratch_);
+  Reducing::ToOwners(setting, reduction, in, parts, At(out, mine.offset), reduce_scratch_)
+      .Run([&](size_t chunk) { gathering.Post(chunk); });
+  gathering.Finish();
 }
 
 void MessageTransport::ReduceScatter(const Call& call, const Reduction& reduction, const void* in,
                                      const std::vector<Block>& blocks, void* out) {
-  Reduce(call, reduction, in, blocks, out, [](size_t) {});
-}
-
-/// Sends `blocks[i]` of `in` to each member i, and reduces the blocks that this member receives,
-/// and its own, into `out`. Calls after_chunk(i) after chunk i of `out` is complete.
-template <typename AfterPiece>
-void MessageTransport::Reduce(const Call& call, const Reduction& reduction, const void* in,
-                              const std::vector<Block>& blocks, void* out,
-                              const AfterPiece& after_chunk) {
-  const Block& mine = blocks[call.me];
-  const std::vector<Block> receives = ToEach(call, {0, mine.Bytes()});
-  Chunks arriving(links_, call, kFirst, in, blocks, nullptr, receives, Chunks::kStays,
-                  reduce_scratch_);
-  std::vector<const void*> sources(call.ranks.size());
-  arriving.Post(0);
-  for (size_t chunk = 0; chunk < arriving.Count(); ++chunk) {
-    if (chunk + 1 < arriving.Count()) arriving.Post(chunk + 1);
-    arriving.Wait(chunk);
-    const Range range = arriving.RangeOf(mine, chunk);
-    for (int member = 0; member < call.size(); ++member) {
-      sources[member] = arriving.Arrived(member, chunk);
-    }
-    if (mine.Contiguous()) {
-      sources[call.me] = At(in, mine.offset + range.begin);
-    } else {
-      PackBlock(in, mine, range, arriving.Own(chunk));
-      sources[call.me] = arriving.Own(chunk);
-    }
-    Fold(reduction, sources.data(), sources.size(), At(out, range.begin),
-         range.size / ElementSize(reduction.type));
-    arriving.Release(chunk);
-    after_chunk(chunk);
-  }
+  const GroupHosts hosts = Begin(call);
+  const Setting setting(links_, call, hosts);
+  Reducing::ToOwners(setting, reduction, in, blocks, out, reduce_scratch_).Run([](size_t) {});
 }
 
 /// A member that has received all blocks knows that all agree: the key has the sizes of all blocks.
 void MessageTransport::AllGather(const Call& call, const void* in, void* out,
                                  const std::vector<Block>& blocks) {
-  const std::vector<Block> sends = ToEach(call, {0, blocks[call.me].Bytes()});
-  CopyBlock(in, sends[call.me], out, blocks[call.me]);
-  Chunks(links_, call, kFirst, in, sends, out, blocks, Chunks::kToOut, move_scratch_).Move();
+  const GroupHosts hosts = Begin(call);
+  const Block own = Run(call.me, blocks[call.me].Bytes());
+  CopyBlock(in, own, out, blocks[call.me]);
+  Gather({links_, call, hosts}, {in, own}, out, blocks);
 }
 
-/// If there are many bytes, the root sends a different part to each member, and the members then
-/// exchange these parts.
-void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
-  const bool dealt = IsDealt(call, bytes);
-  std::vector<Block> chunks;  // of all members but the root
-  for (int member = 0; member < call.size(); ++member) {
-    if (member == root) continue;
-    const Range range = dealt ? PartOf(bytes, call.size() - 1, chunks.size()) : Range{0, bytes};
-    chunks.push_back(Run(member, range.size, range.begin));
-  }
-  if (call.me == root) return Move(call, kFirst, data, chunks, data, {});
+void MessageTransport::Gather(const Setting& setting, const Part& own, void* out,
+                              const std::vector<Block>& blocks) {
+  Gathering gathering(setting, own, out, blocks, gather_scratch_);
+  for (size_t chunk = 0; chunk < setting.CountOf(blocks); ++chunk) gathering.Post(chunk);
+  gathering.Finish();
+}
 
-  const Block& mine = chunks[call.me - (call.me > root ? 1 : 0)];
-  Move(call, kFirst, data, {}, data, {Run(root, mine.Bytes(), mine.offset)});
-  if (!dealt) return;
-  std::vector<Block> sends;
-  for (const Block& chunk : chunks) sends.push_back(Run(chunk.member, mine.Bytes(), mine.offset));
-  Move(call, kSecond, data, sends, data, chunks);
+/// Returns who gets a tensor of so many bytes together. If there are many bytes, all other hosts
+/// do, so that the root's host sends it only once; and the others of the root's host.
+std::vector<Audience> AudiencesOf(const GroupHosts& hosts, int root, size_t bytes) {
+  const bool together = bytes > kScatteredBytes;
+  Audience away;
+  std::vector<int> here;
+  for (size_t host = 0; host < hosts.Count(); ++host) {
+    if (host != hosts.HostOf(root)) away.push_back(hosts.hosts()[host]);
+  }
+  for (int member : hosts.hosts()[hosts.HostOf(root)]) {
+    if (member != root) here.push_back(member);
+  }
+  std::vector<Audience> audiences;
+  if (together && !away.empty()) audiences.push_back(away);
+  if (together && !here.empty()) audiences.push_back({here});
+  if (together) return audiences;
+  for (const std::vector<int>& host : away) audiences.push_back({host});
+  for (int member : here) audiences.push_back({{member}});
+  return audiences;
+}
+
+/// Divides `bytes` into a part for each of an audience: all hosts have equal parts.
+std::vector<Part> PartsOf(const Audience& audience, void* data, size_t bytes) {
+  std::vector<Part> parts;
+  for (size_t host = 0; host < audience.size(); ++host) {
+    const Range whole = PartOf(bytes, audience.size(), host);
+    for (size_t i = 0; i < audience[host].size(); ++i) {
+      const Range part = PartOf(whole.size, audience[host].size(), i);
+      parts.push_back({data, Run(audience[host][i], part.size, whole.begin + part.begin)});
+    }
+  }
+  return parts;
+}
+
+/// The root sends each member of an audience a part, and these exchange their parts.
+void MessageTransport::Broadcast(const Call& call, int root, void* data, size_t bytes) {
+  const GroupHosts hosts = Begin(call);
+  std::vector<Part> sends;
+  for (const Audience& audience : AudiencesOf(hosts, root, bytes)) {
+    const std::vector<Part> parts = PartsOf(audience, data, bytes);
+    sends.insert(sends.end(), parts.begin(), parts.end());
+    for (const Part& part : parts) {
+      if (part.block.member != call.me) continue;
+      Block mine = part.block;
+      mine.member = root;
+      Move(call, {}, {{data, mine}});
+      GatherParts(call, parts);
+    }
+  }
+  if (call.me == root) Move(call, sends, {});
+}
+
+/// Exchanges the parts of an audience, a group of its own.
+void MessageTransport::GatherParts(const Call& call, const std::vector<Part>& parts) {
+  if (parts.size() == 1) return;
+  std::vector<int> ranks;
+  std::vector<Block> blocks;
+  int me = 0;
+  for (const Part& part : parts) {
+    if (part.block.member == call.me) me = static_cast<int>(ranks.size());
+    blocks.push_back(Run(static_cast<int>(ranks.size()), part.block.Bytes(), part.block.offset));
+    ranks.push_back(call.ranks[part.block.member]);
+  }
+  const Call among{ranks, me, call.key};
+  const GroupHosts hosts(ranks, me, links_.hosts);
+  void* const data = At(parts[me].base, 0);
+  Gather({links_, among, hosts}, {data, blocks[me]}, data, blocks);
 }
 
 void MessageTransport::Exchange(const Call& call, const void* in, const std::vector<Block>& sends,
                                 void* out, const std::vector<Block>& receives) {
+  Begin(call);
   for (const Block& from : sends) {
     if (from.member != call.me) continue;
     for (const Block& to : receives) {
       if (to.member == call.me) CopyBlock(in, from, out, to);
     }
   }
-  Move(call, kFirst, in, sends, out, receives);
+  Move(call, PartsAt(in, sends, call), PartsAt(out, receives, call));
 }
 
-void MessageTransport::Move(const Call& call, Phase phase, const void* in,
-                            const std::vector<Block>& sends, void* out,
-                            const std::vector<Block>& receives) {
-  Chunks chunks(links_, call, phase, in, sends, out, receives, Chunks::kToOut, move_scratch_);
+void MessageTransport::Move(const Call& call, const std::vector<Part>& sends,
+                            const std::vector<Part>& receives) {
+  const Cut cut = Cut::WithRoom(links_, call.ranks.size());
+  Chunks chunks(links_, call, kMove, cut, sends, receives, move_scratch_);
   chunks.Move();
   chunks.WaitUntilReceived();
 }
 
 }  // namespace
 
-bool IsDirect(const Call& call, size_t bytes) {
-  return bytes * (call.ranks.size() - 1) <= kDirectBytes;
-}
-
-bool IsDealt(const Call& call, size_t bytes) { return bytes > kScatteredBytes && call.size() > 2; }
-
 std::unique_ptr<Transport> ConnectRanks(int rank, int size, Store& store, const Network& network,
-                                        std::chrono::milliseconds timeout) {
-  return std::make_unique<MessageTransport>(rank, size, store, network, timeout);
+                                        std::chrono::milliseconds timeout,
+                                        const std::vector<int>& simulated) {
+  return std::make_unique<MessageTransport>(rank, size, store, network, timeout, simulated);
 }
 
 }  // namespace onnxpar

@@ -36,7 +36,7 @@ const Accumulator<T>* Load(const T* in, Accumulator<T>* buffer, size_t count) {
 template <typename T>
 void Store(const Accumulator<T>* in, T* out, size_t count) {
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
-    std::memcpy(out, in, count * sizeof(T));
+    if (in != out) std::memcpy(out, in, count * sizeof(T));
   } else {
     Round(in, out, count);
   }
@@ -74,7 +74,8 @@ struct Min {
 };
 
 template <typename T, typename Operation>
-void FoldBlocks(const void* const* sources, size_t source_count, void* out, size_t elements) {
+void FoldBlocks(double divisor, const void* const* sources, size_t source_count, void* out,
+                size_t elements) {
   const Operation operation;
   Accumulator<T> sum[kBlock], buffer[kBlock];
   for (size_t begin = 0; begin < elements; begin += kBlock) {
@@ -89,8 +90,7 @@ void FoldBlocks(const void* const* sources, size_t source_count, void* out, size
       left = sum;
     }
     if constexpr (std::is_same_v<Operation, Mean>) {
-      for (size_t i = 0; i < count; ++i)
-        sum[i] = left[i] / static_cast<Accumulator<T>>(source_count);
+      for (size_t i = 0; i < count; ++i) sum[i] = left[i] / static_cast<Accumulator<T>>(divisor);
       left = sum;
     }
     Store(left, static_cast<T*>(out) + begin, count);
@@ -99,19 +99,20 @@ void FoldBlocks(const void* const* sources, size_t source_count, void* out, size
 
 /// All versions give the same bits.
 template <typename T>
-ONNXPAR_FOR_EACH_CPU void FoldType(ReduceOp op, const void* const* sources, size_t source_count,
-                                   void* out, size_t elements) {
-  switch (op) {
+ONNXPAR_FOR_EACH_CPU void FoldType(const Reduction& reduction, const void* const* sources,
+                                   size_t source_count, void* out, size_t elements) {
+  const double divisor = reduction.divisor;
+  switch (reduction.op) {
     case ReduceOp::kSum:
-      return FoldBlocks<T, Sum>(sources, source_count, out, elements);
+      return FoldBlocks<T, Sum>(divisor, sources, source_count, out, elements);
     case ReduceOp::kMax:
-      return FoldBlocks<T, Max>(sources, source_count, out, elements);
+      return FoldBlocks<T, Max>(divisor, sources, source_count, out, elements);
     case ReduceOp::kMin:
-      return FoldBlocks<T, Min>(sources, source_count, out, elements);
+      return FoldBlocks<T, Min>(divisor, sources, source_count, out, elements);
     case ReduceOp::kProd:
-      return FoldBlocks<T, Prod>(sources, source_count, out, elements);
+      return FoldBlocks<T, Prod>(divisor, sources, source_count, out, elements);
     case ReduceOp::kMean:
-      return FoldBlocks<T, Mean>(sources, source_count, out, elements);
+      return FoldBlocks<T, Mean>(divisor, sources, source_count, out, elements);
   }
 }
 
@@ -129,33 +130,33 @@ void Fold(const Reduction& reduction, const void* const* sources, size_t source_
           size_t elements) {
   switch (reduction.type) {
     case DataType::kFloat:
-      return FoldType<float>(reduction.op, sources, source_count, out, elements);
+      return FoldType<float>(reduction, sources, source_count, out, elements);
     case DataType::kDouble:
-      return FoldType<double>(reduction.op, sources, source_count, out, elements);
+      return FoldType<double>(reduction, sources, source_count, out, elements);
     case DataType::kFloat16:
-      return FoldType<Float16>(reduction.op, sources, source_count, out, elements);
+      return FoldType<Float16>(reduction, sources, source_count, out, elements);
     case DataType::kBfloat16:
-      return FoldType<Bfloat16>(reduction.op, sources, source_count, out, elements);
+      return FoldType<Bfloat16>(reduction, sources, source_count, out, elements);
     case DataType::kInt8:
-      return FoldType<int8_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<int8_t>(reduction, sources, source_count, out, elements);
     case DataType::kUint8:
-      return FoldType<uint8_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<uint8_t>(reduction, sources, source_count, out, elements);
     case DataType::kInt16:
-      return FoldType<int16_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<int16_t>(reduction, sources, source_count, out, elements);
     case DataType::kUint16:
-      return FoldType<uint16_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<uint16_t>(reduction, sources, source_count, out, elements);
     case DataType::kInt32:
-      return FoldType<int32_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<int32_t>(reduction, sources, source_count, out, elements);
     case DataType::kUint32:
-      return FoldType<uint32_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<uint32_t>(reduction, sources, source_count, out, elements);
     case DataType::kInt64:
-      return FoldType<int64_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<int64_t>(reduction, sources, source_count, out, elements);
     case DataType::kUint64:
-      return FoldType<uint64_t>(reduction.op, sources, source_count, out, elements);
+      return FoldType<uint64_t>(reduction, sources, source_count, out, elements);
     case DataType::kBool: {
       const bool any = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kMax;
-      return FoldType<uint8_t>(any ? ReduceOp::kMax : ReduceOp::kMin, sources, source_count, out,
-                               elements);
+      const Reduction logical{reduction.type, any ? ReduceOp::kMax : ReduceOp::kMin};
+      return FoldType<uint8_t>(logical, sources, source_count, out, elements);
     }
     default:
       throw std::runtime_error(std::string("cannot reduce elements of type ") +

@@ -2,7 +2,9 @@
 //
 // Because the order does not depend on algorithm and size, results are bit-identical on all
 // members, from run to run, and between an AllReduce, the equivalent ReduceScatter + AllGather, and
-// any bucket into which it is fused.
+// any bucket into which it is fused. Where several members share a host, the operands of each host
+// are combined first, and then what the hosts have, in the order of their first members: so floats
+// may have other last bits on several hosts than on one.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +14,7 @@
 
 namespace onnxpar {
 
-/// kMean is the sum divided by the number of members, for floats only.
+/// kMean is the sum divided by a divisor, for floats only.
 enum class ReduceOp { kSum, kMax, kMin, kProd, kMean };
 
 /// Returns the reduction for "sum", "max", "min" or "prod". Throws for another name.
@@ -21,6 +23,7 @@ ReduceOp ParseReduceOp(const std::string& name);
 struct Reduction {
   DataType type;
   ReduceOp op;
+  double divisor = 1;  // of kMean; transports set it
 };
 
 /// Computes out[i] = sources[0][i] op sources[1][i] op ...; `out` may be one of the sources.

@@ -38,6 +38,24 @@ struct Asking {
   Clock::time_point until;  // deadline for its Hello
 };
 
+/// Returns the host of each rank from what each reaches of the ranks below it. A rank joins the
+/// first host of which it reaches all ranks: that some reach others, and not all, is possible.
+std::vector<int> HostsOf(const std::vector<std::string>& reached) {
+  std::vector<int> hosts;
+  for (const std::string& theirs : reached) {
+    const auto fits = [&](int host) {
+      for (size_t other = 0; other < hosts.size(); ++other) {
+        if (hosts[other] == host && theirs.at(other) != '+') return false;
+      }
+      return true;
+    };
+    int host = 0;
+    while (!fits(host)) ++host;
+    hosts.push_back(host);
+  }
+  return hosts;
+}
+
 /// The exchange of segments of one rank.
 class Meeting {
  public:
@@ -65,12 +83,14 @@ class Meeting {
     }
     store_.Set("memory/reached/" + std::to_string(rank_), reached);
     int expected = 0;
+    std::vector<std::string> all;
     for (int other = 0; other < size_; ++other) {
-      const std::string theirs =
-          other == rank_ ? reached : store_.Get("memory/reached/" + std::to_string(other));
-      if (other > rank_) expected += theirs.at(rank_) == '+';
-      found_.everyone = found_.everyone && theirs.find('-') == std::string::npos;
+      all.push_back(other == rank_ ? reached
+                                   : store_.Get("memory/reached/" + std::to_string(other)));
+      if (other > rank_) expected += all.back().at(rank_) == '+';
+      found_.everyone = found_.everyone && all.back().find('-') == std::string::npos;
     }
+    found_.hosts = HostsOf(all);
     AnswerAll(listener, expected);
     for (int other = 0; other < rank_; ++other) {
       Hello hello{};

@@ -18,6 +18,7 @@ struct LocalRanks {
   std::vector<LocalSocket> sockets;  // by rank; the other end closes when its rank ends
   int count = 1;                     // with this rank
   bool everyone = true;              // all pairs of ranks of the world have exchanged segments
+  std::vector<int> hosts;            // by rank: ranks with one number have all exchanged segments
   cpu_set_t cores;                   // on which any of the local ranks may run
 };
 

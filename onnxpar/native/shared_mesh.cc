@@ -20,17 +20,20 @@ using std::chrono::milliseconds;
 /// The areas of small worlds. In larger ones, each rank has room for messages of kLeastBytes.
 constexpr size_t kAreaBytes = 4 << 20;
 constexpr size_t kLeastBytes = 64 << 10;
+/// Pieces of messages are multiples of this, so that they are aligned.
+constexpr size_t kPage = 4 << 10;
 /// Room is reserved in units of this many bytes; all elements are aligned to it.
 constexpr size_t kAlignment = 64;
 /// How long to sleep before looking whether the other rank has ended. The hub says so at once, but
 /// the rank that serves it may have ended, too.
 constexpr milliseconds kNap{50};
 
-/// The messages that must find room in an area: see Chunks.
-size_t MessagesInArea(size_t members) { return 4 * members + 4; }
+/// The pieces that must find room in an area, if a step has so many: those of three steps, and more
+/// because messages are not divided at the end of the area.
+size_t PiecesInArea(size_t step) { return 4 * step + 4; }
 
 size_t AreaOf(int size) {
-  return std::max(kAreaBytes, MessagesInArea(static_cast<size_t>(size)) * kLeastBytes);
+  return std::max(kAreaBytes, PiecesInArea(static_cast<size_t>(size)) * kLeastBytes);
 }
 
 }  // namespace
@@ -42,12 +45,14 @@ SharedMesh::SharedMesh(int rank, int size, Store& store, bool offered, milliseco
   segments_ = std::move(local.segments);
   sockets_ = std::move(local.sockets);
   everyone_ = local.everyone;
+  hosts_ = std::move(local.hosts);
   spins_ = local.count <= CPU_COUNT(&local.cores);
 }
 
-size_t SharedMesh::MaxBytes(size_t members) {
-  const size_t area = AreaOf(static_cast<int>(members));
-  return area / MessagesInArea(members) / kLeastBytes * kLeastBytes;
+size_t SharedMesh::MaxBytes(size_t pieces) const {
+  const size_t room = AreaOf(static_cast<int>(peers_.size())) / PiecesInArea(pieces);
+  return std::max(kAlignment,
+                  room >= kPage ? room / kPage * kPage : room / kAlignment * kAlignment);
 }
 
 /// Takes room behind the newest region, or at the start of the area if there is not enough until

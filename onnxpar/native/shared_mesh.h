@@ -28,9 +28,11 @@ class SharedMesh {
   bool Reaches(int rank) const { return segments_[rank].mapped(); }
   /// True if all ranks of the world reach each other.
   bool everyone() const { return everyone_; }
+  /// The host of each rank of the world: all ranks of a host reach each other.
+  const std::vector<int>& hosts() const { return hosts_; }
 
-  /// Sends a message to each of `readers`; fill(memory) writes it. At most MaxBytes(readers.size())
-  /// bytes. Waits until readers have released earlier messages, if there is no room.
+  /// Sends a message to each of `readers`; fill(memory) writes it. See MaxBytes for
+  /// how large it may be. Waits until readers have released earlier messages, if there is no room.
   template <typename Fill>
   void Send(const std::vector<int>& readers, uint64_t slot, size_t bytes, const Fill& fill) {
     char small[kInlineBytes];
@@ -51,9 +53,9 @@ class SharedMesh {
   /// Makes Send, Receive and WaitUntilReleased throw, now and later.
   void Abort();
 
-  /// The largest message of a collective among so many ranks that always finds room, if each
-  /// member sends in turn to all others and keeps two messages of each unreleased.
-  static size_t MaxBytes(size_t members);
+  /// The most bytes that a piece of a message may have if a collective sends so many pieces in each
+  /// of its steps, and goes on while those of three steps are unreleased. Equal on all ranks.
+  size_t MaxBytes(size_t pieces) const;
 
  private:
   /// The bytes `begin` to before `end` of the area, in use until their readers have released the
@@ -84,6 +86,7 @@ class SharedMesh {
   std::vector<Segment> segments_;  // of the others; not mapped for ranks elsewhere
   std::vector<LocalSocket> sockets_;
   bool everyone_ = false;
+  std::vector<int> hosts_;
   bool spins_ = false;
   std::vector<Peer> peers_;
   std::deque<Region> regions_;  // oldest first

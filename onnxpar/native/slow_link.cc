@@ -10,9 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "message_transport.h"
-#include "ort.h"
-
 namespace onnxpar {
 
 class SlowLink {
@@ -89,36 +86,30 @@ class SlowedTransport : public Transport {
   void AllReduce(const Call& call, const Reduction& reduction, const void* in, void* out,
                  size_t elements) override {
     transport_->AllReduce(call, reduction, in, out, elements);
-    const size_t bytes = elements * ElementSize(reduction.type);
-    const bool direct = IsDirect(call, bytes);
-    const double to_each = static_cast<double>(bytes) / (direct ? 1 : call.size());
-    const int rounds = direct ? 1 : 2;
-    Delay(call, rounds, rounds * to_each * Others(call));
+    Delay();
   }
 
   void ReduceScatter(const Call& call, const Reduction& reduction, const void* in,
                      const std::vector<Block>& blocks, void* out) override {
     transport_->ReduceScatter(call, reduction, in, blocks, out);
-    Delay(call, 1, std::max(Away(call, blocks), Mine(call, blocks) * Others(call)));
+    Delay();
   }
 
   void AllGather(const Call& call, const void* in, void* out,
                  const std::vector<Block>& blocks) override {
     transport_->AllGather(call, in, out, blocks);
-    Delay(call, 1, std::max(Away(call, blocks), Mine(call, blocks) * Others(call)));
+    Delay();
   }
 
   void Broadcast(const Call& call, int root, void* data, size_t bytes) override {
     transport_->Broadcast(call, root, data, bytes);
-    const bool dealt = IsDealt(call, bytes);
-    const double sent = static_cast<double>(bytes) * (dealt || call.me != root ? 1 : Others(call));
-    Delay(call, dealt ? 2 : 1, sent);
+    Delay();
   }
 
   void Exchange(const Call& call, const void* in, const std::vector<Block>& sends, void* out,
                 const std::vector<Block>& receives) override {
     transport_->Exchange(call, in, sends, out, receives);
-    Delay(call, 1, std::max(Away(call, sends), Away(call, receives)));
+    Delay();
   }
 
   void Abort() override {
@@ -129,37 +120,14 @@ class SlowedTransport : public Transport {
   }
 
   bool SharesMemoryWith(int rank) const override { return transport_->SharesMemoryWith(rank); }
+  Crossing LastCrossing() const override { return transport_->LastCrossing(); }
 
  private:
-  bool IsAway(const Call& call, int member) const {
-    return call.ranks[member] / link_->ranks_per_host !=
-           call.ranks[call.me] / link_->ranks_per_host;
-  }
-
-  /// The number of members on other hosts.
-  int Others(const Call& call) const {
-    int count = 0;
-    for (int member = 0; member < call.size(); ++member) count += IsAway(call, member) ? 1 : 0;
-    return count;
-  }
-
-  /// The bytes of the blocks of members on other hosts.
-  double Away(const Call& call, const std::vector<Block>& blocks) const {
-    double bytes = 0;
-    for (const Block& block : blocks) {
-      if (IsAway(call, block.member)) bytes += static_cast<double>(block.Bytes());
-    }
-    return bytes;
-  }
-
-  static double Mine(const Call& call, const std::vector<Block>& blocks) {
-    return static_cast<double>(blocks[call.me].Bytes());
-  }
-
-  void Delay(const Call& call, int rounds, double bytes) {
-    if (Others(call) == 0) return;
-    const std::chrono::duration<double> latency(rounds * link_->latency);
-    const auto until = link_->Send(bytes) + latency;
+  void Delay() {
+    const Crossing crossing = transport_->LastCrossing();
+    if (crossing.rounds == 0) return;
+    const std::chrono::duration<double> latency(crossing.rounds * link_->latency);
+    const auto until = link_->Send(static_cast<double>(crossing.bytes)) + latency;
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait_until(lock, until, [&] { return aborted_; });
     if (aborted_) throw TransportError("the other ranks, because the world has failed");
@@ -180,6 +148,14 @@ std::shared_ptr<SlowLink> SlowLinkFromEnvironment() {
   auto link = std::make_shared<SlowLink>();
   Parse(text, *link);
   return link;
+}
+
+std::vector<int> SimulatedHosts(const SlowLink* link, int size) {
+  std::vector<int> hosts;
+  for (int rank = 0; link != nullptr && rank < size; ++rank) {
+    hosts.push_back(rank / link->ranks_per_host);
+  }
+  return hosts;
 }
 
 std::unique_ptr<Transport> Slowed(std::unique_ptr<Transport> transport,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "transport.h"
 
@@ -15,13 +16,16 @@ class SlowLink;
 /// wrong.
 std::shared_ptr<SlowLink> SlowLinkFromEnvironment();
 
+/// Returns the host of each of `size` ranks; empty if `link` is null. Rank r is on host r /
+/// ranks_per_host, which is 1 unless given.
+std::vector<int> SimulatedHosts(const SlowLink* link, int size);
+
 /// Returns a transport whose collectives also take the time that they would take over `link`; the
 /// given one if `link` is null.
 ///
 /// A collective first moves its bytes, and then waits for the latency of each round of messages,
 /// and for the bytes that this rank sends to or receives from ranks of other hosts; these go over
-/// the link one after the other, also those of several streams. Hosts are simulated, too: rank r is
-/// on host r / ranks_per_host, which is 1 unless given.
+/// the link one after the other, also those of several streams.
 std::unique_ptr<Transport> Slowed(std::unique_ptr<Transport> transport,
                                   std::shared_ptr<SlowLink> link);
 

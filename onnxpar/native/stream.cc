@@ -42,7 +42,8 @@ std::vector<std::unique_lock<std::mutex>> Stopped(const std::vector<Stream*>& st
 
 std::shared_ptr<Transport> World::NewTransport(Control& control, size_t stream) {
   StreamStore store(control, stream);
-  return Slowed(ConnectRanks(config_.rank, config_.size, store, control.network(), config_.timeout),
+  return Slowed(ConnectRanks(config_.rank, config_.size, store, control.network(), config_.timeout,
+                             SimulatedHosts(link_.get(), config_.size)),
                 link_);
 }
 

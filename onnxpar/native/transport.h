@@ -31,6 +31,12 @@ struct Call {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
+/// What a rank exchanged with ranks of other hosts.
+struct Crossing {
+  int rounds = 0;    // of messages, each of which waits for the one before it
+  size_t bytes = 0;  // sent or received, whichever is more, of all rounds
+};
+
 /// Runs the collectives of one rank, one at a time. Every method blocks until its output is
 /// complete and its input may be overwritten, or throws a TransportError. A list of blocks has at
 /// most one block per member; a block's member may be this rank.
@@ -62,6 +68,9 @@ class Transport {
 
   /// Makes the current collective and every later one throw. Any thread may call it.
   virtual void Abort() = 0;
+
+  /// Returns what the last collective of this rank exchanged with other hosts.
+  virtual Crossing LastCrossing() const = 0;
 
   /// True if messages to this rank of the world go through memory that both ranks share.
   virtual bool SharesMemoryWith(int rank) const = 0;

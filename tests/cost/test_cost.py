@@ -12,7 +12,15 @@ import onnx
 import onnx.parser
 import pytest
 
-from onnxpar.cost.cost import DIRECT_BYTES, SCATTERED_BYTES, Costs, messages
+from onnxpar.cost.cost import (
+    DIRECT_BYTES,
+    SCATTERED_BYTES,
+    SPARE_BYTES,
+    Costs,
+    Spread,
+    messages,
+    stages,
+)
 from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import Device, Level, Link, Topology
 from onnxpar.errors import StrategyError
@@ -100,10 +108,87 @@ def test_what_is_sent_in_how_many_rounds(
 
 
 def test_the_plugin_changes_algorithms_where_the_costs_do() -> None:
-    source = Path(__file__).parents[2] / "onnxpar/native/message_transport.h"
+    source = Path(__file__).parents[2] / "onnxpar/native/message_transport.cc"
     found = dict(re.findall(r"size_t (k\w+) = (\d+) \* 1024;", source.read_text()))
     assert int(found["kDirectBytes"]) * 1024 == DIRECT_BYTES
     assert int(found["kScatteredBytes"]) * 1024 == SCATTERED_BYTES
+    assert int(found["kSpareBytes"]) * 1024 == SPARE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "locals", "hosts", "size", "inside", "between"),
+    [
+        # A sum of each host crosses the link in each direction, divided among its ranks.
+        ("AllReduce", 4, 2, 64e6, (2, 2 * 48e6), (2, 16e6)),
+        ("AllReduce", 2, 3, 6e6, (2, 6e6), (2, 4e6)),
+        ("AllReduce", 4, 2, 1000, (1, 3000), (1, 1000)),
+        ("AllReduce", 4, 2, SPARE_BYTES / 3, (1, SPARE_BYTES), (1, SPARE_BYTES / 3)),
+        ("AllReduce", 4, 2, SPARE_BYTES / 3 + 16, (2, 32792), (2, 5465)),
+        ("AllReduce", 1, 4, 1e6, (0, 0), (2, 1.5e6)),
+        ("ReduceScatter", 4, 2, 8e6, (1, 6e6), (1, 1e6)),
+        ("AllGather", 2, 4, 8e6, (1, 4e6), (1, 3e6)),
+        ("AllToAll", 4, 2, 8e6, (0, 3e6), (1, 4e6)),
+        ("Broadcast", 4, 2, 8e6, (1, 6e6), (1, 8e6)),
+        ("Broadcast", 4, 3, 1000, (1, 750), (1, 2000)),
+        ("Broadcast", 4, 3, 8e6, (1, 6e6), (2, 9e6)),
+        ("CollectivePermute", 4, 2, 100, (0, 0), (1, 100)),
+    ],
+)
+def test_what_is_sent_inside_hosts_and_between_them(
+    kind: str,
+    locals: int,
+    hosts: int,
+    size: float,
+    inside: tuple[int, float],
+    between: tuple[int, float],
+) -> None:
+    found = stages(kind, Spread(locals, hosts), size)
+    assert [stage[0] for stage in found] == [inside[0], between[0]]
+    assert found[0][1] == pytest.approx(inside[1], rel=1e-3)
+    assert found[1][1] == pytest.approx(between[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "over", "spread"),
+    [
+        ("pp=2,dp=2,tp=4", ("tp",), Spread(4, 1)),
+        ("pp=2,dp=2,tp=4", ("dp",), Spread(1, 2)),
+        ("pp=2,dp=2,tp=4", ("dp", "tp"), Spread(4, 2)),
+        ("pp=2,dp=2,tp=4", ("pp", "tp"), Spread(4, 2)),
+        ("dp=16", ("dp",), Spread(4, 4)),
+        ("dp=2,tp=3", ("tp",), Spread(2, 2)),  # ranks 3 to 5: one on the first host
+    ],
+)
+def test_groups_are_spread_over_hosts(mesh: str, over: tuple[str, ...], spread: Spread) -> None:
+    made = Mesh.parse(mesh)
+    assert Costs(HOSTS, made).spread(axes(made, *over)) == spread
+
+
+def test_a_group_on_several_hosts_costs_the_slower_of_two_stages() -> None:
+    """The link is 8e9 bytes per second inside, 2e9 between; each rank sends an eighth twice."""
+    mesh = Mesh.parse("dp=2,tp=4")
+    costs = Costs(HOSTS, mesh)
+    both = axes(mesh, "dp", "tp")
+    inside, between = 2 * 0.75 * 64e6 / 8e9, 2 * 8e6 / 2e9
+    assert costs.collective("AllReduce", both, 64e6) == pytest.approx(
+        2e-6 + 2e-5 + max(inside, between), rel=1e-12
+    )
+    slower = Costs(replace(HOSTS, levels=(replace(HOSTS.levels[0]), *_slow(HOSTS))), mesh)
+    assert slower.collective("AllReduce", both, 64e6) == pytest.approx(
+        2e-6 + 2e-5 + 2 * 8e6 / 1e8, rel=1e-12
+    )
+
+
+def _slow(topology: Topology) -> tuple[Level, ...]:
+    return tuple(replace(level, bandwidth=1e8) for level in topology.levels[1:])
+
+
+def test_idle_seconds_are_those_of_the_link_between_hosts() -> None:
+    mesh = Mesh.parse("dp=2,tp=4")
+    costs = Costs(replace(HOSTS, levels=(HOSTS.levels[0], *_slow(HOSTS))), mesh)
+    idle = costs.idle("AllReduce", [range(8)], 64e6)
+    assert 0 < idle < costs.collective("AllReduce", axes(mesh, "dp", "tp"), 64e6)
+    assert costs.idle("AllReduce", [range(4)], 64e6) == 0
 
 
 @pytest.mark.parametrize(
