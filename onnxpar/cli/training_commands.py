@@ -89,6 +89,7 @@ def train(args: argparse.Namespace) -> int:
         args.every,
         args.keep,
         args.resume,
+        args.async_checkpoint,
     )
     check_timeout(args.timeout)
     if args.profile:

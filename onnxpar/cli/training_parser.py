@@ -304,6 +304,12 @@ def _add_checkpoints(to: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue from the newest complete checkpoint; start anew if there is none",
     )
+    to.add_argument(
+        "--async-checkpoint",
+        action="store_true",
+        help="write checkpoints while training goes on: ranks copy their shards in memory, and "
+        "take the next steps while the copies are written",
+    )
 
 
 def add_merge(to: argparse.ArgumentParser) -> None:

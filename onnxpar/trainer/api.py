@@ -164,6 +164,7 @@ def train(
     every: int = 0,
     keep: int = 0,
     resume: bool = False,
+    async_checkpoint: bool = False,
     profile: str | os.PathLike[str] | None = None,
     table_dir: str | os.PathLike[str] | None = None,
     table_cache: float | str | None = None,
@@ -191,6 +192,8 @@ def train(
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
     resume      True to continue from the newest complete checkpoint in the folder
+    async_checkpoint  True to write checkpoints while training goes on: ranks copy their shards in
+                memory, and take the next steps while the copies are written
     profile     a file to write with a trace of all steps
     table_dir   a folder for the files of tables on the host; default: `par`
     table_cache  most bytes of their rows that a rank keeps in memory; default: 256 MiB
@@ -204,7 +207,8 @@ def train(
     """
     # Long for the list of parameters and their descriptions, which editors show.
     folder = None if checkpoint is None else Path(checkpoint)
-    run = Run(epochs, lr, schedule, warmup, seed, shuffle, folder, every, keep, resume)
+    order = (epochs, lr, schedule, warmup, seed, shuffle)
+    run = Run(*order, folder, every, keep, resume, async_checkpoint)
     if profile is not None:
         check_place(profile)
     options: dict[str, Any] = {

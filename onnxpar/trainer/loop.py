@@ -35,6 +35,7 @@ class Run:
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
     resume      True to continue from the newest complete checkpoint, if there is one
+    async_checkpoint  True to write checkpoints while training goes on
     """
 
     epochs: int
@@ -47,6 +48,7 @@ class Run:
     every: int = 0
     keep: int = 0
     resume: bool = False
+    async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         """Checks what needs neither the data nor the step, before these are read."""
@@ -70,10 +72,12 @@ class Run:
                     raise InputError(
                         f"{option} {given}: this run saves no checkpoints; give --checkpoint DIR"
                     )
-            if self.resume:
-                raise InputError(
-                    "--resume: the folder of checkpoints is not given; give --checkpoint DIR"
-                )
+            flags = (("--resume", self.resume), ("--async-checkpoint", self.async_checkpoint))
+            for option, is_given in flags:
+                if is_given:
+                    raise InputError(
+                        f"{option}: the folder of checkpoints is not given; give --checkpoint DIR"
+                    )
 
 
 @dataclass(frozen=True)
@@ -143,10 +147,29 @@ def records(
             trainer.session.write_log(record.lines(trainer.spec.loss))
             yield record
             is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
-            if run.checkpoint is not None and is_due:
-                trainer.save(run.checkpoint, progress)
-                if run.keep:
-                    trainer.keep(run.checkpoint, progress, run.keep)
+            if is_due:
+                _save(trainer, run, progress)
+    _finish_save(trainer, run)
+
+
+def _save(trainer: Trainer, run: Run, progress: Progress) -> None:
+    """Saves a checkpoint, or begins to, and removes old ones, if the run saves any."""
+    if run.checkpoint is None:
+        return
+    if run.async_checkpoint:
+        _finish_save(trainer, run)
+        trainer.async_save(run.checkpoint, progress)
+        return
+    trainer.save(run.checkpoint, progress)
+    if run.keep:
+        trainer.keep(run.checkpoint, progress, run.keep)
+
+
+def _finish_save(trainer: Trainer, run: Run) -> None:
+    """Waits for a checkpoint that is still being written, and removes old ones then."""
+    finished = trainer.finish_save()
+    if finished is not None and run.checkpoint is not None and run.keep:
+        trainer.keep(run.checkpoint, finished, run.keep)
 
 
 def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) -> None:
