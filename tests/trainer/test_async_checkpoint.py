@@ -311,3 +311,28 @@ def end(trainer: ThreadTrainer) -> None:
         if thread.name == "onnxpar-checkpoint":
             thread.join(WAIT)
     trainer._pending = trainer._unfinished = None
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_another_process_reads_the_folder_at_any_time(
+    is_async: bool, par: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As another host may: it finds a whole checkpoint, none older than before, and no damage."""
+    found: list[int] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            if newest(tmp_path) is not None:
+                found.append(Checkpoint.load(tmp_path).progress.step)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with ThreadTrainer(par) as trainer:
+        run = Run(8, 0.02, checkpoint=tmp_path, every=1, keep=1, async_checkpoint=is_async)
+        train(trainer, run)
+    assert wait_until(lambda: not found or found[-1] == 40, WAIT)
+    is_over.set()
+    reader.join(WAIT)
+    assert len(found) > 10 and found == sorted(found) and found[-1] == 40
+    assert capsys.readouterr().err == ""
