@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 from onnxpar.errors import RankError
 
+GENERATION = "ONNXPAR_GENERATION"
+"""The environment variable with the number of a generation: how often a launcher has started the
+ranks of a run again."""
+_TORCH_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The variable of torchrun that counts such starts."""
 _SLURM_PORT, _SLURM_PORTS = 20000, 10000
 """The first port for Slurm steps, and the number of ports. Two worlds may get the same port: the
 key after # in the store keeps them apart."""
@@ -45,7 +50,7 @@ class _Launcher:
     step: str = ""
 
 
-_OWN = _Launcher("ONNXPAR_RANK", ("ONNXPAR_WORLD_SIZE",))
+_OWN = _Launcher("ONNXPAR_RANK", ("ONNXPAR_WORLD_SIZE",), "ONNXPAR_LOCAL_SIZE")
 _SLURM = _Launcher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), step="SLURM_STEP_ID")
 _LAUNCHERS = (
     _OWN,
@@ -99,6 +104,12 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
             "ONNXPAR_KEY to the same secret on all ranks"
         )
     return Launched(rank, size, local, store or "hash:alone")
+
+
+def generation_number(environment: Mapping[str, str] = os.environ) -> int:
+    """Returns how often a launcher has started the ranks of this run again. Errors: RankError if
+    the variable is not a number."""
+    return _number(environment, GENERATION, _TORCH_RESTARTS) or 0
 
 
 def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:
