@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,11 @@ from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.loop import Run, last_checkpoint, records
+from onnxpar.trainer.elastic import Elastic, Generations
+from onnxpar.trainer.loop import Record, Run, last_checkpoint
 from onnxpar.trainer.merge import merge as merge_checkpoint
 from onnxpar.trainer.picture import draw_losses
-from onnxpar.trainer.trainer import Trainer, held_by_first
+from onnxpar.trainer.trainer import held_by_first
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.margins import Margin
@@ -117,17 +117,24 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
         "bind": args.bind,
         "ranks_per_numa": args.ranks_per_numa,
     }
-    with Trainer(args.par, held=held, log_dir=None if rank else logs, **options) as trainer:
+    living = Elastic.of(
+        args.elastic, args.min_ranks, args.max_restarts, args.model, bool(args.profile)
+    )
+    log_dir = None if rank else logs
+    with Generations(
+        Path(args.par), run, living, held=held, log_dir=log_dir, **options
+    ) as generations:
+        trainer = generations.trainer
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None
         data.check_batch(args.batch)
         try:
             if not trainer.leads:
-                deque(records(trainer, data, run, held_out), maxlen=0)
+                deque(generations.records(data, held_out), maxlen=0)
             else:
                 with writing(logs):
                     logs.mkdir(parents=True, exist_ok=True)
-                _follow(trainer, data, run, held_out, logs)
+                _follow(generations, data, run, held_out, logs)
         except RankError as error:
             first, *others = str(error).split("\n")
             error.args = ("\n".join([f"{first}; {last_checkpoint(run)}", *others]),)
@@ -139,38 +146,44 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
     return 0
 
 
-def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs: Path) -> None:
+def _follow(
+    generations: Generations, data: Data, run: Run, held_out: Data | None, logs: Path
+) -> None:
     """Trains, prints each step's loss, and writes metrics and a picture of the loss to the folder
     `logs`."""
+    loss = generations.trainer.spec.loss
     metrics = logs / "metrics.jsonl"
     total = run.epochs * data.batches
     for word, each in (("", data), ("evaluation: ", held_out)):
         if each is not None and (left_out := each.left_out()):
             print(f"{word}{left_out}", flush=True)
-    steps = records(trainer, data, run, held_out)
-    first = list(islice(steps, 1))  # a run that cannot start must keep the old metrics
-    if first:
-        _forget(metrics, first[0].total)
-    with (
-        metrics.open("a", encoding="utf-8") as sink,
-        tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar,
-    ):
-        for record in chain(first, steps):
+    with tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar:
+        last: int | None = None
+        for record in generations.records(data, held_out):
+            if last is None or record.total <= last:  # a run that cannot start keeps all rows
+                _forget(metrics, record.total)
+            last = record.total
             bar.update(record.total - bar.n)
-            for line in record.lines(trainer.spec.loss):
+            for line in record.lines(loss):
                 bar.write(line, sys.stdout)
-            row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
-            if record.evaluation is not None:
-                row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
-            with writing(metrics):
-                line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
-                sink.write(f"{line}\n")
-                sink.flush()
+            _add_row(metrics, record)
+    with writing(metrics):
+        metrics.touch()
     with writing(logs / "loss.png"):
         draw_losses(metrics, logs / "loss.png")
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
     if run.checkpoint is not None:
-        print(f"the last checkpoint is {trainer.checkpoint}")
+        print(f"the last checkpoint is {generations.trainer.checkpoint}")
+
+
+def _add_row(metrics: Path, record: Record) -> None:
+    """Adds the row of a step to a metrics file."""
+    row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
+    if record.evaluation is not None:
+        row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
+    with writing(metrics), metrics.open("a", encoding="utf-8") as sink:
+        line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
+        sink.write(f"{line}\n")
 
 
 def _forget(metrics: Path, first: int) -> None:

@@ -85,7 +85,7 @@ class Membership:
         RankError if fewer than `min_ranks` are left."""
         if len(self._slots) < self.min_ranks:
             raise RankError(
-                f"{len(self._slots)} ranks are left, fewer than --min-ranks {self.min_ranks}"
+                f"ranks left: {len(self._slots)}, fewer than --min-ranks {self.min_ranks}"
             )
         self._begun += 1
         return Generation(self._begun - 1, self.slots[:ranks])

@@ -24,8 +24,9 @@ from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.loop import Record, Run, records
-from onnxpar.trainer.trainer import Trainer, held_by_first
+from onnxpar.trainer.elastic import Elastic, Generations
+from onnxpar.trainer.loop import Record, Run
+from onnxpar.trainer.trainer import held_by_first
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
@@ -165,6 +166,10 @@ def train(
     keep: int = 0,
     resume: bool = False,
     async_checkpoint: bool = False,
+    elastic: bool = False,
+    min_ranks: int | None = None,
+    max_restarts: int | None = None,
+    model: str | os.PathLike[str] | None = None,
     profile: str | os.PathLike[str] | None = None,
     table_dir: str | os.PathLike[str] | None = None,
     table_cache: float | str | None = None,
@@ -194,6 +199,13 @@ def train(
     resume      True to continue from the newest complete checkpoint in the folder
     async_checkpoint  True to write checkpoints while training goes on: ranks copy their shards in
                 memory, and take the next steps while the copies are written
+    elastic     True to go on from the last checkpoint when ranks die. The steps after it are taken
+                again; their records replace the earlier ones
+    min_ranks   with `elastic`, the fewest ranks with which the run goes on; default: 1
+    max_restarts  with `elastic`, how often ranks that died are started again (default: 3); after
+                that, the run goes on without them, on a smaller mesh
+    model       with `elastic`, the step of which `par` was made, which is sharded again for fewer
+                ranks; default: the file of its name beside `par`
     profile     a file to write with a trace of all steps
     table_dir   a folder for the files of tables on the host; default: `par`
     table_cache  most bytes of their rows that a rank keeps in memory; default: 256 MiB
@@ -221,14 +233,19 @@ def train(
         "bind": bind,
         "ranks_per_numa": ranks_per_numa,
     }
-    with held_by_first(folder) as held, Trainer(par, held=held, **options) as trainer:
+    living = Elastic.of(elastic, min_ranks, max_restarts, model, profile is not None)
+    with (
+        held_by_first(folder) as held,
+        Generations(Path(par), run, living, held=held, **options) as generations,
+    ):
+        trainer = generations.trainer
         samples = Data.given(data, trainer.data)
         samples.check_batch(batch)
         held_out = None if eval is None else Data.given(eval, trainer.data)
-        steps = list(records(trainer, samples, run, held_out))
+        steps = {record.total: record for record in generations.records(samples, held_out)}
         if profile is not None:
             trainer.session.end_profile(profile, warm_up=1)
-    return steps
+    return [steps[total] for total in sorted(steps)]
 
 
 def write_step(

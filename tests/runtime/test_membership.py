@@ -45,7 +45,7 @@ def test_hosts_leave_and_return() -> None:
     ours.join(slots_of({**A, "b": 2}))
     assert names(ours.begin(3).slots) == "a:0 a:1 b:0"
     ours.leave(slots_of({"a": 2, "b": 1}))
-    with pytest.raises(RankError, match="1 ranks are left, fewer than --min-ranks 2"):
+    with pytest.raises(RankError, match="ranks left: 1, fewer than --min-ranks 2"):
         ours.begin()
 
 
@@ -191,7 +191,7 @@ def test_an_error_ends_the_run() -> None:
 
 def test_too_few_are_left() -> None:
     launcher = scripted({(0, "a:0"): DIES, (0, "a:1"): DIES}, {0: OBEDIENT})
-    with pytest.raises(RankError, match="1 ranks are left, fewer than --min-ranks 2"):
+    with pytest.raises(RankError, match="ranks left: 1, fewer than --min-ranks 2"):
         launcher.run(members(min_ranks=2))
 
 
