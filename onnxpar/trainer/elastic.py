@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import InputError, RankError, RunError
+from onnxpar.errors import InputError, RankError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.membership import Generation, Membership, slots_of
@@ -112,7 +112,7 @@ class Generations(Closing):
 
     def _lose(self, error: RankError) -> None:
         """Notes that ranks have died. Raises the error if none has, or if the run ends with it."""
-        if self._places is None or isinstance(error, RunError) or not error.lost:
+        if self._places is None or not error.lost:
             raise error
         self._places.lose(error)
 
