@@ -74,5 +74,9 @@ class DivergenceError(OnnxparError):
     """A training run whose loss is not finite any more."""
 
 
+class StoppedError(OnnxparError):
+    """A training run that a launcher has asked to end, and that has saved a checkpoint."""
+
+
 class PassError(OnnxparError):
     """A pass that failed: a bug in that pass, or in an earlier pass that left a wrong graph."""

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from onnxpar.base.interrupts import Terminated
 from onnxpar.cli.arguments import dims_of
-from onnxpar.errors import RankError
+from onnxpar.cli.error_line import report
+from onnxpar.errors import RankError, RunError, StoppedError
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.files.write_file import whole_file, writing
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
@@ -25,17 +26,20 @@ from onnxpar.pipeline.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch import generation_number, launched_rank
 from onnxpar.runtime.redirect import redirect_output
+from onnxpar.runtime.supervision import AGAIN
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step
+from onnxpar.trainer.checkpoint import tell
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.elastic import Elastic, Generations
+from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
+from onnxpar.trainer.launched_generation import LaunchedGeneration, NotNeededError
+from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run, last_checkpoint
 from onnxpar.trainer.merge import merge as merge_checkpoint
 from onnxpar.trainer.picture import draw_losses
-from onnxpar.trainer.trainer import held_by_first
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.margins import Margin
@@ -94,20 +98,37 @@ def train(args: argparse.Namespace) -> int:
     check_timeout(args.timeout)
     if args.profile:
         check_place(args.profile)
-    with held_by_first(run.checkpoint) as held:
+    elastic = Elastic.of(
+        args.elastic, args.min_ranks, args.max_restarts, args.model, bool(args.profile)
+    )
+    with held_unless_launched(run, elastic) as held:
         try:
-            return _train(args, run, held)
+            return _train(args, run, elastic, held)
         except (KeyboardInterrupt, Terminated) as end:
             end.args = (last_checkpoint(run),)
             raise
+        except NotNeededError as end:
+            print(f"onnxpar: {end}", file=sys.stderr)
+            return 0
+        except StoppedError as end:
+            tell(str(end))
+            return AGAIN
+        except RankError as error:
+            if isinstance(error, RunError) or elastic is None or launched_rank() is None:
+                raise
+            report(error)
+            return AGAIN
 
 
-def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
+def _train(
+    args: argparse.Namespace, run: Run, elastic: Elastic | None, held: FolderLock | None
+) -> int:
     """Trains; `held` is the lock on the folder of checkpoints, if any."""
     logs = Path(args.log_dir)
     rank = launched_rank()
     if rank is not None:
-        redirect_output(logs, rank.rank, stdout=rank.rank != 0)
+        own = generation_logs(logs, generation_number() if elastic else 0)
+        redirect_output(own, rank.rank, stdout=rank.rank != 0)
     options: dict[str, Any] = {
         "timeout": args.timeout,
         "profile": bool(args.profile),
@@ -116,14 +137,9 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
         "threads": args.threads,
         "bind": args.bind,
         "ranks_per_numa": args.ranks_per_numa,
+        "log_dir": None if rank else logs,
     }
-    living = Elastic.of(
-        args.elastic, args.min_ranks, args.max_restarts, args.model, bool(args.profile)
-    )
-    log_dir = None if rank else logs
-    with Generations(
-        Path(args.par), run, living, held=held, log_dir=log_dir, **options
-    ) as generations:
+    with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None
@@ -147,7 +163,11 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
 
 
 def _follow(
-    generations: Generations, data: Data, run: Run, held_out: Data | None, logs: Path
+    generations: Generations | LaunchedGeneration,
+    data: Data,
+    run: Run,
+    held_out: Data | None,
+    logs: Path,
 ) -> None:
     """Trains, prints each step's loss, and writes metrics and a picture of the loss to the folder
     `logs`."""

@@ -134,9 +134,13 @@ class Supervisor:
                 f"generation {generation.number} has ended without a lost rank, and --max-restarts "
                 f"{members.max_restarts} is used up; the logs of the ranks say why"
             )
-        what = ", ".join(map(str, lost)) or ", ".join(sorted(gone)) or "no slot"
-        count = len(members.slots)
-        self._tell(f"generation {generation.number} has ended: {what} lost; {count} slots go on")
+        joined = [slot for slot in members.slots if slot not in generation.slots]
+        each = [f"{name} is lost" for name in (*map(str, lost), *sorted(gone))]
+        each += [f"{slot} joins" for slot in joined]
+        self._tell(
+            f"generation {generation.number} has ended: {', '.join(each) or 'no slot is lost'}; "
+            f"{len(members.slots)} slots go on"
+        )
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.elastic import Elastic, Generations
+from onnxpar.trainer.elastic import Elastic
+from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run
-from onnxpar.trainer.trainer import held_by_first
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
@@ -233,10 +233,10 @@ def train(
         "bind": bind,
         "ranks_per_numa": ranks_per_numa,
     }
-    living = Elastic.of(elastic, min_ranks, max_restarts, model, profile is not None)
+    elasticity = Elastic.of(elastic, min_ranks, max_restarts, model, profile is not None)
     with (
-        held_by_first(folder) as held,
-        Generations(Path(par), run, living, held=held, **options) as generations,
+        held_unless_launched(run, elasticity) as held,
+        living(Path(par), run, elasticity, held, **options) as generations,
     ):
         trainer = generations.trainer
         samples = Data.given(data, trainer.data)

@@ -104,7 +104,9 @@ class Generations(Closing):
             return Trainer(self._par, **self._options)
         while True:
             par, number = self._places.next()
-            logs = generation_logs(self._options.get("log_dir"), number)
+            logs = self._options.get("log_dir")
+            if logs is not None:
+                logs = generation_logs(Path(logs), number)
             try:
                 return Trainer(par, **{**self._options, "log_dir": logs})
             except RankError as error:
@@ -121,12 +123,7 @@ class _Places:
     """The slots of this host, and the sharded step for those that are left."""
 
     def __init__(self, par: Path, run: Run, elastic: Elastic) -> None:
-        if run.checkpoint is None or not run.every:
-            raise InputError(
-                "--elastic: a run goes on from its last checkpoint; give --checkpoint DIR and "
-                "--every N"
-            )
-        self._folder = run.checkpoint
+        self._folder = checkpoint_folder(run)
         ranks = Bundle.load(par).mesh.size
         slots = slots_of({_HERE: ranks})
         self._members = Membership(slots, elastic.min_ranks, elastic.max_restarts)
@@ -134,7 +131,7 @@ class _Places:
         self._par = par
         self._plans: StepPlans | None = None
         if elastic.min_ranks < ranks:
-            self._plans = StepPlans(par, run.checkpoint, elastic.model, tell)
+            self._plans = StepPlans(par, self._folder, elastic.model, tell)
 
     def next(self) -> tuple[Path, int]:
         """Returns the folder for the ranks of the next generation, and its number. Errors:
@@ -165,8 +162,15 @@ class _Places:
         tell(f"{first}; {how}, from {newest[0] if newest else 'the beginning'}")
 
 
-def generation_logs(logs: str | os.PathLike[str] | None, number: int) -> Path | None:
+def checkpoint_folder(run: Run) -> Path:
+    """Returns the folder of checkpoints of an elastic run. Errors: InputError if it saves none."""
+    if run.checkpoint is None or not run.every:
+        raise InputError(
+            "--elastic: a run goes on from its last checkpoint; give --checkpoint DIR and --every N"
+        )
+    return run.checkpoint
+
+
+def generation_logs(logs: Path, number: int) -> Path:
     """Returns the folder for the logs of a generation; those of earlier ones stay."""
-    if logs is None:
-        return None
-    return Path(logs) / f"generation.{number}" if number else Path(logs)
+    return logs / f"generation.{number}" if number else logs

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnxpar.errors import DivergenceError, InputError
+from onnxpar.errors import DivergenceError, InputError, StoppedError
 from onnxpar.ir.training_spec import SKIPPED
 from onnxpar.trainer.checkpoint import Progress, checkpoints, warn
 from onnxpar.trainer.data import Data
@@ -114,13 +114,18 @@ class Record:
 
 
 def records(
-    trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
+    trainer: Trainer,
+    data: Data,
+    run: Run,
+    held_out: Data | None = None,
+    must_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Record]:
     """Trains, and yields a record after each step; the record of an epoch's last step has an
     evaluation on `held_out`, if given. The lines of each record also go to the ranks' logs. A
     checkpoint is saved only when the caller asks for the next record, so that a killed run has a
-    record of each step that a checkpoint includes. Errors: InputError, ModelError, RankError,
-    DivergenceError."""
+    record of each step that a checkpoint includes. After a step in which `must_stop` is true on any
+    rank, a checkpoint is saved, and the run ends. Errors: InputError, ModelError, RankError,
+    DivergenceError; StoppedError if the run had to stop."""
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
     progress = _start(trainer, run)
@@ -147,8 +152,12 @@ def records(
             trainer.session.write_log(record.lines(trainer.spec.loss))
             yield record
             is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
-            if is_due:
+            stops = must_stop is not None and any(trainer.together.each(must_stop()))
+            if is_due or stops:
                 _save(trainer, run, progress)
+            if stops:
+                _finish_save(trainer, run)
+                raise StoppedError(f"the run was asked to end; {last_checkpoint(run)}")
     _finish_save(trainer, run)
 
 

@@ -131,7 +131,7 @@ def test_a_rank_that_is_killed_is_given_up(end: str) -> None:
     launcher = scripted({(0, "a:1"): end}, {0: OBEDIENT})
     assert launcher.run(members()) == 0
     assert launcher.slots(1) == "a:0 b:0" and launcher.stores == ["store 0", "store 1"]
-    assert launcher.told == ["generation 0 has ended: a:1 lost; 2 slots go on"]
+    assert launcher.told == ["generation 0 has ended: a:1 is lost; 2 slots go on"]
 
 
 def test_a_rank_that_is_killed_starts_again() -> None:
@@ -151,7 +151,7 @@ def test_a_host_that_is_gone_takes_all_of_its_slots() -> None:
     ours = members()
     assert launcher.run(ours) == 0 and ours.restarts == 0
     assert launcher.slots(1) == "b:0"
-    assert launcher.told == ["generation 0 has ended: a lost; 1 slots go on"]
+    assert launcher.told == ["generation 0 has ended: a is lost; 1 slots go on"]
 
 
 STUCK = """

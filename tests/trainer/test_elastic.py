@@ -90,8 +90,8 @@ def data_of(made: Path, trainer: Any) -> Data:
     return Data.read(made / "train.npz", trainer.data)
 
 
-def run_of(out: Path) -> Run:
-    return Run(EPOCHS, 0.02, "cosine", 3, checkpoint=out, every=EVERY, keep=0)
+def run_of(out: Path, resume: bool = False) -> Run:
+    return Run(EPOCHS, 0.02, "cosine", 3, checkpoint=out, every=EVERY, resume=resume)
 
 
 def train(made: Path, out: Path, elastic: Elastic | None) -> tuple[list[Record], dict[str, Any]]:
@@ -252,9 +252,8 @@ def command(made: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "onnxpar", "train", *files, *folders, *more]
 
 
-def steps_of(logs: Path | None) -> int:
+def steps_of(logs: Path) -> int:
     """How many steps a generation has logged."""
-    assert logs is not None
     log = logs / "rank.0" / "stdout.log"
     return len(log.read_text().splitlines()) if log.exists() else 0
 
