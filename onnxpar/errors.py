@@ -59,7 +59,10 @@ class InputError(OnnxparError):
 
 class RankError(OnnxparError):
     """A rank that died, stopped, disagreed with others or did not start. This error ends the
-    session."""
+    session. `lost` are the ranks whose processes died or do not answer, so far as it is known: new
+    processes may do better."""
+
+    lost: tuple[int, ...] = ()
 
 
 class RunError(RankError):
@@ -69,6 +72,10 @@ class RunError(RankError):
 
 class DivergenceError(OnnxparError):
     """A training run whose loss is not finite any more."""
+
+
+class StoppedError(OnnxparError):
+    """A training run that a launcher has asked to end, and that has saved a checkpoint."""
 
 
 class PassError(OnnxparError):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 STATUSES = {
     signal.SIGINT: ("interrupted", 130),
@@ -20,6 +21,8 @@ STATUSES = {
 """Message and exit status of a command that a signal ends, by signal."""
 _waiting: list[int] = []
 """Signals that arrived inside an `uninterrupted` block and must still be raised."""
+_deferring: list[Deferred] = []
+"""The open blocks of this kind."""
 _shields = [0]
 """Its only element is the number of open `uninterrupted` blocks."""
 
@@ -61,6 +64,34 @@ def uninterrupted() -> Iterator[None]:
             last = _waiting[-1]
             _waiting.clear()
             raise_for(last)
+
+
+class Deferred:
+    """A block of the main thread in which SIGTERM does not end the command: `asked` is set
+    instead. In other threads, the block changes nothing."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def __enter__(self) -> Deferred:
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+            _deferring.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self in _deferring:
+            _deferring.remove(self)
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked.set()
+
+
+def is_deferred(number: int) -> bool:
+    """True if a signal does not end the command now, but asks it to end soon."""
+    return number == signal.SIGTERM and bool(_deferring)
 
 
 def end_now(number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from onnxpar.base.interrupts import STATUSES, end_now, raise_for
+from onnxpar.base.interrupts import STATUSES, end_now, is_deferred, raise_for
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
 from onnxpar.files.own_folder import OwnFolder, remove_all, remove_left
 from onnxpar.files.write_file import cause
@@ -109,6 +109,8 @@ def _ends_if_stuck(ours: Collection[int]) -> Iterator[threading.Event]:
     def watch() -> None:
         with receiver:
             while number := receiver.recv(1):
+                if is_deferred(number[0]):
+                    continue
                 if number[0] in ours and not reacted.wait(_PATIENCE):
                     word, status = STATUSES[signal.Signals(number[0])]
                     report_for_all_ranks(word)

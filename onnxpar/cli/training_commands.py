@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from tqdm import tqdm
 
 from onnxpar.base.interrupts import Terminated
 from onnxpar.cli.arguments import dims_of
-from onnxpar.errors import RankError
+from onnxpar.cli.error_line import report
+from onnxpar.errors import RankError, RunError, StoppedError
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.files.write_file import whole_file, writing
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
@@ -26,16 +26,20 @@ from onnxpar.pipeline.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch import generation_number, launched_rank
 from onnxpar.runtime.redirect import redirect_output
+from onnxpar.runtime.supervision import AGAIN
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step
+from onnxpar.trainer.checkpoint import tell
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.loop import Run, last_checkpoint, records
+from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
+from onnxpar.trainer.launched_generation import LaunchedGeneration, NotNeededError
+from onnxpar.trainer.living import held_unless_launched, living
+from onnxpar.trainer.loop import Record, Run, last_checkpoint
 from onnxpar.trainer.merge import merge as merge_checkpoint
 from onnxpar.trainer.picture import draw_losses
-from onnxpar.trainer.trainer import Trainer, held_by_first
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.margins import Margin
@@ -89,24 +93,42 @@ def train(args: argparse.Namespace) -> int:
         args.every,
         args.keep,
         args.resume,
+        args.async_checkpoint,
     )
     check_timeout(args.timeout)
     if args.profile:
         check_place(args.profile)
-    with held_by_first(run.checkpoint) as held:
+    elastic = Elastic.of(
+        args.elastic, args.min_ranks, args.max_restarts, args.model, bool(args.profile)
+    )
+    with held_unless_launched(run, elastic) as held:
         try:
-            return _train(args, run, held)
+            return _train(args, run, elastic, held)
         except (KeyboardInterrupt, Terminated) as end:
             end.args = (last_checkpoint(run),)
             raise
+        except NotNeededError as end:
+            print(f"onnxpar: {end}", file=sys.stderr)
+            return 0
+        except StoppedError as end:
+            tell(str(end))
+            return AGAIN
+        except RankError as error:
+            if isinstance(error, RunError) or elastic is None or launched_rank() is None:
+                raise
+            report(error)
+            return AGAIN
 
 
-def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
+def _train(
+    args: argparse.Namespace, run: Run, elastic: Elastic | None, held: FolderLock | None
+) -> int:
     """Trains; `held` is the lock on the folder of checkpoints, if any."""
     logs = Path(args.log_dir)
     rank = launched_rank()
     if rank is not None:
-        redirect_output(logs, rank.rank, stdout=rank.rank != 0)
+        own = generation_logs(logs, generation_number() if elastic else 0)
+        redirect_output(own, rank.rank, stdout=rank.rank != 0)
     options: dict[str, Any] = {
         "timeout": args.timeout,
         "profile": bool(args.profile),
@@ -115,18 +137,20 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
         "threads": args.threads,
         "bind": args.bind,
         "ranks_per_numa": args.ranks_per_numa,
+        "log_dir": None if rank else logs,
     }
-    with Trainer(args.par, held=held, log_dir=None if rank else logs, **options) as trainer:
+    with living(Path(args.par), run, elastic, held, **options) as generations:
+        trainer = generations.trainer
         data = Data.read(args.data, trainer.data)
         held_out = Data.read(args.eval, trainer.data) if args.eval else None
         data.check_batch(args.batch)
         try:
             if not trainer.leads:
-                deque(records(trainer, data, run, held_out), maxlen=0)
+                deque(generations.records(data, held_out), maxlen=0)
             else:
                 with writing(logs):
                     logs.mkdir(parents=True, exist_ok=True)
-                _follow(trainer, data, run, held_out, logs)
+                _follow(generations, data, run, held_out, logs)
         except RankError as error:
             first, *others = str(error).split("\n")
             error.args = ("\n".join([f"{first}; {last_checkpoint(run)}", *others]),)
@@ -138,38 +162,48 @@ def _train(args: argparse.Namespace, run: Run, held: FolderLock | None) -> int:
     return 0
 
 
-def _follow(trainer: Trainer, data: Data, run: Run, held_out: Data | None, logs: Path) -> None:
+def _follow(
+    generations: Generations | LaunchedGeneration,
+    data: Data,
+    run: Run,
+    held_out: Data | None,
+    logs: Path,
+) -> None:
     """Trains, prints each step's loss, and writes metrics and a picture of the loss to the folder
     `logs`."""
+    loss = generations.trainer.spec.loss
     metrics = logs / "metrics.jsonl"
     total = run.epochs * data.batches
     for word, each in (("", data), ("evaluation: ", held_out)):
         if each is not None and (left_out := each.left_out()):
             print(f"{word}{left_out}", flush=True)
-    steps = records(trainer, data, run, held_out)
-    first = list(islice(steps, 1))  # a run that cannot start must keep the old metrics
-    if first:
-        _forget(metrics, first[0].total)
-    with (
-        metrics.open("a", encoding="utf-8") as sink,
-        tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar,
-    ):
-        for record in chain(first, steps):
+    with tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar:
+        last: int | None = None
+        for record in generations.records(data, held_out):
+            if last is None or record.total <= last:  # a run that cannot start keeps all rows
+                _forget(metrics, record.total)
+            last = record.total
             bar.update(record.total - bar.n)
-            for line in record.lines(trainer.spec.loss):
+            for line in record.lines(loss):
                 bar.write(line, sys.stdout)
-            row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
-            if record.evaluation is not None:
-                row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
-            with writing(metrics):
-                line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
-                sink.write(f"{line}\n")
-                sink.flush()
+            _add_row(metrics, record)
+    with writing(metrics):
+        metrics.touch()
     with writing(logs / "loss.png"):
         draw_losses(metrics, logs / "loss.png")
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
     if run.checkpoint is not None:
-        print(f"the last checkpoint is {trainer.checkpoint}")
+        print(f"the last checkpoint is {generations.trainer.checkpoint}")
+
+
+def _add_row(metrics: Path, record: Record) -> None:
+    """Adds the row of a step to a metrics file."""
+    row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
+    if record.evaluation is not None:
+        row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
+    with writing(metrics), metrics.open("a", encoding="utf-8") as sink:
+        line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
+        sink.write(f"{line}\n")
 
 
 def _forget(metrics: Path, first: int) -> None:

@@ -255,6 +255,7 @@ def add_train(to: argparse.ArgumentParser) -> None:
         help="take samples in the order of the file",
     )
     _add_checkpoints(to)
+    _add_elastic(to)
     _add_tables(to)
     add_profile(to, "steps")
     add_launcher_help(to)
@@ -303,6 +304,39 @@ def _add_checkpoints(to: argparse.ArgumentParser) -> None:
         "--resume",
         action="store_true",
         help="continue from the newest complete checkpoint; start anew if there is none",
+    )
+    to.add_argument(
+        "--async-checkpoint",
+        action="store_true",
+        help="write checkpoints while training goes on: ranks copy their shards in memory, and "
+        "take the next steps while the copies are written",
+    )
+
+
+def _add_elastic(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--elastic",
+        action="store_true",
+        help="go on from the last checkpoint when ranks die; needs --checkpoint and --every",
+    )
+    to.add_argument(
+        "--min-ranks",
+        type=int,
+        metavar="N",
+        help="with --elastic, the fewest ranks with which the run goes on; default: 1",
+    )
+    to.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="with --elastic, how often ranks that died are started again (default: 3); after "
+        "that, the run goes on without them, on a smaller mesh",
+    )
+    to.add_argument(
+        "--model",
+        metavar="step.onnx",
+        help="with --elastic, the step of which step.par was made, which is sharded again for "
+        "fewer ranks; default: the file of its name beside step.par",
     )
 
 

@@ -206,6 +206,8 @@ class Plan(Shown):
     costs         where the quantities of the cost model are from, in words
     unpaired      inputs that look like states, but that no output feeds
     streams       number of the streams of collectives that run at once
+    request       the options with which a training step was sharded (`options`), and the digest of
+                  its model (`sha256`); None for other models
     explained     the steps of the plan, if they were asked for; a page is made from them
     hidden        seconds of communication that compute hides, and that `predicted` leaves out
     sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs, if these
@@ -243,6 +245,7 @@ class Plan(Shown):
     is_told: bool = False
     caches: Sequence[CacheSizes] = ()
     unpaired: Sequence[str] = ()
+    request: Mapping[str, Any] | None = None
     explained: Any = field(default=None, compare=False)
     costs: str = ""
     streams: int = 1
@@ -267,6 +270,7 @@ class Plan(Shown):
             "on_host": None if self.on_host is None else asdict(self.on_host),
             "unpaired": list(self.unpaired),
             "step": None if self.step is None else asdict(self.step),
+            "request": None if self.request is None else dict(self.request),
             "fixed": list(self.fixed),
             "example": dict(self.example),
             "ranges": {name: list(r) for name, r in self.ranges.items()},

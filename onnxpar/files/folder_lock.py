@@ -34,19 +34,20 @@ _inherited: set[int] = set()
 
 class FolderLock:
     """Holds the lock of a folder until `release`, the end of a `with`, or any end of the process.
-    Creates the folder if it does not exist.
+    Creates the folder if it does not exist. Waits so many seconds (`patience`) for another process
+    that holds the lock: a file system of several hosts may take a while to notice that one is gone.
 
     Errors: InputError, naming the process, if another process holds the lock; OnnxparError if the
     folder cannot be written to. If the file system cannot lock files, this prints a warning on
     stderr and locks nothing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float = 0.0) -> None:
         self.folder = folder
         with writing(folder):
             made = make_folders(folder)
             try:
-                descriptor = _locked(folder)
+                descriptor = _locked(folder, patience)
             except BaseException:
                 _remove_empty(made)
                 raise
@@ -74,11 +75,11 @@ class FolderLock:
         self.release()
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path, patience: float) -> int:
     """Locks a folder's file, writes the name of this process into it, and returns its descriptor.
-    Errors: InputError if another process holds the lock; OSError."""
+    Errors: InputError if another process still holds the lock after so many seconds; OSError."""
     file = folder / NAME
-    deadline = time.monotonic() + _PATIENCE
+    start = time.monotonic()
     holder: re.Match[bytes] | None = None
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -90,7 +91,9 @@ def _locked(folder: Path) -> int:
                 os.pwrite(descriptor, _own_name(), 0)
                 is_ours = True
                 return descriptor
-            if not is_free and (holder or time.monotonic() > deadline):
+            waited = time.monotonic() - start
+            is_known = holder is not None or waited > _PATIENCE
+            if not is_free and is_known and waited >= patience:
                 raise InputError(
                     f"{folder} is in use: {_text(holder)} has locked {NAME} there; wait until that "
                     "process ends, or choose another folder"

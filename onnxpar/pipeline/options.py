@@ -52,6 +52,8 @@ class Options:
                are those of the default topology
     show       called with the model after each rewrite of the loader
     times      collects the wall time of each pass
+    request    the options as the user gave them, in a form that plan.json can have; None if there
+               is none
     """
 
     devices: int | None = None
@@ -90,6 +92,7 @@ class Options:
     host: Host = unknown_host
     show: Show = unseen
     times: PassTimes = field(default_factory=PassTimes, compare=False)
+    request: Mapping[str, object] | None = None
 
 
 NO_RANKS = "how many ranks? give --devices N or --mesh dp=..,tp=.."

@@ -53,6 +53,7 @@ from onnxpar.pipeline.predicted_times import (
     note_weights,
     reckon_typical,
 )
+from onnxpar.pipeline.request import model_digest
 from onnxpar.pipeline.run_passes import Watch, run_passes
 from onnxpar.search.meshes import BETTER
 from onnxpar.search.objective import Objective, OverLimit
@@ -224,6 +225,8 @@ def _plan_once(
                 raise
             whole = {**whole, **more}
     made.metadata = metadata_of(model.header)
+    if made.step is not None and made.step.deal is None and options.request is not None:
+        made.request = {"file": Path(path).name, "options": options.request, "sha256": None}
     if options.exposed:
         expose(made, ctx, options.exposed)
     note_unsplit(made, ctx.sharding)
@@ -308,6 +311,8 @@ def shard(
         with timed(SplitRanks.name):
             SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
         with timed(WRITE):
+            if made.request is not None:
+                made.request = {**made.request, "sha256": model_digest(Path(path))}
             for name, file in carried_files(Path(path), options.part is not None).items():
                 shutil.copyfile(file, folder / name)
             write_plan(folder, made.to_json())

@@ -26,6 +26,7 @@ from onnxpar.pipeline.pass_registry import parse_placed
 from onnxpar.pipeline.placed_passes import Placed
 from onnxpar.pipeline.placed_tables import places_of
 from onnxpar.pipeline.plugins import load_plugin
+from onnxpar.pipeline.request import request_of
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.strategy.strategy import Strategy
@@ -201,6 +202,7 @@ def options_of(
         strict=asked.get("strict", False),
         passes=[parse_placed(each) if isinstance(each, str) else each for each in added],
         verify=asked.get("verify", False),
+        request=request_of(asked),
     )
 
 

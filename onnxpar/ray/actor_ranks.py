@@ -66,6 +66,10 @@ class ActorRanks:
         answers = self._ask("save", f"saving states to {folder}", None, folder, sizes)
         return {name: digests for a in answers for name, digests in a.result.items()}
 
+    def save_states_later(self, folder: str, sizes: Sizes) -> None:
+        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        self._ask("save_later", f"copying states for {folder}", None, folder, sizes)
+
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:

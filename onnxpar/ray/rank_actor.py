@@ -177,6 +177,9 @@ class RankActor:
     def _save(self, _: Any, folder: str, sizes: Sizes) -> dict[str, Digests]:
         return self._executor.save_states(self._seen(folder), sizes)
 
+    def _save_later(self, _: Any, folder: str, sizes: Sizes) -> None:
+        self._executor.save_states_later(self._seen(folder), sizes)
+
     def _load(
         self, _: Any, folder: str, names: list[str], sizes: Sizes, origin: Origin | None
     ) -> None:

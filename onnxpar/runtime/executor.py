@@ -281,6 +281,12 @@ class Executor:
         self._own.at(sizes)
         return self._kept.save(folder, {name: self._own[name] for name in self._states})
 
+    def save_states_later(self, folder: Path, sizes: Sizes) -> None:
+        """Copies what `save_states` would write, and returns; a thread then writes the copies, and
+        leaves the digests in the folder (`runtime/snapshot.py`)."""
+        self._own.at(sizes)
+        self._kept.save_later(folder, {name: self._own[name] for name in self._states})
+
     def load_states(
         self, folder: Path, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:

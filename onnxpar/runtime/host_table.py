@@ -93,20 +93,35 @@ class HostTable:
         number, _ = ELEMENTS[self.array.dtype.name]
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, number)
 
+    def duplicate(self) -> HostTable:
+        """Returns a table in a new file in the same folder, with the same rows. Errors: InputError
+        if the folder has no room for it."""
+        made = HostTable(self._folder, self._name, self.array.dtype, self.array.shape)
+        try:
+            made._fill(self._file.fileno(), 0)
+        except OSError as error:
+            raise InputError(
+                f"cannot copy the table {self._name!r} in {self._folder}: {cause(error)}"
+            ) from None
+        return made
+
     def copy_from(self, path: Path, offset: int) -> None:
         """Copies the table from a file, where it starts at `offset`; file systems that can share
         blocks between files do. Errors: ModelError."""
-        done, size = 0, self.array.nbytes
         try:
             with path.open("rb") as source:
-                while done < size:
-                    at = (source.fileno(), self._file.fileno(), size - done, offset + done, done)
-                    count = _copy(*at)
-                    if not count:
-                        raise OSError(f"it ends after {offset + done:,} bytes")
-                    done += count
+                self._fill(source.fileno(), offset)
         except OSError as error:
             raise ModelError(f"cannot read {self._name!r} from {path}: {unread(error)}") from None
+
+    def _fill(self, source: int, offset: int) -> None:
+        """Copies the table from an open file. Errors: OSError."""
+        done, size = 0, self.array.nbytes
+        while done < size:
+            count = _copy(source, self._file.fileno(), size - done, offset + done, done)
+            if not count:
+                raise OSError(f"it ends after {offset + done:,} bytes")
+            done += count
 
     def copy(self, part: Array) -> None:
         """Copies an array of this shape, in blocks."""

@@ -7,7 +7,7 @@ reverts them. So rows are written to a table's file only when the run is over on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.host_table import HostTable, RowCache, RowUpdate
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.shards import Shards
+from onnxpar.runtime.snapshot import Part, Snapshot
 from onnxpar.runtime.state_files import PartFiles, StateFiles, write_parts
 from onnxpar.runtime.tensors import copy_of, view_of, zeros
 
@@ -139,13 +140,15 @@ class KeptStates:
     def save(self, folder: Path, parts: Mapping[str, Shards]) -> dict[str, Digests]:
         """Writes this rank's shards of states to a folder, without those that a lower rank writes
         too; returns the digests of the files."""
-        held = [name for name in parts if self._rank in parts[name].sources]
-        return write_parts(folder, self._rank, self._parts(held, parts))
+        return write_parts(folder, self._rank, self._parts(parts))
 
-    def _parts(
-        self, names: Iterable[str], parts: Mapping[str, Shards]
-    ) -> Iterator[tuple[str, Array | HostTable]]:
-        for name in names:
+    def save_later(self, folder: Path, parts: Mapping[str, Shards]) -> None:
+        """Copies what `save` would write, and returns; a thread then writes the copies."""
+        Snapshot(self._parts(parts)).write_later(folder, self._rank)
+
+    def _parts(self, parts: Mapping[str, Shards]) -> Iterator[Part]:
+        """Yields this rank's shards of states, without those that a lower rank holds too."""
+        for name in [name for name in parts if self._rank in parts[name].sources]:
             found = self._held(name, parts[name])
             is_table = isinstance(found, HostTable)
             yield name, found if is_table else view_of(found, self._ports[name].dtype)

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from onnxpar.errors import RankError
 
 LOOPBACK = "127.0.0.1"
+GENERATION = "ONNXPAR_GENERATION"
+"""The environment variable with the number of a generation: how often a launcher has started the
+ranks of a run again."""
+_TORCH_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The variable of torchrun that counts such starts."""
 
 HELP = """under a launcher, each process is one rank and makes the same calls. The rank and the
 number of ranks are read from the first pair that is set:
@@ -110,6 +115,12 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
         store or "hash:alone",
         bind_address(environment, "" if several else LOOPBACK),
     )
+
+
+def generation_number(environment: Mapping[str, str] = os.environ) -> int:
+    """Returns how often a launcher has started the ranks of this run again. Errors: RankError if
+    the variable is not a number."""
+    return _number(environment, GENERATION, _TORCH_RESTARTS) or 0
 
 
 def _is_present(one: _Launcher, environment: Mapping[str, str]) -> bool:

@@ -150,6 +150,13 @@ class LaunchedRank:
             each = gather_bytes(self._world, json.dumps(files).encode(), "digests")
         return {name: digests for text in each for name, digests in json.loads(text).items()}
 
+    def save_states_later(self, folder: str, sizes: Sizes) -> None:
+        """Copies this rank's shards of all states, and writes them while it runs on. Returns after
+        all ranks have copied theirs."""
+        with self._failing_together(f"copying states for {folder}"):
+            self._executor.save_states_later(Path(folder), sizes)
+            self._agree()
+
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:

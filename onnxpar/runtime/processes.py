@@ -191,6 +191,8 @@ class Processes:
             if rank is not culprit:
                 rank.send_control({"do": "abort", "message": f"rank {self._story(culprit)}"})
         self._hear_out(culprit)
+        is_silent = culprit.reply is None
+        lost = [n for n, r in enumerate(self.ranks) if r.fate() or (r is culprit and is_silent)]
         others = [
             f"\n  rank {number}: {rank.reply['error']}"
             for number, rank in enumerate(self.ranks)
@@ -199,7 +201,9 @@ class Processes:
         tail = culprit.log.tail()
         quoted = f"\nits log ({culprit.log.place}) ends with:\n{tail}" if tail else ""
         self.end(headline)
-        raise RankError(headline + "".join(others) + quoted)
+        error = RankError(headline + "".join(others) + quoted)
+        error.lost = tuple(lost)
+        raise error
 
     def _story(self, rank: RankProcess) -> str:
         number = self.ranks.index(rank)

@@ -61,6 +61,7 @@ class Ranks(Protocol):
     def write_state(self, name: str, array: Array, sizes: Sizes) -> None: ...
     def clear_state(self, name: str, sizes: Sizes) -> None: ...
     def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]: ...
+    def save_states_later(self, folder: str, sizes: Sizes) -> None: ...
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None: ...
@@ -226,6 +227,11 @@ class ProcessRanks:
         messages = [ask] * self._bundle.mesh.size
         answers = self._processes.call(messages, f"saving states to {folder}")
         return {name: digests for a in answers for name, digests in a["files"].items()}
+
+    def save_states_later(self, folder: str, sizes: Sizes) -> None:
+        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        ask = pack({"do": "save later", "folder": folder, "sizes": sizes})
+        self._processes.call([ask] * self._bundle.mesh.size, f"copying states for {folder}")
 
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None

@@ -82,6 +82,7 @@ class Server:
             "clear": self._clear,
             "reset": self._reset,
             "save": self._save,
+            "save later": self._save_later,
             "load": self._load,
             "profile": lambda _: self._executor.end_profile(),
         }
@@ -153,6 +154,10 @@ class Server:
     def _save(self, message: Message) -> Message:
         folder, sizes = Path(message["folder"]), tuple(message["sizes"])
         return {"files": self._executor.save_states(folder, sizes)}
+
+    def _save_later(self, message: Message) -> Message:
+        self._executor.save_states_later(Path(message["folder"]), tuple(message["sizes"]))
+        return {}
 
     def _load(self, message: Message) -> Message:
         folder, sizes = Path(message["folder"]), tuple(message["sizes"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def write_parts(
     files' digests by name when the data are on disk. Errors: OnnxparError."""
     with writing(folder):
         index: dict[str, Any] = {}
-        states, list_ = (f"rank_{rank:04d}.{suffix}" for suffix in ("bin", "json"))
+        states, list_ = _names(rank)
         with durable_file(folder / states) as sink:
             of_states = DigestWriter(sink)
             for name, part in parts:
@@ -44,6 +45,18 @@ def write_parts(
             of_list = DigestWriter(sink)
             of_list.write(json.dumps(index).encode())
     return {states: of_states.digests, list_: of_list.digests}
+
+
+def remove_parts(folder: Path, rank: int) -> None:
+    """Removes what `write_parts` has written, and ignores errors."""
+    for name in _names(rank):
+        with suppress(OSError):
+            (folder / name).unlink()
+
+
+def _names(rank: int) -> tuple[str, str]:
+    """The names of a rank's files: tensors and index."""
+    return f"rank_{rank:04d}.bin", f"rank_{rank:04d}.json"
 
 
 def _write_part(sink: DigestWriter, part: Array | HostTable) -> dict[str, Any]:

@@ -128,13 +128,26 @@ class States:
         """Writes all states, kept or initial, to a folder; each rank writes its own shards. Returns
         the digests of each file. Errors: InputError if a state has no value."""
         session = self._session
-        bundle = session._bundle
+        with session._lock:
+            return session._ranks.save_states(os.path.abspath(folder), self._sizes())
+
+    def save_later(self, folder: str | os.PathLike[str]) -> None:
+        """Returns when each rank has copied what `save` writes; a thread of each then writes the
+        copies. `snapshot.written_by` tells when a rank has. Errors: InputError if a state has no
+        value."""
+        session = self._session
+        with session._lock:
+            session._ranks.save_states_later(os.path.abspath(folder), self._sizes())
+
+    def _sizes(self) -> Sizes:
+        """Returns the values of the open sizes of all states. Errors: InputError if a state has no
+        value."""
+        session, bundle = self._session, self._session._bundle
         missing = [n for n in bundle.states if n not in session._kept and n not in bundle.initial]
         if missing:
             raise InputError(f"no value of state {missing[0]!r} is kept; run or write it first")
         shapes = {n: session._kept.get(n) or _shape(bundle.inputs[n]) for n in bundle.states}
-        with session._lock:
-            return session._ranks.save_states(os.path.abspath(folder), bundle.sizes(shapes))
+        return bundle.sizes(shapes)
 
     def load(
         self,

@@ -124,6 +124,11 @@ class ThreadRanks:
         each = self._all(lambda r: self._executors[r].save_states(target, sizes), "saving states")
         return {name: digests for files in each for name, digests in files.items()}
 
+    def save_states_later(self, folder: str, sizes: Sizes) -> None:
+        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        target = Path(folder)
+        self._all(lambda r: self._executors[r].save_states_later(target, sizes), "copying states")
+
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
     ) -> None:

@@ -25,8 +25,9 @@ from onnxpar.runtime.ranks import StartRanks
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.loop import Record, Run, records
-from onnxpar.trainer.trainer import Trainer, held_by_first
+from onnxpar.trainer.elastic import Elastic
+from onnxpar.trainer.living import held_unless_launched, living
+from onnxpar.trainer.loop import Record, Run
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
@@ -165,6 +166,11 @@ def train(
     every: int = 0,
     keep: int = 0,
     resume: bool = False,
+    async_checkpoint: bool = False,
+    elastic: bool = False,
+    min_ranks: int | None = None,
+    max_restarts: int | None = None,
+    model: str | os.PathLike[str] | None = None,
     profile: str | os.PathLike[str] | None = None,
     table_dir: str | os.PathLike[str] | None = None,
     table_cache: float | str | None = None,
@@ -193,6 +199,15 @@ def train(
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
     resume      True to continue from the newest complete checkpoint in the folder
+    async_checkpoint  True to write checkpoints while training goes on: ranks copy their shards in
+                memory, and take the next steps while the copies are written
+    elastic     True to go on from the last checkpoint when ranks die. The steps after it are taken
+                again; their records replace the earlier ones
+    min_ranks   with `elastic`, the fewest ranks with which the run goes on; default: 1
+    max_restarts  with `elastic`, how often ranks that died are started again (default: 3); after
+                that, the run goes on without them, on a smaller mesh
+    model       with `elastic`, the step of which `par` was made, which is sharded again for fewer
+                ranks; default: the file of its name beside `par`
     profile     a file to write with a trace of all steps
     table_dir   a folder for the files of tables on the host; default: `par`
     table_cache  most bytes of their rows that a rank keeps in memory; default: 256 MiB
@@ -207,7 +222,8 @@ def train(
     """
     # Long for the list of parameters and their descriptions, which editors show.
     folder = None if checkpoint is None else Path(checkpoint)
-    run = Run(epochs, lr, schedule, warmup, seed, shuffle, folder, every, keep, resume)
+    order = (epochs, lr, schedule, warmup, seed, shuffle)
+    run = Run(*order, folder, every, keep, resume, async_checkpoint)
     if profile is not None:
         check_place(profile)
     options: dict[str, Any] = {
@@ -221,14 +237,19 @@ def train(
         "ranks_per_numa": ranks_per_numa,
         "start_ranks": start_ranks,
     }
-    with held_by_first(folder) as held, Trainer(par, held=held, **options) as trainer:
+    elasticity = Elastic.of(elastic, min_ranks, max_restarts, model, profile is not None)
+    with (
+        held_unless_launched(run, elasticity) as held,
+        living(Path(par), run, elasticity, held, **options) as generations,
+    ):
+        trainer = generations.trainer
         samples = Data.given(data, trainer.data)
         samples.check_batch(batch)
         held_out = None if eval is None else Data.given(eval, trainer.data)
-        steps = list(records(trainer, samples, run, held_out))
+        steps = {record.total: record for record in generations.records(samples, held_out)}
         if profile is not None:
             trainer.session.end_profile(profile, warm_up=1)
-    return steps
+    return [steps[total] for total in sorted(steps)]
 
 
 def write_step(

@@ -126,8 +126,14 @@ def damage(path: Path, together: Together) -> str:
 def warn(text: str) -> None:
     """Prints a warning on stderr; on rank 0, also on the launcher's terminal if stderr is a log
     file."""
-    print(f"onnxpar: warning: {text}", file=sys.stderr)
-    report_for_all_ranks(f"warning: {text}")
+    tell(f"warning: {text}")
+
+
+def tell(text: str) -> None:
+    """Prints a line on stderr; on rank 0, also on the launcher's terminal if stderr is a log
+    file."""
+    print(f"onnxpar: {text}", file=sys.stderr)
+    report_for_all_ranks(text)
 
 
 def check_seen(missing: Callable[[], str], together: Together) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnxpar.errors import DivergenceError, InputError
+from onnxpar.errors import DivergenceError, InputError, StoppedError
 from onnxpar.ir.training_spec import SKIPPED
 from onnxpar.trainer.checkpoint import Progress, checkpoints, warn
 from onnxpar.trainer.data import Data
@@ -35,6 +35,7 @@ class Run:
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
     resume      True to continue from the newest complete checkpoint, if there is one
+    async_checkpoint  True to write checkpoints while training goes on
     """
 
     epochs: int
@@ -47,6 +48,7 @@ class Run:
     every: int = 0
     keep: int = 0
     resume: bool = False
+    async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         """Checks what needs neither the data nor the step, before these are read."""
@@ -70,10 +72,12 @@ class Run:
                     raise InputError(
                         f"{option} {given}: this run saves no checkpoints; give --checkpoint DIR"
                     )
-            if self.resume:
-                raise InputError(
-                    "--resume: the folder of checkpoints is not given; give --checkpoint DIR"
-                )
+            flags = (("--resume", self.resume), ("--async-checkpoint", self.async_checkpoint))
+            for option, is_given in flags:
+                if is_given:
+                    raise InputError(
+                        f"{option}: the folder of checkpoints is not given; give --checkpoint DIR"
+                    )
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,18 @@ class Record:
 
 
 def records(
-    trainer: Trainer, data: Data, run: Run, held_out: Data | None = None
+    trainer: Trainer,
+    data: Data,
+    run: Run,
+    held_out: Data | None = None,
+    must_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Record]:
     """Trains, and yields a record after each step; the record of an epoch's last step has an
     evaluation on `held_out`, if given. The lines of each record also go to the ranks' logs. A
     checkpoint is saved only when the caller asks for the next record, so that a killed run has a
-    record of each step that a checkpoint includes. Errors: InputError, ModelError, RankError,
-    DivergenceError."""
+    record of each step that a checkpoint includes. After a step in which `must_stop` is true on any
+    rank, a checkpoint is saved, and the run ends. Errors: InputError, ModelError, RankError,
+    DivergenceError; StoppedError if the run had to stop."""
     steps = run.epochs * data.batches
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
     progress = _start(trainer, run)
@@ -143,10 +152,33 @@ def records(
             trainer.session.write_log(record.lines(trainer.spec.loss))
             yield record
             is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
-            if run.checkpoint is not None and is_due:
-                trainer.save(run.checkpoint, progress)
-                if run.keep:
-                    trainer.keep(run.checkpoint, progress, run.keep)
+            stops = must_stop is not None and any(trainer.together.each(must_stop()))
+            if is_due or stops:
+                _save(trainer, run, progress)
+            if stops:
+                _finish_save(trainer, run)
+                raise StoppedError(f"the run was asked to end; {last_checkpoint(run)}")
+    _finish_save(trainer, run)
+
+
+def _save(trainer: Trainer, run: Run, progress: Progress) -> None:
+    """Saves a checkpoint, or begins to, and removes old ones, if the run saves any."""
+    if run.checkpoint is None:
+        return
+    if run.async_checkpoint:
+        _finish_save(trainer, run)
+        trainer.async_save(run.checkpoint, progress)
+        return
+    trainer.save(run.checkpoint, progress)
+    if run.keep:
+        trainer.keep(run.checkpoint, progress, run.keep)
+
+
+def _finish_save(trainer: Trainer, run: Run) -> None:
+    """Waits for a checkpoint that is still being written, and removes old ones then."""
+    finished = trainer.finish_save()
+    if finished is not None and run.checkpoint is not None and run.keep:
+        trainer.keep(run.checkpoint, finished, run.keep)
 
 
 def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) -> None:

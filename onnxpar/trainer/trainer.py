@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
+from onnxpar.errors import InputError, ModelError, RankError
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.ir.training_spec import EVALUATION, RESIDUAL, Step
 from onnxpar.runtime.bundle import Bundle, NodeArg
@@ -27,10 +28,17 @@ from onnxpar.trainer.checkpoint import (
     checkpoints,
     damage,
     load_together,
+    tell,
     warn,
 )
+from onnxpar.trainer.pending_checkpoint import PendingCheckpoint
 from onnxpar.trainer.together import Together
 from onnxpar.trainer.write_checkpoint import begin, discard, finish, remove
+
+_MOMENT = 0.5
+"""Seconds after which processes that wait for a checkpoint tell each other that they still do."""
+_CLOSING = 10.0
+"""Seconds that a checkpoint gets to be completed when its trainer closes."""
 
 
 class Trainer(Closing):
@@ -55,6 +63,10 @@ class Trainer(Closing):
         self._held: set[Path] = set()
         self._locks: list[FolderLock] = []
         self._given = held
+        self._pending: PendingCheckpoint | None = None
+        """On rank 0, what completes the checkpoint that `async_save` began last."""
+        self._unfinished: tuple[Path, Progress] | None = None
+        """The folder and the progress of that checkpoint, until `finish_save`."""
         self.session = InferenceSession(par, **options)
         rank = launched_rank()
         place = (rank.rank, rank.size) if rank is not None else (0, 1)
@@ -114,20 +126,67 @@ class Trainer(Closing):
     def save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
         """Writes a checkpoint into a folder of checkpoints; each rank writes its own shards. The
         checkpoint gets its name only when it is complete and on disk. Errors: OnnxparError."""
+        self.finish_save()
         folder = Path(folder)
+        with self._begun(folder, progress) as written:
+            files = self.session.states.save(written)
+            spec = self.spec
+            self.together.first(lambda: finish(written, progress, self.bundle, spec, files))
+        self._note(folder, progress)
+
+    def async_save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
+        """Like `save`, but returns as soon as each rank has copied its shards in memory: they are
+        written while the ranks run on. First waits for the checkpoint before, if one is still being
+        written. Errors: OnnxparError, also of the checkpoint before."""
+        self.finish_save()
+        folder = Path(folder)
+        with self._begun(folder, progress) as written:
+            self.session.states.save_later(written)
+            if self.leads:
+                end = partial(finish, written, progress, self.bundle, self.spec)
+                self._pending = PendingCheckpoint(written, self.session.ranks, end)
+        self._unfinished = folder, progress
+
+    def finish_save(self) -> Progress | None:
+        """Waits until the checkpoint that `async_save` began is complete and on disk; returns its
+        progress, or None if there is none. Errors: OnnxparError if it cannot be written, or if
+        nothing is written for a long time."""
+        if self._unfinished is None:
+            return None
+        folder, progress = self._unfinished
+        self._unfinished = None
+        has_told = False
+        while not self.together.first(self._is_finished):
+            if self.leads and not has_told:
+                has_told = True
+                tell(f"waiting for {folder / progress.name}, which is still being written")
+        self._note(folder, progress)
+        return progress
+
+    def _is_finished(self) -> bool:
+        """On rank 0: waits a moment for the pending checkpoint; True if it is complete. Errors:
+        OnnxparError."""
+        assert self._pending is not None, "async_save has begun it"
+        return self._pending.wait(_MOMENT)
+
+    @contextmanager
+    def _begun(self, folder: Path, progress: Progress) -> Iterator[Path]:
+        """Yields a new folder that all processes see, for a checkpoint to write; removes the folder
+        if the block fails."""
         self.hold(folder)
         written = folder / self.together.first(lambda: begin(folder, progress))
         try:
             check_seen(
                 lambda: "" if written.is_dir() else f"it does not see {written}", self.together
             )
-            files = self.session.states.save(written)
-            spec = self.spec
-            self.together.first(lambda: finish(written, progress, self.bundle, spec, files))
+            yield written
         except BaseException:
             if self.leads:
                 discard(written)
             raise
+
+    def _note(self, folder: Path, progress: Progress) -> None:
+        """Remembers a checkpoint that was saved."""
         self.checkpoint = folder / progress.name
         self._is_whole[self.checkpoint] = True
 
@@ -207,12 +266,23 @@ class Trainer(Closing):
         return np.zeros([s for s in port.shape or () if isinstance(s, int)], port.dtype)
 
     def close(self) -> None:
-        """Ends the ranks, and unlocks the folders of checkpoints."""
+        """Ends the ranks, and unlocks the folders of checkpoints. A checkpoint that is still being
+        written gets a moment to be completed."""
         try:
+            if self._pending is not None:
+                self._pending.abandon(_CLOSING if self._is_alive() else 0)
             self.session.close()
         finally:
             while self._locks:
                 self._locks.pop().release()
+
+    def _is_alive(self) -> bool:
+        """True if the ranks still run."""
+        try:
+            self.session.check_alive()
+        except RankError:
+            return False
+        return True
 
 
 def check_step(step: Step | None, inputs: Collection[str], where: str | os.PathLike[str]) -> Step:

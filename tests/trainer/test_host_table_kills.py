@@ -57,10 +57,14 @@ def undisturbed(made: Path) -> dict[str, Path]:
     return {layout: made / layout for layout in LAYOUTS}
 
 
-@pytest.mark.parametrize(("victim", "layout"), [(-1, "rows"), (1, "whole")])
+@pytest.mark.parametrize(
+    ("victim", "layout", "how"),
+    [(-1, "rows", []), (1, "whole", []), (0, "rows", ["--async-checkpoint"])],
+)
 def test_a_killed_run_goes_on(
     victim: int,
     layout: str,
+    how: list[str],
     made: Path,
     undisturbed: dict[str, Path],
     tmp_path: Path,
@@ -74,7 +78,7 @@ def test_a_killed_run_goes_on(
         run = subprocess.Popen(
             [
                 *(sys.executable, "-m", "onnxpar"),
-                *arguments(made, tmp_path, "--every", "3", "--resume", layout=layout),
+                *arguments(made, tmp_path, "--every", "3", "--resume", *how, layout=layout),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

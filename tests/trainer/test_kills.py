@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainer.disk import Disk, Killed
 from training.steps import MLP, ThreadTrainer, shard, write_step
 
 from onnxpar.files import new_folder
@@ -22,82 +21,6 @@ from onnxpar.trainer.together import ALONE
 from onnxpar.trainer.write_checkpoint import remove
 
 Patch = pytest.MonkeyPatch
-_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod")
-
-
-class Killed(BaseException):
-    """What ends a run here: no file changes any more, as after SIGKILL."""
-
-
-class Disk:
-    """Counts the file operations below a folder, of all threads; from a number on, none happens."""
-
-    def __init__(self) -> None:
-        self.under = ""
-        self.left = -1
-        self.told: list[tuple[str, ...]] = []
-
-    def start(self, under: Path, left: int = sys.maxsize) -> None:
-        self.under, self.left, self.told = os.fspath(under), left, []
-
-    def stop(self) -> None:
-        self.under = ""
-
-    def operation(self, what: str, *names: str) -> None:
-        """Told before it happens."""
-        if not self.under:
-            return
-        if self.left <= 0:
-            raise Killed
-        self.left -= 1
-        self.told.append((what, *names))
-
-    def hear(self, event: str, args: tuple[Any, ...]) -> None:
-        """What Python says of each file operation but for those that are patched below."""
-        if not self.under or (event != "open" and event not in _CHANGES):
-            return
-        names = [os.fsdecode(a) for a in args if isinstance(a, str | bytes)]
-        if event == "open":
-            if not names or not names[0].startswith(self.under) or not args[2] & os.O_ACCMODE:
-                return
-            names = names[:1]
-        elif isinstance(args[-1], int) and args[-1] >= 0:  # a name in a folder that is open
-            names = [os.path.join(os.readlink(f"/proc/self/fd/{args[-1]}"), names[0])]
-        if any(name.startswith(self.under) for name in names):
-            self.operation(event, *names)
-
-
-DISK = Disk()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def heard() -> None:
-    sys.addaudithook(DISK.hear)
-
-
-@pytest.fixture
-def disk(monkeypatch: Patch) -> Iterator[Disk]:
-    """All file operations; those that Python does not tell of are patched."""
-    exchange, write = new_folder._exchange, DigestWriter.write
-
-    def synced(descriptor: int) -> None:
-        DISK.operation("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
-
-    def exchanged(one: Path, two: Path) -> bool:
-        DISK.operation("exchange", os.fspath(one), os.fspath(two))
-        return exchange(one, two)
-
-    def written(self: DigestWriter, data: bytes | memoryview) -> None:
-        DISK.operation("write", self._sink.name)
-        write(self, memoryview(data)[: len(data) // 2])
-        DISK.operation("write", self._sink.name)
-        write(self, memoryview(data)[len(data) // 2 :])
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(new_folder, "_exchange", exchanged)
-    monkeypatch.setattr(DigestWriter, "write", written)
-    yield DISK
-    DISK.stop()
 
 
 @pytest.fixture

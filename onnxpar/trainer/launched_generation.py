@@ -1,0 +1,107 @@
+"""One generation of a run that lives on, in a process that is one of its ranks: a launcher that
+outlives the ranks starts the next one (`runtime/supervision.py`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from onnxpar.base.interrupts import Deferred
+from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.files.folder_lock import FolderLock
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.collectives import gather_bytes
+from onnxpar.runtime.groups import World
+from onnxpar.runtime.launch import Launched, bind_address, generation_number
+from onnxpar.trainer.checkpoint import check_seen, tell
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.elastic import Elastic, checkpoint_folder
+from onnxpar.trainer.loop import Record, Run, records
+from onnxpar.trainer.step_plans import StepPlans
+from onnxpar.trainer.together import Together
+from onnxpar.trainer.trainer import Trainer
+
+_PREPARING = 1800.0
+"""Most seconds that ranks wait for rank 0, which may shard the step for them. If it dies, they
+notice at once."""
+_LOST_HOST = 150.0
+"""Seconds to wait for the lock of a folder in a generation that is not the first: NFS frees the
+locks of a lost host after 90."""
+
+
+class NotNeededError(OnnxparError):
+    """This rank is left over: there is no plan for all ranks of its generation."""
+
+
+@dataclass(frozen=True)
+class LaunchedGeneration:
+    """The trainer of this rank; the interface is that of `Generations`."""
+
+    trainer: Trainer
+    run: Run
+    must_stop: Callable[[], bool]
+
+    def records(self, data: Data, held_out: Data | None = None) -> Iterator[Record]:
+        """Yields the records of `loop.records`. Errors: as there."""
+        return records(self.trainer, data, self.run, held_out, self.must_stop)
+
+
+@contextmanager
+def launched_generation(
+    par: Path, run: Run, elastic: Elastic, launched: Launched, **options: Any
+) -> Iterator[LaunchedGeneration]:
+    """Joins the ranks of this generation, on a sharded step for as many. In the block, SIGTERM
+    makes the run save a checkpoint and end.
+
+    par      the folder of the sharded step, for any number of ranks
+    options  those of `Trainer`
+
+    Errors: as of `Trainer`; InputError if the run cannot be elastic; NotNeededError.
+    """
+    folder = checkpoint_folder(run)
+    with Deferred() as stop, ExitStack() as locks:
+        lock: list[FolderLock] = []
+
+        def prepare() -> str:
+            patience = _LOST_HOST if generation_number() else 0.0
+            lock.append(locks.enter_context(FolderLock(folder, patience)))
+            return os.fspath(_for_ranks(launched.size, par, folder, elastic))
+
+        own = _agreed(launched, prepare)
+        run = replace(run, resume=run.resume or generation_number() > 0)
+        held = lock[0] if lock else None
+        with Trainer(own, held=held, **options) as trainer:
+            yield LaunchedGeneration(trainer, run, stop.asked.is_set)
+
+
+def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
+    """Returns the folder of the step for so many ranks or fewer. Errors: OnnxparError."""
+    if ranks < elastic.min_ranks:
+        raise StrategyError(
+            f"{ranks} processes were started, fewer than --min-ranks {elastic.min_ranks}"
+        )
+    if ranks == Bundle.load(par).mesh.size:
+        return par
+    return StepPlans(par, folder, elastic.model, tell).at_most(ranks, elastic.min_ranks)
+
+
+def _agreed(launched: Launched, prepare: Callable[[], str]) -> Path:
+    """Returns the folder that rank 0 prepares for all ranks. If it is for fewer than were started,
+    tells this process so. Errors: NotNeededError if the folder needs fewer; OnnxparError."""
+    rank, size, store = launched.rank, launched.size, launched.store
+    with World.create("elastic", rank, size, store, bind_address(), _PREPARING) as world:
+        together = Together(rank, size, lambda payload: gather_bytes(world, payload, "plan"))
+        own = Path(together.first(prepare))
+        plan = own / "plan.json"
+        check_seen(lambda: "" if plan.is_file() else f"it does not see {plan}", together)
+    needed = Bundle.load(own).mesh.size
+    if rank >= needed:
+        raise NotNeededError(f"rank {rank} is not needed: {own} is for {needed} ranks")
+    if needed < size:
+        os.environ["ONNXPAR_RANK"], os.environ["ONNXPAR_WORLD_SIZE"] = str(rank), str(needed)
+        os.environ["ONNXPAR_STORE"] = store
+    return own

@@ -1,0 +1,46 @@
+"""The ranks of a training run: of one generation, or of as many as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onnxpar.files.folder_lock import FolderLock
+from onnxpar.runtime.launch import launched_rank
+from onnxpar.trainer.elastic import Elastic, Generations
+from onnxpar.trainer.launched_generation import LaunchedGeneration, launched_generation
+from onnxpar.trainer.loop import Run
+from onnxpar.trainer.trainer import held_by_first
+
+
+@contextmanager
+def held_unless_launched(run: Run, elastic: Elastic | None) -> Iterator[FolderLock | None]:
+    """Locks the folder of checkpoints as `held_by_first` does, unless the ranks of an elastic run
+    are started by a launcher: they lock it together. Errors: as there."""
+    is_later = elastic is not None and launched_rank() is not None
+    with held_by_first(None if is_later else run.checkpoint) as held:
+        yield held
+
+
+@contextmanager
+def living(
+    par: Path, run: Run, elastic: Elastic | None, held: FolderLock | None, **options: Any
+) -> Iterator[Generations | LaunchedGeneration]:
+    """Starts the ranks of a run, or joins them under a launcher, and ends them after the block.
+
+    par      the folder of the sharded step
+    elastic  how the run lives on when ranks die; None: it does not
+    held     the lock of `held_unless_launched`
+    options  those of `Trainer`
+
+    Errors: as of `Generations` and `launched_generation`.
+    """
+    launched = launched_rank()
+    if elastic is not None and launched is not None:
+        with launched_generation(par, run, elastic, launched, **options) as generation:
+            yield generation
+    else:
+        with Generations(par, run, elastic, held=held, **options) as generations:
+            yield generations

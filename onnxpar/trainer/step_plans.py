@@ -1,0 +1,123 @@
+"""A sharded training step for any number of ranks: the one that a run began with, and others that
+are made of the same model by the same request when they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from onnxpar.errors import InputError, ModelError, StrategyError
+from onnxpar.files.write_file import make_folders, writing
+from onnxpar.pipeline.request import model_digest, requests_for
+from onnxpar.runtime.bundle import Bundle
+
+_WITHOUT = "topology"
+"""The option that may list a device for each rank, and so does not fit more."""
+
+
+class StepPlans:
+    """Finds or makes the folder of a step for a number of ranks.
+
+    par     the folder that `onnxpar shard` wrote
+    folder  where others are put, under names such as `ranks_0003.par`
+    model   the step that was sharded; default: the file of its name beside `par`
+    tell    called with a line when a step is sharded
+
+    Errors: InputError if the step cannot be sharded again.
+    """
+
+    def __init__(
+        self,
+        par: Path,
+        folder: Path,
+        model: str | os.PathLike[str] | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._bundle = bundle = Bundle.load(par)
+        self._folder, self._tell = folder, tell
+        if bundle.data.get("request") is None:
+            raise InputError(
+                f"{par} does not say how it was made, so that it cannot be made for fewer ranks; "
+                "write it again with `onnxpar shard`, whose options must not be objects of Python "
+                "(a manual program has its own number of ranks)"
+            )
+        self._request: dict[str, Any] = bundle.data["request"]
+        self._model = par.parent / self._request["file"] if model is None else Path(model)
+        if not self._model.is_file():
+            raise InputError(
+                f"{self._model} is not there, of which {par} was made; give it with --model, to "
+                "shard it for fewer ranks"
+            )
+        self._check_model()
+
+    def at_most(self, ranks: int, least: int) -> Path:
+        """Returns the folder of the step for so many ranks or, if there is no plan for these, for
+        the next smaller number, down to `least`. Errors: StrategyError if there is none for any;
+        ModelError if the model has changed."""
+        reason = ""
+        for count in range(ranks, least - 1, -1):
+            if count == self._bundle.mesh.size:
+                return self._bundle.path
+            try:
+                return self._for(count)
+            except StrategyError as error:
+                reason = reason or str(error)
+                self._tell(f"{self._model} has no plan for {count} ranks: {error}")
+        raise StrategyError(
+            f"{self._model} has no plan for {least} to {ranks} ranks, by the request of "
+            f"{self._bundle.path}: {reason}"
+        )
+
+    def _for(self, ranks: int) -> Path:
+        """Returns the folder for so many ranks, made now unless it is there. Errors:
+        StrategyError."""
+        # A pass imports onnxpar.training, whose entrance imports this module.
+        from onnxpar.pipeline.pipeline import shard
+        from onnxpar.pipeline.plan_options import options_of
+
+        target = self._folder / f"ranks_{ranks:04d}.par"
+        tries = self._requests(ranks)
+        if self._is_made(target, tries):
+            return target
+        self._check_model()
+        with writing(self._folder):
+            make_folders(self._folder)
+        failed: StrategyError | None = None
+        for request in tries:
+            self._tell(f"sharding {self._model} for {ranks} ranks")
+            try:
+                shard(self._model, target, options_of(request))
+            except StrategyError as error:
+                failed = failed or error
+            else:
+                return target
+        assert failed is not None, "there is a request for every number of ranks"
+        raise failed
+
+    def _requests(self, ranks: int) -> list[dict[str, Any]]:
+        """The requests to try for so many ranks: first all of them as they are."""
+        mesh = self._bundle.mesh
+        found = list(requests_for(self._request["options"], mesh, ranks))
+        bare = [{n: v for n, v in one.items() if n != _WITHOUT} for one in found]
+        return found + (bare if bare != found else [])
+
+    def _is_made(self, target: Path, tries: list[dict[str, Any]]) -> bool:
+        """True if a folder has the same step for one of these requests, complete."""
+        try:
+            bundle = Bundle.load(target)
+            bundle.check_complete()
+        except ModelError:
+            return False
+        made = bundle.data.get("request") or {}
+        same = made.get("sha256") == self._request["sha256"]
+        return same and made.get("options") in tries
+
+    def _check_model(self) -> None:
+        """Errors: ModelError if the model is not the one that was sharded."""
+        if model_digest(self._model) != self._request["sha256"]:
+            raise ModelError(
+                f"{self._model} is not the model of which {self._bundle.path} was made, or has "
+                "changed since; give that one with --model, or shard this one again"
+            )
