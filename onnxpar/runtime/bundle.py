@@ -14,6 +14,7 @@ import numpy as np
 from onnxpar.base.lookup import Lookup
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import Digests, check_files, check_listed, check_seal, check_size
+from onnxpar.files.read_bounded import read_bounded
 from onnxpar.files.unreadable import missing
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout, dim_axes
@@ -323,9 +324,9 @@ def _read_plan(folder: Path) -> dict[str, Any]:
             f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"
         )
     try:
-        text = file.read_bytes()
+        text = read_bounded(file)
         plan = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}; {_WRITE_AGAIN}") from error
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         found = plan.get("format") if isinstance(plan, dict) else None
@@ -378,6 +379,10 @@ def _port(data: Mapping[str, Any]) -> Port:
         raise ModelError(f"{name!r}: its shape {shape} is not that of its layout, {layout.shape}")
     has_default = data.get("default", False)
     opened = _opened(tree) if is_open else None
+    if opened is not None and len(opened["dims"]) != len(sizes or ()):
+        raise ModelError(
+            f"{name!r}: its shape {shape} has not the {len(opened['dims'])} dimensions of its layout"
+        )
     return Port(name, np.dtype(dtype), sizes, layout, type_, has_default, opened)
 
 

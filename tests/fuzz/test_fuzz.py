@@ -4,6 +4,7 @@ line that names them, or in the right answer."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -197,6 +198,15 @@ def test_a_level_of_a_topology_may_be_of_any_size(tmp_path: Path) -> None:
     assert main([*command, "--topology", str(tmp_path / "t.yaml")]) == 0
 
 
+def test_a_sequence_along_no_axis_stays_one(tmp_path: Path) -> None:
+    """onnxruntime refuses it in a run."""
+    model = CORPUS["sequences"]()
+    split = next(n for n in model.graph.node if n.op_type == "SplitToSequence")
+    split.attribute[0].i = 1 << 40
+    onnx.save(model, tmp_path / "m.onnx")
+    assert main(["plan", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
+
+
 def test_a_sequence_of_very_many_parts_stays_one(tmp_path: Path) -> None:
     """It would be a Split of 2 ** 38 results."""
     model = CORPUS["sequences"]()
@@ -223,6 +233,40 @@ def test_state_pairs_that_are_no_names(base: Path, tmp_path: Path, capsys: Captu
     (tmp_path / "step.par/plan.json").write_text(sealed(plan))
     assert main(["inspect", str(tmp_path / "step.par")]) == 2
     assert "plan.json is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dims", "word"),
+    [
+        ([], "dimensions of its layout"),
+        ([{"size": [1]}] * 2, "plan.json is damaged: TypeError: a size is [1]"),
+        ([{"size": 4, "parts": ["a"]}] * 2, "plan.json is damaged: TypeError: a size is 'a'"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_plans_of_another_form(
+    base: Path, tmp_path: Path, capsys: Capture, dims: object, word: str
+) -> None:
+    shutil.copytree(base / "open.par", tmp_path / "open.par")
+    file = tmp_path / "open.par/plan.json"
+    plan = json.loads(file.read_text())
+    plan["inputs"][0]["layout"]["dims"] = dims
+    file.write_text(sealed(plan) if isinstance(dims, list) else str(dims))
+    assert main(["inspect", str(tmp_path / "open.par")]) == 2
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_a_record_that_is_a_pipe_is_not_waited_for(
+    base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(base / "checkpoints", tmp_path / "checkpoints")
+    (record,) = (tmp_path / "checkpoints").glob("step_*/checkpoint.json")
+    record.unlink()
+    os.mkfifo(record)
+    given = [str(tmp_path / "checkpoints"), str(base / "m.onnx"), "-o", str(tmp_path / "o.onnx")]
+    assert main(["checkpoint", "merge", *given]) == 2
+    assert "checkpoint.json: it is not a file" in capsys.readouterr().err
 
 
 YAML = {
@@ -267,3 +311,13 @@ def test_versions_of_arrays_are_read(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "in.npz", **arrays)
     for name, array in read_npz(tmp_path / "in.npz").items():
         np.testing.assert_array_equal(array, arrays[name])
+
+
+def test_a_layout_without_a_known_reduction(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(base / "m.par", tmp_path / "m.par")
+    file = tmp_path / "m.par/plan.json"
+    plan = json.loads(file.read_text())
+    plan["outputs"][0]["layout"]["reduce"] = "mean"
+    file.write_text(sealed(plan))
+    assert main(["inspect", str(tmp_path / "m.par")]) == 2
+    assert "no reduction is named 'mean'" in capsys.readouterr().err
