@@ -168,6 +168,8 @@ class Bundle:
             lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
             step = Step.from_json(plan["step"]) if plan.get("step") else None
             fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
+            if not all(isinstance(plan["example"][symbol], int) for symbol in symbols):
+                raise TypeError(f"example sizes are {plan['example']}")
             for port in (*inputs.values(), *outputs.values()):
                 _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
             check_listed(plan["files"])
@@ -381,7 +383,7 @@ def _port(data: Mapping[str, Any]) -> Port:
     opened = _opened(tree) if is_open else None
     if opened is not None and len(opened["dims"]) != len(sizes or ()):
         raise ModelError(
-            f"{name!r}: its shape {shape} has not the {len(opened['dims'])} dimensions of its layout"
+            f"{name!r}: its layout has {len(opened['dims'])} dimensions, but its shape is {shape}"
         )
     return Port(name, np.dtype(dtype), sizes, layout, type_, has_default, opened)
 

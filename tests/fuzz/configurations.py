@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import yaml
-from fuzz.corpus import MODELS, tiny
+from fuzz.corpus import FOUND, MODELS, tiny
 from fuzz.mutate import mutated
 from fuzz.trial import Case, chance_of, run_command
 
@@ -91,6 +91,7 @@ STARTS = {
     "train": ["step.par", "--data", "gone.npz", "--lr", "0.1"],
     "check": ["m.onnx", "--devices", "2", "--inputs", "gone.npz"],
 }
+MERGE = ["checkpoint", "merge", "checkpoints", "m.onnx", "-o", "merged.onnx"]
 
 
 def make_base(folder: Path) -> None:
@@ -212,6 +213,18 @@ def _yaml(data: Any, chance: random.Random) -> bytes:
     return damaged(raw, chance) if way > 0.93 else raw
 
 
+def _seed(kind: str, chance: random.Random) -> bytes:
+    """At times, a file that was kept, broken once more; else nothing."""
+    kept = sorted((FOUND / kind).glob("*"))
+    if not kept or chance.random() < 0.75:
+        return b""
+    raw = chance.choice(kept).read_bytes()
+    try:
+        return _yaml(yaml.safe_load(raw), chance)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        return damaged(raw, chance)
+
+
 def damaged(raw: bytes, chance: random.Random) -> bytes:
     data = bytearray(raw)
     for _ in range(chance.choice((1, 3, 10))):
@@ -220,7 +233,7 @@ def damaged(raw: bytes, chance: random.Random) -> bytes:
 
 
 def _strategy(folder: Path, chance: random.Random) -> list[str]:
-    (folder / "s.yaml").write_bytes(_yaml(STRATEGY, chance))
+    (folder / "s.yaml").write_bytes(_seed("strategy", chance) or _yaml(STRATEGY, chance))
     model = chance.choice(("m.onnx", "m.onnx", "step.onnx"))
     more = chance.choice(([], [], ["--preset", "data-parallel"], ["--preset", "manual"]))
     return ["plan", model, "--strategy", "s.yaml", *more]
@@ -228,7 +241,7 @@ def _strategy(folder: Path, chance: random.Random) -> list[str]:
 
 def _topology(folder: Path, chance: random.Random) -> list[str]:
     data = chance.choice((TOPOLOGY, TOPOLOGY, RANK_TABLE))
-    (folder / "t.yaml").write_bytes(_yaml(data, chance))
+    (folder / "t.yaml").write_bytes(_seed("topology", chance) or _yaml(data, chance))
     return ["plan", "m.onnx", "--devices", "4", "--topology", "t.yaml"]
 
 
@@ -254,7 +267,7 @@ def _plan_file(folder: Path, chance: random.Random) -> list[str]:
 def _checkpoint(folder: Path, chance: random.Random) -> list[str]:
     file = next((folder / "checkpoints").glob("step_*/checkpoint.json"))
     _json(file, chance)
-    return ["checkpoint", "merge", "checkpoints", "m.onnx", "-o", "merged.onnx"]
+    return MERGE
 
 
 def _annotations(folder: Path, chance: random.Random) -> list[str]:

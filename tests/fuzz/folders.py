@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx
-from fuzz.configurations import damaged, spoiled
+from fuzz.configurations import MERGE, damaged, spoiled
 from fuzz.mutate import mutated
 from fuzz.trial import SESSION, Case, chance_of
 
@@ -69,7 +69,7 @@ def _checkpoint(base: Path, folder: Path, chance: random.Random) -> Case:
     is_renewed = _break(file, chance, LISTS["checkpoints"])
     original = base / "checkpoints" / step.name / file.name
     return Case(
-        ["checkpoint", "merge", "checkpoints", "m.onnx", "-o", "merged.onnx"],
+        MERGE,
         lambda: "" if is_renewed else _accepted(file, original),
     )
 
@@ -94,7 +94,7 @@ def _break(file: Path, chance: random.Random, listing: str) -> bool:
         file.write_bytes(mutated(onnx.load(file, load_external_data=False), chance))
     else:
         file.write_bytes(_other_bytes(before, chance))
-    return chance.random() < 0.5 and _renew(file, file.parent / listing)
+    return chance.random() < 0.5 and renew(file, file.parent / listing)
 
 
 def _other_bytes(before: bytes, chance: random.Random) -> bytes:
@@ -106,7 +106,7 @@ def _other_bytes(before: bytes, chance: random.Random) -> bytes:
     return damaged(before, chance)
 
 
-def _renew(file: Path, listing: Path) -> bool:
+def renew(file: Path, listing: Path) -> bool:
     """Puts the digests of a file into the list, and seals the list; returns whether it could."""
     try:
         data = json.loads(listing.read_bytes())

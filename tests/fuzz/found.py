@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fuzz.configurations import MERGE
+from fuzz.corpus import FOUND
 from fuzz.models import WAYS, case_of
 from fuzz.trial import SESSION, Case, Outcome
 
-FOUND = Path(__file__).parent / "found"
-"""A folder for each kind of file."""
 MOST = 4096
 """Bytes of a file that is kept."""
 KINDS: Mapping[str, tuple[str, list[str]]] = {
@@ -20,10 +20,7 @@ KINDS: Mapping[str, tuple[str, list[str]]] = {
     "topology": ("t.yaml", ["plan", "m.onnx", "--devices", "4", "--topology", "t.yaml"]),
     "annotations": ("a.onnx", ["plan", "a.onnx"]),
     "arrays": ("in.npz", ["train", "step.par", "--data", "in.npz", "--lr", "0.1"]),
-    "checkpoint": (
-        "checkpoint.json",
-        ["checkpoint", "merge", "checkpoints", "m.onnx", "-o", "merged.onnx"],
-    ),
+    "checkpoint": ("checkpoint.json", MERGE),
     "m.par": ("m.par/plan.json", [SESSION, "m.par"]),
     "open.par": ("open.par/plan.json", [SESSION, "open.par"]),
     "step.par": ("step.par/plan.json", ["inspect", "step.par"]),

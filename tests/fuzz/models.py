@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from fuzz.corpus import CORPUS, DATA, LARGE
+from fuzz.corpus import CORPUS, DATA, LARGE, found_models
 from fuzz.mutate import mutated
 from fuzz.sessions import random_feeds
 from fuzz.trial import Case, chance_of, refusal
@@ -38,8 +38,10 @@ class Models:
         chance = chance_of("model", self.seed, number)
         is_large = chance.random() < self.share_of_large
         name = chance.choice(LARGE if is_large else TINY)
+        seeds = found_models() if not is_large and chance.random() < 0.25 else []
+        seed = chance.choice(seeds) if seeds else CORPUS[name]()
         model = folder / "m.onnx"
-        model.write_bytes(mutated(CORPUS[name](), chance))
+        model.write_bytes(mutated(seed, chance))
         return case_of(model, chance.choice(WAYS[:1] if is_large else WAYS), is_large)
 
 

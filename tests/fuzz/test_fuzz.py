@@ -9,6 +9,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,6 +17,8 @@ import onnx.parser
 import pytest
 from fuzz.configurations import Configurations, make_base
 from fuzz.corpus import CORPUS
+from fuzz.folders import Folders, renew
+from fuzz.found import case, cases
 from fuzz.models import WAYS, Models, case_of
 from fuzz.trial import Maker, made_apart, run_all
 from onnx import ModelProto, TensorProto, helper
@@ -46,6 +49,15 @@ def test_mutated_models() -> None:
 
 def test_mutated_configurations(base: Path) -> None:
     none_fails(Configurations(0, base), 60)
+
+
+def test_broken_folders(base: Path) -> None:
+    none_fails(Folders(0, base), 60)
+
+
+def test_the_corpus(base: Path) -> None:
+    files = cases()
+    none_fails(lambda number, folder: case(files[number], base, folder), len(files))
 
 
 def change(name: str, how: Callable[[ModelProto], object]) -> ModelProto:
@@ -238,7 +250,7 @@ def test_state_pairs_that_are_no_names(base: Path, tmp_path: Path, capsys: Captu
 @pytest.mark.parametrize(
     ("dims", "word"),
     [
-        ([], "dimensions of its layout"),
+        ([], "its layout has 0 dimensions, but its shape is"),
         ([{"size": [1]}] * 2, "plan.json is damaged: TypeError: a size is [1]"),
         ([{"size": 4, "parts": ["a"]}] * 2, "plan.json is damaged: TypeError: a size is 'a'"),
         ("[" * 100_000, "is not JSON"),
@@ -267,6 +279,62 @@ def test_a_record_that_is_a_pipe_is_not_waited_for(
     given = [str(tmp_path / "checkpoints"), str(base / "m.onnx"), "-o", str(tmp_path / "o.onnx")]
     assert main(["checkpoint", "merge", *given]) == 2
     assert "checkpoint.json: it is not a file" in capsys.readouterr().err
+
+
+def _shape(index: Any) -> None:
+    index["c"]["shape"] *= 2
+
+
+def _name(record: Any) -> None:
+    record["slots"][0]["input"] = [None]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "word"),
+    [
+        ("rank_0000.json", _shape, "state 'c' of rank 0 has the shape [4, 4], not [4]"),
+        ("checkpoint.json", _name, "TypeError: a state has the name [None]"),
+    ],
+)
+def test_checkpoints_of_another_form(
+    base: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    file: str,
+    change: Callable[[Any], None],
+    word: str,
+) -> None:
+    shutil.copytree(base / "checkpoints", tmp_path / "checkpoints")
+    (step,) = (tmp_path / "checkpoints").glob("step_*")
+    data = json.loads((step / file).read_text())
+    change(data)
+    (step / file).write_text(json.dumps(data))
+    assert renew(step / file, step / "checkpoint.json")
+    given = [str(tmp_path / "checkpoints"), str(base / "m.onnx"), "-o", str(tmp_path / "o.onnx")]
+    assert main(["checkpoint", "merge", *given]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_an_example_that_is_no_size(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(base / "open.par", tmp_path / "open.par")
+    file = tmp_path / "open.par/plan.json"
+    file.write_text(sealed({**json.loads(file.read_text()), "example": {"n": "\0"}}))
+    assert main(["inspect", str(tmp_path / "open.par")]) == 2
+    assert "example sizes are" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_an_empty_file_that_is_a_pipe_is_not_waited_for(
+    base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(base / "checkpoints", tmp_path / "checkpoints")
+    (states,) = (tmp_path / "checkpoints").glob("step_*/rank_0001.bin")
+    assert not states.stat().st_size
+    states.unlink()
+    os.mkfifo(states)
+    given = [str(tmp_path / "checkpoints"), str(base / "m.onnx"), "-o", str(tmp_path / "o.onnx")]
+    assert main(["checkpoint", "merge", *given]) == 2
+    assert "rank_0001.bin is not a file" in capsys.readouterr().err
 
 
 YAML = {
