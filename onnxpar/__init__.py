@@ -43,6 +43,7 @@ ray           sessions, trainers and servers on the actors of a Ray cluster
 hvd           Horovod's API
 launcher      one command as ranks on several hosts, over ssh
 cli           the command line
+olive         a pass and an evaluator for Olive
 testing       oracles and proofs for people who write rules and gradients
 """
 

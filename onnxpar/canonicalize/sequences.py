@@ -68,6 +68,8 @@ def _sizes(node: gs.Node) -> list[int]:
     shape, axis = node.inputs[0].shape, node.attrs.get("axis", 0)
     if shape is None or not all(isinstance(s, (int, np.integer)) for s in shape):
         return []
+    if not -len(shape) <= axis < len(shape):  # onnxruntime says so in a run
+        return []
     size = int(shape[axis])
     if len(node.inputs) < 2:
         return [1] * size if size <= _MOST_PARTS else []

@@ -13,6 +13,7 @@ from typing import Any
 from onnxpar.base.lookup import Lookup
 from onnxpar.base.shown import Shown
 from onnxpar.files.digests import digests_of, sealed
+from onnxpar.files.read_bounded import read_bounded
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
@@ -341,7 +342,7 @@ def foreign_part(folder: Path) -> str | None:
     """Names something in a folder that does not belong to a sharded model; None if the folder holds
     a sharded model, of any format, perhaps with that of its encoder, and nothing else."""
     try:
-        plan = json.loads((folder / "plan.json").read_bytes())
+        plan = json.loads(read_bounded(folder / "plan.json"))
     except (OSError, ValueError, RecursionError):
         return "is not a sharded model"
     if not isinstance(plan, dict) or not {"format", "model", "mesh", "ranks"} <= plan.keys():

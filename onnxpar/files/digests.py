@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -114,12 +115,15 @@ def check_size(file: Path, digests: Digests, remedy: str) -> None:
     """Checks the size of a file. Errors: ModelError, with the remedy, if it has changed or if the
     file is missing."""
     try:
-        size = file.stat().st_size
+        status = file.stat()
     except OSError as error:
         text = f"cannot read {file}: {error.strerror or error}"
         raise ModelError(f"{text}{_and(remedy)}") from None
-    if size != digests["bytes"]:
-        raise ModelError(f"{file} has {size:,} bytes, not {digests['bytes']:,}{_and(remedy)}")
+    if not stat.S_ISREG(status.st_mode):  # whoever opened a pipe would wait for a writer
+        raise ModelError(f"{file} is not a file{_and(remedy)}")
+    if status.st_size != digests["bytes"]:
+        sizes = f"{status.st_size:,} bytes, not {digests['bytes']:,}"
+        raise ModelError(f"{file} has {sizes}{_and(remedy)}")
 
 
 def check_listed(files: Mapping[str, Digests]) -> None:

@@ -42,6 +42,12 @@ class Slot:
     of: str = ""
     default: bool = False
 
+    def __post_init__(self) -> None:
+        """Errors: TypeError for what JSON may have in place of a name."""
+        for name in (self.input, self.output, self.kind, self.of):
+            if not isinstance(name, str):
+                raise TypeError(f"a state has the name {name!r:.60}")
+
 
 @dataclass(frozen=True)
 class StepSharding:

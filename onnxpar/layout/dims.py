@@ -328,7 +328,7 @@ def dim_json(dim: Dim) -> Any:
 
 
 def dim_of_json(data: Mapping[str, Any]) -> Dim:
-    """The inverse of `dim_json`."""
+    """The inverse of `dim_json`. Errors: KeyError, TypeError or ValueError for anything else."""
     if "product" in data:
         return Product(tuple(dim_of_json(c) for c in data["product"]))
     if "concat" in data:
@@ -338,6 +338,9 @@ def dim_of_json(data: Mapping[str, Any]) -> Dim:
         parts = Proportion(tuple(data["weights"]))
     elif "parts" in data:
         parts = tuple(data["parts"])
+    for number in (data["size"], *(parts if isinstance(parts, tuple) else ())):
+        if not isinstance(number, int):
+            raise TypeError(f"a size is {number!r:.60}")
     return Factor(data["size"], tuple(Axis(*a) for a in data.get("axes", [])), parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -144,8 +144,10 @@ class Layout:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Layout:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. Errors: KeyError, TypeError or ValueError for anything else."""
         dims = tuple(dim_of_json(d) for d in data["dims"])
+        if data["reduce"] not in get_args(ReduceOp):
+            raise ValueError(f"no reduction is named {data['reduce']!r:.60}")
         return Layout(dims, tuple(Axis(*a) for a in data["partial"]), data["reduce"])
 
 

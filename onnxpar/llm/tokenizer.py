@@ -10,6 +10,7 @@ from reprlib import repr as shortly
 from typing import Any, NoReturn
 
 from onnxpar.errors import InputError, ModelError
+from onnxpar.files.read_bounded import read_bounded
 from onnxpar.model.model_folder import read_config
 
 Messages = Sequence[Mapping[str, Any]]
@@ -35,7 +36,7 @@ class Tokenizer:
                 "give token ids instead of text"
             )
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(read_bounded(file))
         except Exception as error:  # tokenizers raises Exception itself
             raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
         self._tokenizer.no_truncation()
@@ -128,10 +129,13 @@ class Stream:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a folder."""
+    """Returns the chat template of a folder. Errors: ModelError."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8", errors="replace")
+        try:
+            return read_bounded(file).decode("utf-8", "replace")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}

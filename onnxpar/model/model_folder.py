@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import ModelError
+from onnxpar.files.read_bounded import read_bounded
 
 GENAI = "genai_config.json"
 CONFIG = "config.json"
@@ -150,7 +151,7 @@ def read_config(file: Path) -> Mapping[str, Any]:
 def read_json(file: Path) -> object:
     """Returns the value in a JSON file. Errors: ModelError."""
     try:
-        return json.loads(file.read_bytes())
+        return json.loads(read_bounded(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
 

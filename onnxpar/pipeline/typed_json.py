@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import Device, Level, Link, Topology
 from onnxpar.ir.reshards import Reshard
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
@@ -45,6 +46,7 @@ TYPES: dict[str, type[Any]] = {
         NodeAnnotation,
         FactorSharding,
         Product,
+        Rate,
         SplitAlone,
         SplitBehindSums,
         SplitCaches,

@@ -14,6 +14,7 @@ import numpy as np
 from onnxpar.base.lookup import Lookup
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import Digests, check_files, check_listed, check_seal, check_size
+from onnxpar.files.read_bounded import read_bounded
 from onnxpar.files.unreadable import missing
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout, dim_axes
@@ -167,6 +168,8 @@ class Bundle:
             lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
             step = Step.from_json(plan["step"]) if plan.get("step") else None
             fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
+            if not all(isinstance(plan["example"][symbol], int) for symbol in symbols):
+                raise TypeError(f"example sizes are {plan['example']}")
             for port in (*inputs.values(), *outputs.values()):
                 _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
             check_listed(plan["files"])
@@ -323,9 +326,9 @@ def _read_plan(folder: Path) -> dict[str, Any]:
             f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"
         )
     try:
-        text = file.read_bytes()
+        text = read_bounded(file)
         plan = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}; {_WRITE_AGAIN}") from error
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         found = plan.get("format") if isinstance(plan, dict) else None
@@ -378,6 +381,10 @@ def _port(data: Mapping[str, Any]) -> Port:
         raise ModelError(f"{name!r}: its shape {shape} is not that of its layout, {layout.shape}")
     has_default = data.get("default", False)
     opened = _opened(tree) if is_open else None
+    if opened is not None and len(opened["dims"]) != len(sizes or ()):
+        raise ModelError(
+            f"{name!r}: its layout has {len(opened['dims'])} dimensions, but its shape is {shape}"
+        )
     return Port(name, np.dtype(dtype), sizes, layout, type_, has_default, opened)
 
 

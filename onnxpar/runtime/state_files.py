@@ -147,7 +147,19 @@ class StateFiles:
         if name not in self._layouts:
             raise ModelError(f"{self._folder} has no state {name!r}")
         parts = Shards(self._layouts[name], self._mesh)
-        return parts.assemble({rank: self._parts.read(name, rank) for rank in parts.sources})
+        return parts.assemble({rank: self._part(name, rank) for rank in parts.sources})
+
+    def _part(self, name: str, rank: int) -> Array:
+        """Returns a rank's shard of a state. Errors: ModelError if it is missing, or not of the
+        size that the layout says."""
+        part = self._parts.read(name, rank)
+        wanted = self._layouts[name].local_shape(self._mesh, rank)
+        if part.shape != wanted:
+            raise ModelError(
+                f"{self._folder}: state {name!r} of rank {rank} has the shape {list(part.shape)}, "
+                f"not {list(wanted)}; use another checkpoint"
+            )
+        return part
 
     def fill(self, name: str, whole: Array) -> None:
         """Copies a state to the global array `whole`, in blocks; never has more than a block of it
@@ -157,7 +169,7 @@ class StateFiles:
             whole[...] = self.read(name)
             return
         for rank in parts.sources:
-            part = self._parts.read(name, rank)
+            part = self._part(name, rank)
             for rows in row_blocks(part.shape, part.dtype):
                 parts.place(whole, rank, rows.start, part[rows])
                 unmap(part)
@@ -170,7 +182,7 @@ class StateFiles:
         more than a block of it in memory. Errors: ModelError if the state is missing."""
         own = [indices(dim, mesh, rank) for dim in layout.dims]
         for source in Shards(self._layouts[name], self._mesh).sources:
-            part = self._parts.read(name, source)
+            part = self._part(name, source)
             theirs = [indices(dim, self._mesh, source) for dim in self._layouts[name].dims]
             both = [
                 np.intersect1d(a, b, assume_unique=True, return_indices=True)[1:]

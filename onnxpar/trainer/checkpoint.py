@@ -28,6 +28,7 @@ from onnxpar.files.digests import (
     check_seal,
     check_size,
 )
+from onnxpar.files.read_bounded import read_bounded
 from onnxpar.files.write_file import unread
 from onnxpar.ir.training_spec import Slot
 from onnxpar.layout.layout import Layout
@@ -213,9 +214,11 @@ def _complete(folder: Path) -> str:
     missing or has another size."""
     file = folder / RECORD
     try:
-        text = file.read_bytes()
+        text = read_bounded(file)
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {unread(error)}") from None
+    except ValueError as error:
+        raise DamagedError(f"cannot read {file}: {error}") from None
     if missing := _missing(_read(folder, text)):
         raise DamagedError(missing)
     return text.decode()

@@ -54,7 +54,13 @@ class Block:
     @property
     def missing(self) -> list[str]:
         """Which of what it needs is not installed."""
-        return [need for need in self.needs if not shutil.which(need) and find_spec(need) is None]
+        return [need for need in self.needs if not shutil.which(need) and not _is_package(need)]
+
+
+def _is_package(name: str) -> bool:
+    """Whether a module is installed; a folder of tests with its name is none."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def blocks(page: Path) -> list[Block]:

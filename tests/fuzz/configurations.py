@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import yaml
-from fuzz.corpus import tiny
+from fuzz.corpus import FOUND, MODELS, tiny
 from fuzz.mutate import mutated
 from fuzz.trial import Case, chance_of, run_command
 
@@ -91,6 +91,7 @@ STARTS = {
     "train": ["step.par", "--data", "gone.npz", "--lr", "0.1"],
     "check": ["m.onnx", "--devices", "2", "--inputs", "gone.npz"],
 }
+MERGE = ["checkpoint", "merge", "checkpoints", "m.onnx", "-o", "merged.onnx"]
 
 
 def make_base(folder: Path) -> None:
@@ -106,6 +107,7 @@ def make_base(folder: Path) -> None:
         "annotate m.onnx -o annotated.onnx --mesh dp=2,tp=2 --preset hybrid",
         "grad m.onnx -o step.onnx --loss mse --optimizer adamw",
         "shard step.onnx -o step.par --devices 2 --preset data-parallel",
+        f"shard {MODELS / 'llm/llama'} -o llm.par --devices 2",
     )
     for command in commands:
         status, why = run_command(command.split())
@@ -130,7 +132,29 @@ class Configurations:
             copy = shutil.copytree if each.is_dir() else shutil.copy
             copy(each, folder / each.name)
         kind = chance.choices(_KINDS, [weight for _, weight in _KIND_WEIGHTS])[0]
-        return Case(kind(folder, chance), lambda: "")
+        arguments = kind(folder, chance)
+        return Case(arguments, lambda: "", _kept(folder, arguments))
+
+
+KEPT = {
+    "s.yaml": "strategy",
+    "t.yaml": "topology",
+    "a.onnx": "annotations",
+    "in.npz": "arrays",
+    "checkpoints": "checkpoint",
+}
+"""The kind of the file that a case has broken, by what its arguments name."""
+
+
+def _kept(folder: Path, arguments: list[str]) -> tuple[str, Path] | None:
+    if arguments[0] == "inspect":
+        return arguments[1], folder / arguments[1] / "plan.json"
+    for name in arguments:
+        if name == "checkpoints":
+            return KEPT[name], next((folder / name).glob("step_*/checkpoint.json"))
+        if name in KEPT:
+            return KEPT[name], folder / name
+    return None
 
 
 def spoiled(data: Any, chance: random.Random) -> Any:
@@ -186,10 +210,22 @@ def _yaml(data: Any, chance: random.Random) -> bytes:
         lines[at] = f"{head}{colon} {chance.choice(RAW)}"
         text = "\n".join(lines)
     raw = text.encode("utf-8", "surrogatepass")
-    return _damaged(raw, chance) if way > 0.93 else raw
+    return damaged(raw, chance) if way > 0.93 else raw
 
 
-def _damaged(raw: bytes, chance: random.Random) -> bytes:
+def _seed(kind: str, chance: random.Random) -> bytes:
+    """At times, a file that was kept, broken once more; else nothing."""
+    kept = sorted((FOUND / kind).glob("*"))
+    if not kept or chance.random() < 0.75:
+        return b""
+    raw = chance.choice(kept).read_bytes()
+    try:
+        return _yaml(yaml.safe_load(raw), chance)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        return damaged(raw, chance)
+
+
+def damaged(raw: bytes, chance: random.Random) -> bytes:
     data = bytearray(raw)
     for _ in range(chance.choice((1, 3, 10))):
         data[chance.randrange(len(data))] = chance.randrange(256)
@@ -197,7 +233,7 @@ def _damaged(raw: bytes, chance: random.Random) -> bytes:
 
 
 def _strategy(folder: Path, chance: random.Random) -> list[str]:
-    (folder / "s.yaml").write_bytes(_yaml(STRATEGY, chance))
+    (folder / "s.yaml").write_bytes(_seed("strategy", chance) or _yaml(STRATEGY, chance))
     model = chance.choice(("m.onnx", "m.onnx", "step.onnx"))
     more = chance.choice(([], [], ["--preset", "data-parallel"], ["--preset", "manual"]))
     return ["plan", model, "--strategy", "s.yaml", *more]
@@ -205,7 +241,7 @@ def _strategy(folder: Path, chance: random.Random) -> list[str]:
 
 def _topology(folder: Path, chance: random.Random) -> list[str]:
     data = chance.choice((TOPOLOGY, TOPOLOGY, RANK_TABLE))
-    (folder / "t.yaml").write_bytes(_yaml(data, chance))
+    (folder / "t.yaml").write_bytes(_seed("topology", chance) or _yaml(data, chance))
     return ["plan", "m.onnx", "--devices", "4", "--topology", "t.yaml"]
 
 
@@ -217,7 +253,7 @@ def _json(file: Path, chance: random.Random) -> None:
     way = chance.random()
     if "sha256" in before and isinstance(data, dict) and chance.random() < 0.5:
         text = sealed(data)
-    file.write_bytes(_damaged(text.encode(), chance) if way < 0.1 else text.encode())
+    file.write_bytes(damaged(text.encode(), chance) if way < 0.1 else text.encode())
 
 
 def _plan_file(folder: Path, chance: random.Random) -> list[str]:
@@ -231,18 +267,7 @@ def _plan_file(folder: Path, chance: random.Random) -> list[str]:
 def _checkpoint(folder: Path, chance: random.Random) -> list[str]:
     file = next((folder / "checkpoints").glob("step_*/checkpoint.json"))
     _json(file, chance)
-    return ["merge", "checkpoints", "m.onnx", "-o", "merged.onnx"]
-
-
-def _states(folder: Path, chance: random.Random) -> list[str]:
-    files = [
-        f
-        for f in (folder / "checkpoints").glob("step_*/*")
-        if f.suffix != ".json" and f.stat().st_size
-    ]
-    file = chance.choice(sorted(files))
-    file.write_bytes(_damaged(file.read_bytes(), chance))
-    return ["merge", "checkpoints", "m.onnx", "-o", "merged.onnx"]
+    return MERGE
 
 
 def _annotations(folder: Path, chance: random.Random) -> list[str]:
@@ -310,9 +335,9 @@ def _npz(chance: random.Random) -> bytes:
         name = chance.choice(("x", "x", "", "y", "a/b", "é", "../x"))
         with np.errstate(all="ignore"):
             np.savez(sink, **{name: np.zeros(shape).astype(dtype)})
-        return sink.getvalue() if way < 0.6 else _damaged(sink.getvalue(), chance)
+        return sink.getvalue() if way < 0.6 else damaged(sink.getvalue(), chance)
     np.savez_compressed(sink, x=np.ones((8, 16), np.float32))
-    return _damaged(sink.getvalue(), chance)
+    return damaged(sink.getvalue(), chance)
 
 
 def _arguments(folder: Path, chance: random.Random) -> list[str]:
@@ -326,7 +351,7 @@ def _arguments(folder: Path, chance: random.Random) -> list[str]:
 
 
 _KIND_WEIGHTS: tuple[tuple[Callable[[Path, random.Random], list[str]], int], ...] = (
-    (_strategy, 30), (_topology, 14), (_plan_file, 14), (_checkpoint, 8), (_states, 2),
+    (_strategy, 30), (_topology, 14), (_plan_file, 14), (_checkpoint, 8),
     (_annotations, 10), (_arrays, 8), (_arguments, 24),
 )  # fmt: skip
 _KINDS = tuple(kind for kind, _ in _KIND_WEIGHTS)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from fuzz.corpus import CORPUS, DATA, LARGE
+from fuzz.corpus import CORPUS, DATA, LARGE, found_models
 from fuzz.mutate import mutated
+from fuzz.sessions import random_feeds
 from fuzz.trial import Case, chance_of, refusal
 
 from onnxpar.checking.compare import compare
 from onnxpar.errors import OnnxparError
 from onnxpar.model.shapes_by_onnxruntime import REFUSED
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession
 
 WAYS = (
@@ -26,8 +25,6 @@ WAYS = (
     ("--devices", "2", "--preset", "tensor-parallel"),
     ("--mesh", "dp=2,tp=2", "--preset", "hybrid"),
 )
-_MOST_ELEMENTS = 1 << 20
-"""Of feeds for a run."""
 TINY = tuple(name for name in CORPUS if name not in LARGE)
 
 
@@ -41,8 +38,10 @@ class Models:
         chance = chance_of("model", self.seed, number)
         is_large = chance.random() < self.share_of_large
         name = chance.choice(LARGE if is_large else TINY)
+        seeds = found_models() if not is_large and chance.random() < 0.25 else []
+        seed = chance.choice(seeds) if seeds else CORPUS[name]()
         model = folder / "m.onnx"
-        model.write_bytes(mutated(CORPUS[name](), chance))
+        model.write_bytes(mutated(seed, chance))
         return case_of(model, chance.choice(WAYS[:1] if is_large else WAYS), is_large)
 
 
@@ -51,7 +50,8 @@ def case_of(model: Path, way: tuple[str, ...], only_plan: bool = False) -> Case:
     (model.parent / DATA).write_bytes(np.arange(68, dtype=np.float32).tobytes())
     par = model.parent / "m.par"
     command = ["plan", "m.onnx"] if only_plan else ["shard", "m.onnx", "-o", "m.par"]
-    return Case([*command, *way], lambda: _judge(model, None if only_plan else par))
+    judge = partial(_judge, model, None if only_plan else par)
+    return Case([*command, *way], judge, ("model", model))
 
 
 def _judge(model: Path, par: Path | None) -> str:
@@ -62,7 +62,7 @@ def _judge(model: Path, par: Path | None) -> str:
         return f"accepted: onnxruntime does not load it\n{why}"
     if par is None:
         return ""
-    feeds = _feeds(par)
+    feeds = random_feeds(par)
     if feeds is None or not _runs(model, feeds):
         return ""
     try:
@@ -71,26 +71,6 @@ def _judge(model: Path, par: Path | None) -> str:
     except OnnxparError as error:
         return f"ranks fail where the unsplit model runs: {error}"
     return "" if found.ok else f"wrong: {found.text()}"
-
-
-def _feeds(par: Path) -> dict[str, Any] | None:
-    """Random feeds, None where they would be large or cannot be made up."""
-    data = Bundle.load(par).data
-    specs = [
-        (p["name"], p["dtype"] or p["type"], _sizes(p["shape"], data["example"]))
-        for p in data["inputs"]
-        if not p.get("default")
-    ]
-    if any("(" in kind for _, kind, _ in specs):
-        return None
-    if sum(math.prod(shape) for _, _, shape in specs) > _MOST_ELEMENTS:
-        return None
-    return make_feeds(specs, {})
-
-
-def _sizes(shape: Sequence[Any] | None, example: Mapping[str, int]) -> tuple[int, ...]:
-    """A shape with 2 for what is open, or the plan's example for a symbol."""
-    return tuple(n if isinstance(n, int) else example.get(n, 2) for n in shape or ())
 
 
 def _runs(model: Path, feeds: Mapping[str, Any]) -> bool:

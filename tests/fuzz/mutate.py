@@ -27,7 +27,7 @@ def mutated(model: ModelProto, chance: random.Random, only: tuple[str, ...] = ()
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         try:
             chance.choice(_CHANGES if not only else (_any_field,))(model, chance, only)
-        except (ValueError, TypeError):  # no room for that value in this field
+        except (ValueError, TypeError, IndexError):  # no room for that value, or no node
             continue
     return model.SerializeToString()
 

@@ -11,6 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.configurations import Configurations, make_base
+from fuzz.folders import Folders
+from fuzz.found import keeper
 from fuzz.models import Models
 from fuzz.trial import Outcome, made_apart, run_all, tally
 
@@ -25,12 +27,17 @@ def main() -> int:
         classes[lines[0][:90]] += 1
         print(f"--- {kind} {outcome.number}: {outcome.fault}", flush=True)
 
+    keep = keeper(args.keep) if args.keep else None
     total = 0
     with made_apart(make_base) as base:
-        makers = {"model": Models(args.seed), "configuration": Configurations(args.seed, base)}
-        for kind, count in (("model", args.models), ("configuration", args.configurations)):
+        makers = {
+            "folder": (Folders(args.seed, base), args.folders),
+            "configuration": (Configurations(args.seed, base), args.configurations),
+            "model": (Models(args.seed), args.models),
+        }
+        for kind, (maker, count) in makers.items():
             numbers = args.only or range(count)
-            counts = tally(run_all(makers[kind], numbers if count else (), args.jobs), show)
+            counts = tally(run_all(maker, numbers if count else (), args.jobs, keep), show)
             print(f"{kind}s of seed {args.seed}: {dict(counts)}", flush=True)
             total += counts["faults"]
     for text, count in classes.most_common():
@@ -41,8 +48,12 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=int, default=0, metavar="N")
+    parser.add_argument("--folders", type=int, default=0, metavar="N")
     parser.add_argument("--configurations", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="copy files that cause new messages there"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", type=int, nargs="*", metavar="NUMBER", help="these cases alone")
     return parser

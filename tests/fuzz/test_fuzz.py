@@ -4,10 +4,12 @@ line that names them, or in the right answer."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,6 +17,8 @@ import onnx.parser
 import pytest
 from fuzz.configurations import Configurations, make_base
 from fuzz.corpus import CORPUS
+from fuzz.folders import Folders, renew
+from fuzz.found import case, cases
 from fuzz.models import WAYS, Models, case_of
 from fuzz.trial import Maker, made_apart, run_all
 from onnx import ModelProto, TensorProto, helper
@@ -45,6 +49,15 @@ def test_mutated_models() -> None:
 
 def test_mutated_configurations(base: Path) -> None:
     none_fails(Configurations(0, base), 60)
+
+
+def test_broken_folders(base: Path) -> None:
+    none_fails(Folders(0, base), 60)
+
+
+def test_the_corpus(base: Path) -> None:
+    files = cases()
+    none_fails(lambda number, folder: case(files[number], base, folder), len(files))
 
 
 def change(name: str, how: Callable[[ModelProto], object]) -> ModelProto:
@@ -197,6 +210,15 @@ def test_a_level_of_a_topology_may_be_of_any_size(tmp_path: Path) -> None:
     assert main([*command, "--topology", str(tmp_path / "t.yaml")]) == 0
 
 
+def test_a_sequence_along_no_axis_stays_one(tmp_path: Path) -> None:
+    """onnxruntime refuses it in a run."""
+    model = CORPUS["sequences"]()
+    split = next(n for n in model.graph.node if n.op_type == "SplitToSequence")
+    split.attribute[0].i = 1 << 40
+    onnx.save(model, tmp_path / "m.onnx")
+    assert main(["plan", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
+
+
 def test_a_sequence_of_very_many_parts_stays_one(tmp_path: Path) -> None:
     """It would be a Split of 2 ** 38 results."""
     model = CORPUS["sequences"]()
@@ -223,6 +245,96 @@ def test_state_pairs_that_are_no_names(base: Path, tmp_path: Path, capsys: Captu
     (tmp_path / "step.par/plan.json").write_text(sealed(plan))
     assert main(["inspect", str(tmp_path / "step.par")]) == 2
     assert "plan.json is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dims", "word"),
+    [
+        ([], "its layout has 0 dimensions, but its shape is"),
+        ([{"size": [1]}] * 2, "plan.json is damaged: TypeError: a size is [1]"),
+        ([{"size": 4, "parts": ["a"]}] * 2, "plan.json is damaged: TypeError: a size is 'a'"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_plans_of_another_form(
+    base: Path, tmp_path: Path, capsys: Capture, dims: object, word: str
+) -> None:
+    shutil.copytree(base / "open.par", tmp_path / "open.par")
+    file = tmp_path / "open.par/plan.json"
+    plan = json.loads(file.read_text())
+    plan["inputs"][0]["layout"]["dims"] = dims
+    file.write_text(sealed(plan) if isinstance(dims, list) else str(dims))
+    assert main(["inspect", str(tmp_path / "open.par")]) == 2
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_a_record_that_is_a_pipe_is_not_waited_for(
+    base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(base / "checkpoints", tmp_path / "checkpoints")
+    (record,) = (tmp_path / "checkpoints").glob("step_*/checkpoint.json")
+    record.unlink()
+    os.mkfifo(record)
+    given = [str(tmp_path / "checkpoints"), str(base / "m.onnx"), "-o", str(tmp_path / "o.onnx")]
+    assert main(["checkpoint", "merge", *given]) == 2
+    assert "checkpoint.json: it is not a file" in capsys.readouterr().err
+
+
+def _shape(index: Any) -> None:
+    index["c"]["shape"] *= 2
+
+
+def _name(record: Any) -> None:
+    record["slots"][0]["input"] = [None]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "word"),
+    [
+        ("rank_0000.json", _shape, "state 'c' of rank 0 has the shape [4, 4], not [4]"),
+        ("checkpoint.json", _name, "TypeError: a state has the name [None]"),
+    ],
+)
+def test_checkpoints_of_another_form(
+    base: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    file: str,
+    change: Callable[[Any], None],
+    word: str,
+) -> None:
+    shutil.copytree(base / "checkpoints", tmp_path / "checkpoints")
+    (step,) = (tmp_path / "checkpoints").glob("step_*")
+    data = json.loads((step / file).read_text())
+    change(data)
+    (step / file).write_text(json.dumps(data))
+    assert renew(step / file, step / "checkpoint.json")
+    given = [str(tmp_path / "checkpoints"), str(base / "m.onnx"), "-o", str(tmp_path / "o.onnx")]
+    assert main(["checkpoint", "merge", *given]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_an_example_that_is_no_size(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(base / "open.par", tmp_path / "open.par")
+    file = tmp_path / "open.par/plan.json"
+    file.write_text(sealed({**json.loads(file.read_text()), "example": {"n": "\0"}}))
+    assert main(["inspect", str(tmp_path / "open.par")]) == 2
+    assert "example sizes are" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_an_empty_file_that_is_a_pipe_is_not_waited_for(
+    base: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(base / "checkpoints", tmp_path / "checkpoints")
+    (states,) = (tmp_path / "checkpoints").glob("step_*/rank_0001.bin")
+    assert not states.stat().st_size
+    states.unlink()
+    os.mkfifo(states)
+    given = [str(tmp_path / "checkpoints"), str(base / "m.onnx"), "-o", str(tmp_path / "o.onnx")]
+    assert main(["checkpoint", "merge", *given]) == 2
+    assert "rank_0001.bin is not a file" in capsys.readouterr().err
 
 
 YAML = {
@@ -267,3 +379,13 @@ def test_versions_of_arrays_are_read(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "in.npz", **arrays)
     for name, array in read_npz(tmp_path / "in.npz").items():
         np.testing.assert_array_equal(array, arrays[name])
+
+
+def test_a_layout_without_a_known_reduction(base: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(base / "m.par", tmp_path / "m.par")
+    file = tmp_path / "m.par/plan.json"
+    plan = json.loads(file.read_text())
+    plan["outputs"][0]["layout"]["reduce"] = "mean"
+    file.write_text(sealed(plan))
+    assert main(["inspect", str(tmp_path / "m.par")]) == 2
+    assert "no reduction is named 'mean'" in capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import pkgutil
 import random
 import resource
 import shutil
@@ -19,26 +21,35 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 from fuzz.mutate import messages
+from fuzz.sessions import run_once
 
+import onnxpar
 from onnxpar import cli
 from onnxpar.cli.error_line import report
+from onnxpar.errors import OnnxparError
 from onnxpar.model.shapes_by_onnxruntime import REFUSED
 
 MEMORY = 4 << 30
 """Bytes of address space that a command may have beyond what it begins with."""
 SECONDS = 60
 """Of processor time for a command."""
-PATIENCE = 300.0
+PATIENCE = 120.0
 """Seconds of wall time after which a child is ended."""
+KEPT = "kept-"
+"""Begins the name of the copy of a broken file, which ends with its kind."""
+SESSION = "(session)"
+"""Stands for a command: a session runs the sharded model once, with its ranks as threads."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A command to try: its arguments, and what holds its result against something else where it
-    ends with 0: returns what is wrong, or nothing."""
+    ends with 0: returns what is wrong, or nothing. `kept` is the broken file, and the kind of files
+    among which a corpus keeps it."""
 
     arguments: list[str]
     judge: Callable[[], str]
+    kept: tuple[str, Path] | None = None
 
 
 Maker = Callable[[int, Path], Case]
@@ -47,15 +58,24 @@ Maker = Callable[[int, Path], Case]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended; `fault` is empty where all is well, else its first line tells its class."""
+    """How a case ended; `fault` is empty where all is well, else its first line tells its class.
+    `said` is the last line on standard error."""
 
     number: int
     status: str
     fault: str
+    said: str = ""
 
 
-def run_all(maker: Maker, numbers: Iterable[int], jobs: int = 2) -> Iterator[Outcome]:
-    """Tries each case in a child of its own, `jobs` at a time."""
+def run_all(
+    maker: Maker,
+    numbers: Iterable[int],
+    jobs: int = 2,
+    keep: Callable[[Outcome, str, Path], None] | None = None,
+) -> Iterator[Outcome]:
+    """Tries each case in a child of its own, `jobs` at a time. `keep` gets each outcome with the
+    kind and the copy of the file that a corpus keeps."""
+    _import_all()
     waiting = iter(numbers)
     running: dict[int, tuple[int, Path, float]] = {}
     root = Path(tempfile.mkdtemp(prefix="onnxpar-fuzz-"))
@@ -72,16 +92,40 @@ def run_all(maker: Maker, numbers: Iterable[int], jobs: int = 2) -> Iterator[Out
                 pid, status = os.waitpid(child, os.WNOHANG)
                 if pid:
                     del running[child]
-                    yield _outcome(number, folder, status)
+                    _end_group(child)  # what it has started
+                    outcome = _outcome(number, folder, status)
+                    for copy in folder.glob(f"{KEPT}*"):
+                        if keep is not None:
+                            keep(outcome, copy.name.removeprefix(KEPT), copy)
+                    yield outcome
                     shutil.rmtree(folder, ignore_errors=True)
                 elif time.monotonic() - since > PATIENCE:
-                    os.kill(child, signal.SIGKILL)
+                    _end(child)
             time.sleep(0.005)
     finally:
         for child in running:
-            os.kill(child, signal.SIGKILL)
+            _end(child)
             os.waitpid(child, 0)
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _import_all() -> None:
+    """Imports what commands import when they need it, so that no child takes a second for it."""
+    for module in pkgutil.walk_packages(onnxpar.__path__, "onnxpar."):
+        if not module.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):  # of what is optional
+                importlib.import_module(module.name)
+
+
+def _end(child: int) -> None:
+    """Ends a child that has not been waited for, and what it has started."""
+    _end_group(child)
+    os.kill(child, signal.SIGKILL)  # at first, it has no group of its own
+
+
+def _end_group(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
 
 
 def _outcome(number: int, folder: Path, status: int) -> Outcome:
@@ -94,7 +138,8 @@ def _outcome(number: int, folder: Path, status: int) -> Outcome:
     if not verdict.exists():
         return Outcome(number, "?", f"no verdict, exit status {os.WEXITSTATUS(status)}")
     first, _, fault = verdict.read_text().partition("\n")
-    return Outcome(number, first, fault)
+    said = (folder / "stderr").read_text(errors="replace").splitlines()
+    return Outcome(number, first, fault, said[-1] if said else "")
 
 
 def _start(maker: Maker, number: int, folder: Path) -> int:
@@ -122,7 +167,9 @@ def _child(maker: Maker, number: int, folder: Path) -> None:
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     tempfile.tempdir = str(folder)
     case = maker(number, folder)
-    (folder / "arguments").write_text(repr(case.arguments))
+    if case.kept is not None:
+        kind, broken = case.kept
+        shutil.copy(broken, folder / f"{KEPT}{kind}")  # before the command may change it
     limit = _address_space() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -150,12 +197,22 @@ def run_command(arguments: list[str]) -> tuple[int, str]:
 
     cli.report = watched  # type: ignore[attr-defined]
     try:
-        status = cli.main(arguments)
+        status = _run_session(arguments[1]) if arguments[0] == SESSION else cli.main(arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     return status, places[0] if places else ""
+
+
+def _run_session(par: str) -> int:
+    """Ends as a command does."""
+    try:
+        run_once(Path(par))
+    except OnnxparError as error:
+        report(error)
+        return 2
+    return 0
 
 
 def fault_of(status: int, text: str, place: str = "") -> str:

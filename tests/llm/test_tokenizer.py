@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -132,6 +133,15 @@ def test_templates_are_where_files_have_them(folder: Path) -> None:
 def test_damaged_files_are_named(folder: Path, text: str) -> None:
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match=r"tokenizer.json cannot be read: "):
+        Tokenizer(folder)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelError, match=f"{name} cannot be read: it is not a file"):
         Tokenizer(folder)
 
 

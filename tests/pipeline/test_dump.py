@@ -351,3 +351,21 @@ def test_opt_writes_stacked_weights_apart(tmp_path: Path) -> None:
     found = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(made).graph.initializer}
     first = found[next(name for name in found if name.endswith("/experts/weight.0.1"))]
     np.testing.assert_array_equal(first[3], parts["onnx::MatMul_726"])
+
+
+def test_a_dump_has_what_was_measured_of_a_device(tmp_path: Path) -> None:
+    device = {"flops": "1 GFLOP/s", "ops": {"MatMul": {"row": "1 us", "element": "2 ns"}}}
+    topology = tmp_path / "t.yaml"
+    levels = [{"name": "host", "latency": "1 us", "bandwidth": "1 GB/s"}]
+    topology.write_text(json.dumps({"levels": levels, "device": device}))
+    model, dump = str(MODELS / "gpt2.legacy.static.onnx"), tmp_path / "dump"
+    how = ["--devices", "2", "--topology", str(topology)]
+    assert main(["plan", model, *how, "--dump", str(dump)]) == 0
+    first = dump / "01-annotate-strategy.onnx"
+    assert opt(first, "--passes", PASSES[0], "-o", str(tmp_path / "again.onnx")) == 0
+    assert '"Rate": {"row": 1e-06, "element": 2e-09}' in text_of(first)
+
+
+def text_of(dump: Path) -> str:
+    model = onnx.load(dump, load_external_data=False)
+    return " ".join(entry.value for entry in model.metadata_props)

@@ -1,0 +1,53 @@
+"""The options of `onnxpar.shard` as parameters of an Olive pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from olive.passes.pass_config import PassConfigParam
+
+from onnxpar.pipeline.plan_options import DEFAULTS, PlanOptions
+
+_JSON: Mapping[Any, type] = {
+    **{kind: kind for kind in (bool, int, float, str)},
+    Mapping: dict,
+    Sequence: list,
+}
+"""For a type of an option, that of its value in a workflow file; no file has other objects."""
+
+
+def parameters() -> dict[str, Any]:
+    """Returns Olive's PassConfigParam of each option, by name, with the default of the option."""
+    return {
+        name: PassConfigParam(
+            type_=Union[tuple(_json_types(hint))],  # noqa: UP007  (of a tuple)
+            default_value=_as_json(DEFAULTS.get(name)),
+            description=f"The option {name} of onnxpar.shard, as its help says.",
+        )
+        for name, hint in get_type_hints(PlanOptions).items()
+    }
+
+
+def options(config: Mapping[str, Any]) -> PlanOptions:
+    """Returns the options that the values of these parameters mean; None is the default."""
+    given = {name: value for name, value in config.items() if value is not None}
+    return cast(PlanOptions, given)
+
+
+def _json_types(hint: Any) -> Iterator[type]:
+    if get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from _json_types(each)
+    else:
+        kind = get_origin(hint) or hint
+        found = next(
+            (made for own, made in _JSON.items() if kind is get_origin(own) or kind is own), None
+        )
+        if found is not None:
+            yield found
+
+
+def _as_json(default: Any) -> Any:
+    return list(default) if isinstance(default, tuple) else default
