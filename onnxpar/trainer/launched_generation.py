@@ -16,7 +16,7 @@ from onnxpar.files.folder_lock import FolderLock
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.collectives import gather_bytes
 from onnxpar.runtime.groups import World
-from onnxpar.runtime.launch import Launched, bind_address, generation_number
+from onnxpar.runtime.launch import Launched, generation_number
 from onnxpar.trainer.checkpoint import check_seen, tell
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import Elastic, checkpoint_folder
@@ -93,7 +93,7 @@ def _agreed(launched: Launched, prepare: Callable[[], str]) -> Path:
     """Returns the folder that rank 0 prepares for all ranks. If it is for fewer than were started,
     tells this process so. Errors: NotNeededError if the folder needs fewer; OnnxparError."""
     rank, size, store = launched.rank, launched.size, launched.store
-    with World.create("elastic", rank, size, store, bind_address(), _PREPARING) as world:
+    with World.create("elastic", rank, size, store, launched.bind_address, _PREPARING) as world:
         together = Together(rank, size, lambda payload: gather_bytes(world, payload, "plan"))
         own = Path(together.first(prepare))
         plan = own / "plan.json"
