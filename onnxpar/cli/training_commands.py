@@ -138,6 +138,7 @@ def _train(
         "bind": args.bind,
         "ranks_per_numa": args.ranks_per_numa,
         "log_dir": None if rank else logs,
+        "verify": args.verify,
     }
     with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer

@@ -11,8 +11,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.units import quantity
-from onnxpar.errors import InputError, ModelError, OnnxparError
-from onnxpar.runtime import collectives, groups
+from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.options import CACHE
@@ -219,15 +218,3 @@ def check_table_cache(size: float | str | None) -> int:
     if found < 0:
         raise InputError(f"--table-cache {size}: give 0 or more")
     return int(found)
-
-
-def check_same(bundle: Bundle, world: groups.World) -> None:
-    """Errors: ModelError, on all ranks with the same text, if the ranks have different models."""
-    each = collectives.gather_bytes(world, bundle.digest.encode(), "plan.json")
-    odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
-    if odd is not None:
-        first, other = (each[rank][:8].decode() for rank in (0, odd))
-        raise ModelError(
-            f"{bundle.path}: the ranks disagree on the model: the SHA-256 of plan.json begins with "
-            f"{first} on rank 0 and {other} on rank {odd}; copy the same folder to all hosts"
-        )

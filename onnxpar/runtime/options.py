@@ -136,6 +136,8 @@ class SessionSpec:
     """The folder for the files of tables on the host; empty: that of the sharded model."""
     table_cache: int = CACHE
     """Most bytes of rows of tables on the host that a rank keeps in memory."""
+    verify: bool = False
+    """True if ranks compare every byte that they read of the folder with its digests first."""
     bind: str = BINDINGS[0]
     """What a rank is bound to."""
     ranks_per_numa: int = 0

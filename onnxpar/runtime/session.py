@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from onnxpar.runtime.checks import (
     check_names,
     check_ranks_per_numa,
     check_table_cache,
-    check_table_dir,
     check_threads,
     check_timeout,
 )
@@ -415,13 +415,14 @@ class InferenceSession(Session):
                 "a sharded model is a folder, not bytes: write it with onnxpar.shard(bytes, "
                 "'model.par', devices=N), then open that folder"
             )
-        bundle = Bundle.load(path_or_bytes)
         if enable_fallback:
             self.enable_fallback()
         if read_config_from_model:
             raise InputError("read_config_from_model: give sess_options instead")
         check_timeout(timeout)
         launched = launch.launched_rank()
+        path = Path(path_or_bytes)
+        bundle = Bundle.load(path) if launched is None else None  # a rank may have to fetch it
         spec = SessionSpec.of(
             sess_options,
             config=dict(config or {}),
@@ -429,8 +430,9 @@ class InferenceSession(Session):
             providers=providers,
             provider_options=provider_options,
             disabled_optimizers=list(disabled_optimizers or ()),
-            table_dir=check_table_dir(bundle, table_dir),
+            table_dir="" if table_dir is None else os.path.abspath(table_dir),
             table_cache=check_table_cache(table_cache),
+            verify=verify,
             bind=check_bind(bind),
             ranks_per_numa=check_ranks_per_numa(ranks_per_numa, bind, launched is not None),
         )
@@ -448,19 +450,19 @@ class InferenceSession(Session):
             check_elsewhere({**of_host, "ranks_per_numa": ranks_per_numa}, bind)
 
         def start(spec: SessionSpec) -> Ranks:
-            if start_ranks is not None:
-                return start_ranks(bundle, spec, timeout, verify)
-            if verify:
-                bundle.check_files(launched.rank if launched else None, whole=True)
-            if launched is None:
+            if bundle is not None:
+                if start_ranks is not None:
+                    return start_ranks(bundle, spec, timeout)
                 address = bind_address or launch.bind_address()
                 return ProcessRanks(bundle, spec, timeout, log_dir, address)
+            assert launched is not None, "only under a launcher, a session does not read the plan"
             from onnxpar.runtime.launched_rank import LaunchedRank
 
-            return LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
+            return LaunchedRank(path, spec, launched, timeout, log_dir, bind_address)
 
         self._spec, self._profile, self._start = spec, profile, start
-        super().__init__(bundle, *self._started(), sess_options)
+        ranks, scratch = self._started()
+        super().__init__(ranks.bundle, ranks, scratch, sess_options)
 
     def set_providers(
         self,

@@ -180,6 +180,7 @@ def train(
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
     start_ranks: StartRanks | None = None,
+    verify: bool = False,
 ) -> list[Record]:
     """Trains with a sharded training step. Returns a record of each step: its loss and other
     metrics and, for the last step of an epoch, the evaluation.
@@ -216,6 +217,7 @@ def train(
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
     start_ranks  starts the ranks elsewhere than on this host, such as `onnxpar.ray.Actors`
+    verify      True to compare every byte of `par` with its digests first
 
     To take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
     finite.
@@ -236,6 +238,7 @@ def train(
         "bind": bind,
         "ranks_per_numa": ranks_per_numa,
         "start_ranks": start_ranks,
+        "verify": verify,
     }
     elasticity = Elastic.of(elastic, min_ranks, max_restarts, model, profile is not None)
     with (

@@ -107,7 +107,7 @@ class StepPlans:
         """True if a folder has the same step for one of these requests, complete."""
         try:
             bundle = Bundle.load(target)
-            bundle.check_complete()
+            bundle.files.check_complete()
         except ModelError:
             return False
         made = bundle.data.get("request") or {}
