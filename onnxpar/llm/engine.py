@@ -33,6 +33,7 @@ class Counts:
     preemptions       how often a text had to wait again, because pages were needed
     steps             runs of the ranks
     restarts          how often ranks were started again
+    continued         how often a request went on after its ranks had died
     """
 
     running: int = 0
@@ -45,6 +46,7 @@ class Counts:
     preemptions: int = 0
     steps: int = 0
     restarts: int = 0
+    continued: int = 0
 
 
 class Generation:
@@ -71,9 +73,9 @@ class Engine(Worker[Text, Step, Batching]):
     tell         called with a line when ranks die, and when new ones run or do not start
     options      those of `InferenceSession`
 
-    If a rank dies, running requests fail, those that wait stay, and new ranks are started. Errors:
-    ModelError for a model that is no decoder with caches in pages; RankError if a rank does not
-    start.
+    If a rank dies, new ranks are started, and requests go on there with their next token; one that
+    has lost its ranks three times fails. Errors: ModelError for a model that is no decoder with
+    caches in pages; RankError if a rank does not start.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Engine(Worker[Text, Step, Batching]):
                 pages=scheduler.pool.pages,
                 used_pages=scheduler.pool.used,
                 preemptions=self._before.preemptions + scheduler.preemptions,
+                continued=self._continued,
             )
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
@@ -188,7 +191,6 @@ class Engine(Worker[Text, Step, Batching]):
         waiting = self._batching.texts
         self._batching = made
         for text in waiting:
-            text.pages, text.done = [], 0
             self._batching.add(text)
 
     def _requests(self) -> Sequence[Text]:
@@ -196,6 +198,12 @@ class Engine(Worker[Text, Step, Batching]):
 
     def _running(self) -> Sequence[Text]:
         return self._batching.scheduler.running
+
+    def _release(self) -> Sequence[Text]:
+        return self._batching.release()
+
+    def _take(self, requests: Sequence[Text]) -> None:
+        self._batching.take(requests)
 
     def _end_cancelled(self) -> None:
         for text in self._batching.texts:
