@@ -18,7 +18,7 @@ from onnxpar.llm.encoder import Encoder, Tokens
 from onnxpar.llm.encoder_model import EncoderModel
 from onnxpar.llm.requests import Busy, End, Failure
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.llm.worker import Worker
+from onnxpar.llm.worker import READY, Worker
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.session import InferenceSession
 
@@ -189,6 +189,13 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
             running, waiting = len(self._queue.running), len(self._queue.waiting)
             now = {"running": running, "waiting": waiting, "continued": self._continued}
             return replace(self._counts, **now)
+
+    @property
+    def burden(self) -> tuple[bool, int]:
+        """How soon another text would be read; smaller is sooner: whether the ranks do not run, and
+        how many texts are to be read before."""
+        with self._changed:
+            return self._status != READY, len(self._queue.running) + len(self._queue.waiting)
 
     def tokens(self, text: str, second: str | None = None) -> Tokens:
         """Returns the tokens of a text, or of a pair."""

@@ -11,7 +11,7 @@ from typing import Any
 from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.language_model import LanguageModel
-from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
+from onnxpar.llm.paged_decoder import PagedDecoder, count_pages, page_bytes
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener
 from onnxpar.llm.scheduler import Step, Text
 from onnxpar.llm.tokenizer import Tokenizer
@@ -110,7 +110,8 @@ class Engine(Worker[Text, Step, Batching]):
                 "and `generate` still works"
             )
         self.vocabulary = self.model.vocabulary
-        self._pages = count_pages(self._bundle, self.model, kv_memory, max_running)
+        sessions = int(options.get("replicas", 1))
+        self._pages = count_pages(self._bundle, self.model, kv_memory, max_running, sessions)
         self._max_running, self._max_waiting = max_running, max_waiting
         self._step_tokens = step_tokens
         self._before = Counts()
@@ -127,6 +128,23 @@ class Engine(Worker[Text, Step, Batching]):
         """The most tokens of a text, by the model's context and the caches."""
         room = self._pages * self.model.page_size
         return room if self.model.context is None else min(self.model.context, room)
+
+    @property
+    def kv_memory(self) -> int:
+        """Bytes of caches on the rank that has most of them."""
+        return self._pages * page_bytes(self._bundle, self.model)
+
+    def burden(self, tokens: Sequence[int]) -> tuple[bool, bool, int, int]:
+        """Returns how soon the next token of a text with these tokens would come; smaller is
+        sooner: whether the ranks do not run, whether as many texts run as may, how many tokens are
+        to be computed before, and how many texts there are."""
+        with self._changed:
+            scheduler = self._batching.scheduler
+            texts = self._batching.texts
+            known = scheduler.pool.known(tokens) * scheduler.pool.page_size
+            left = sum(text.left for text in texts) + len(tokens) - known
+            is_full = len(texts) >= self._max_running
+            return self._status != READY, is_full, left, len(texts)
 
     @property
     def counts(self) -> Counts:

@@ -16,7 +16,7 @@ from onnxpar.errors import RankError
 from onnxpar.files.digests import Digests
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime.bundle import Bundle, Sizes
-from onnxpar.runtime.cores import shares
+from onnxpar.runtime.cores import shares_of_replica
 from onnxpar.runtime.executor import Facts, Request
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.processes import AGAIN, Processes
@@ -136,7 +136,8 @@ class ProcessRanks:
     ) -> None:
         size = bundle.mesh.size
         bundle.check_complete()
-        of_ranks = shares(size, spec.bind, spec.ranks_per_numa)
+        among = spec.replica, spec.replicas
+        of_ranks = shares_of_replica(size, spec.bind, spec.ranks_per_numa, *among)
         self._bundle = bundle
         self._parts = PortParts(bundle)
         ports = (*bundle.inputs.values(), *bundle.outputs.values())
