@@ -99,7 +99,7 @@ def train(args: argparse.Namespace) -> int:
     if args.profile:
         check_place(args.profile)
     elastic = Elastic.of(
-        args.elastic, args.min_ranks, args.max_restarts, args.model, bool(args.profile)
+        args.elastic, args.min_ranks, args.max_restarts, args.step, bool(args.profile)
     )
     with held_unless_launched(run, elastic) as held:
         try:

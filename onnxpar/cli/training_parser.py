@@ -340,7 +340,7 @@ def _add_elastic(to: argparse.ArgumentParser) -> None:
         "that, the run goes on without them, on a smaller mesh",
     )
     to.add_argument(
-        "--model",
+        "--step",
         metavar="step.onnx",
         help="with --elastic, the step of which step.par was made, which is sharded again for "
         "fewer ranks; default: the file of its name beside step.par",

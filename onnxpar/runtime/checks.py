@@ -153,6 +153,12 @@ def check_elsewhere(of_host: Mapping[str, object], bind: str) -> None:
         raise InputError(f"{given[0]} is for ranks on this host; leave it out with start_ranks")
 
 
+def check_replica(replica: int, replicas: int) -> None:
+    """Errors: InputError unless a session is one of several."""
+    if not 0 <= replica < replicas:
+        raise InputError(f"replica {replica} of {replicas}: give a number from 0 to replicas - 1")
+
+
 def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int:
     """Returns the number of ranks on each NUMA node, 0 for None. Errors: InputError unless it is at
     least 1, and ranks are bound by onnxpar."""

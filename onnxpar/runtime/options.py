@@ -142,6 +142,9 @@ class SessionSpec:
     """What a rank is bound to."""
     ranks_per_numa: int = 0
     """Ranks on each NUMA node; 0: where each gets most cores."""
+    replica: int = 0
+    replicas: int = 1
+    """The number of this session, of so many that divide the cores of the host."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:

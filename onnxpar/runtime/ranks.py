@@ -17,7 +17,7 @@ from onnxpar.files.digests import Digests
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.checks import check_table_dir
-from onnxpar.runtime.cores import shares
+from onnxpar.runtime.cores import shares_of_replica
 from onnxpar.runtime.executor import Facts, Request
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.processes import AGAIN, Processes
@@ -146,7 +146,8 @@ class ProcessRanks:
         size = bundle.mesh.size
         spec = replace(spec, table_dir=check_table_dir(bundle, spec.table_dir))
         bundle.files.check_complete()
-        of_ranks = shares(size, spec.bind, spec.ranks_per_numa)
+        among = spec.replica, spec.replicas
+        of_ranks = shares_of_replica(size, spec.bind, spec.ranks_per_numa, *among)
         self.bundle = bundle
         self._parts = PortParts(bundle)
         ports = (*bundle.inputs.values(), *bundle.outputs.values())

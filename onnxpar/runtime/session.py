@@ -25,6 +25,7 @@ from onnxpar.runtime.checks import (
     check_kept,
     check_names,
     check_ranks_per_numa,
+    check_replica,
     check_table_cache,
     check_threads,
     check_timeout,
@@ -368,6 +369,8 @@ class InferenceSession(Session):
                          nodes; "none": on any. Not under a launcher, which binds ranks itself
     ranks_per_numa       number of ranks on each NUMA node; default: each rank is on the node where
                          it gets most cores, so equal nodes have equally many
+    replica, replicas    this is session number `replica`, from 0, of so many that run at the same
+                         time and divide the cores; default: the only one
     config               additional session config entries
     libraries            custom-op libraries; repeat those of `sess_options` here, because
                          onnxruntime does not reveal them
@@ -399,6 +402,8 @@ class InferenceSession(Session):
         threads: int | None = None,
         bind: str = BINDINGS[0],
         ranks_per_numa: int | None = None,
+        replica: int = 0,
+        replicas: int = 1,
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
         table_dir: str | os.PathLike[str] | None = None,
@@ -420,6 +425,7 @@ class InferenceSession(Session):
         if read_config_from_model:
             raise InputError("read_config_from_model: give sess_options instead")
         check_timeout(timeout)
+        check_replica(replica, replicas)
         launched = launch.launched_rank()
         path = Path(path_or_bytes)
         bundle = Bundle.load(path) if launched is None else None  # a rank may have to fetch it
@@ -435,6 +441,8 @@ class InferenceSession(Session):
             verify=verify,
             bind=check_bind(bind),
             ranks_per_numa=check_ranks_per_numa(ranks_per_numa, bind, launched is not None),
+            replica=replica,
+            replicas=replicas,
         )
         if threads is not None:
             fields = {**spec.fields, "intra_op_num_threads": check_threads(threads)}

@@ -170,7 +170,7 @@ def train(
     elastic: bool = False,
     min_ranks: int | None = None,
     max_restarts: int | None = None,
-    model: str | os.PathLike[str] | None = None,
+    step: str | os.PathLike[str] | None = None,
     profile: str | os.PathLike[str] | None = None,
     table_dir: str | os.PathLike[str] | None = None,
     table_cache: float | str | None = None,
@@ -207,7 +207,7 @@ def train(
     min_ranks   with `elastic`, the fewest ranks with which the run goes on; default: 1
     max_restarts  with `elastic`, how often ranks that died are started again (default: 3); after
                 that, the run goes on without them, on a smaller mesh
-    model       with `elastic`, the step of which `par` was made, which is sharded again for fewer
+    step        with `elastic`, the step of which `par` was made, which is sharded again for fewer
                 ranks; default: the file of its name beside `par`
     profile     a file to write with a trace of all steps
     table_dir   a folder for the files of tables on the host; default: `par`
@@ -240,7 +240,7 @@ def train(
         "start_ranks": start_ranks,
         "verify": verify,
     }
-    elasticity = Elastic.of(elastic, min_ranks, max_restarts, model, profile is not None)
+    elasticity = Elastic.of(elastic, min_ranks, max_restarts, step, profile is not None)
     with (
         held_unless_launched(run, elasticity) as held,
         living(Path(par), run, elasticity, held, **options) as generations,

@@ -71,9 +71,9 @@ def test_a_schema(served: Served) -> None:
 
 
 def test_a_rank_that_dies(served: Served) -> None:
+    """Answers come later, and are the same."""
     wanted = text(served, "import os")
     os.kill(pids(served.engine._session)[0], signal.SIGKILL)
-    response = served.post("completions")
-    assert response.status_code == 503 and response.json()["error"]["code"] == "model_failed"
+    assert text(served, "import os") == wanted
     until(lambda: served.http.get("/health").status_code == 200)
     assert text(served, "import os") == wanted
