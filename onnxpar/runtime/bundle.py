@@ -17,7 +17,7 @@ from onnxpar.files.digests import Digests, check_files, check_listed, check_seal
 from onnxpar.files.read_bounded import read_bounded
 from onnxpar.files.unreadable import missing
 from onnxpar.ir.training_spec import Step
-from onnxpar.layout.layout import Layout, dim_axes
+from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 from onnxpar.runtime.values import is_value
@@ -168,10 +168,13 @@ class Bundle:
             lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
             step = Step.from_json(plan["step"]) if plan.get("step") else None
             fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
-            if not all(isinstance(plan["example"][symbol], int) for symbol in symbols):
-                raise TypeError(f"example sizes are {plan['example']}")
+            examples = [plan["example"][symbol] for symbol in symbols]
+            if not all(isinstance(size, int) and size >= 0 for size in examples):
+                raise ValueError(f"example sizes are {plan['example']}")
             for port in (*inputs.values(), *outputs.values()):
-                _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
+                layout = port.layout_at(dict.fromkeys(symbols, 1))
+                if layout is not None:
+                    layout.check_axes(mesh)
             check_listed(plan["files"])
             unknown = (states.keys() - inputs.keys()) | (set(states.values()) - outputs.keys())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -337,17 +340,6 @@ def _read_plan(folder: Path) -> dict[str, Any]:
         )
     check_seal(file, text, _WRITE_AGAIN)
     return plan
-
-
-def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
-    """Errors: ValueError for axes that are not in the mesh."""
-    axes = [a for dim in layout.dims for a in dim_axes(dim)] if layout is not None else []
-    for axis in (*axes, *(layout.partial if layout is not None else ())):
-        size = mesh.sizes.get(axis.name, 0)
-        at = 0 if axis.at is None else axis.at
-        is_known = axis.size > 0 and axis.pre > 0 and 0 <= at < axis.size
-        if not is_known or size % (axis.pre * axis.size) or not size:
-            raise ValueError(f"a layout is over {axis}, which is not in the mesh {mesh}")
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:

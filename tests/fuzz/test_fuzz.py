@@ -285,6 +285,10 @@ def _shape(index: Any) -> None:
     index["c"]["shape"] *= 2
 
 
+def _axes(record: Any) -> None:
+    record["layouts"]["w"]["partial"] = [["d", 2, 1]]
+
+
 def _name(record: Any) -> None:
     record["slots"][0]["input"] = [None]
 
@@ -293,6 +297,7 @@ def _name(record: Any) -> None:
     ("file", "change", "word"),
     [
         ("rank_0000.json", _shape, "state 'c' of rank 0 has the shape [4, 4], not [4]"),
+        ("checkpoint.json", _axes, "a layout is over"),
         ("checkpoint.json", _name, "TypeError: a state has the name [None]"),
     ],
 )
