@@ -16,6 +16,7 @@ from onnxpar.base.interrupts import STATUSES, Terminated
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
 from onnxpar.cli.generate_command import add_generate
+from onnxpar.cli.rank_options import set_variables
 from onnxpar.cli.run_command import add_run
 from onnxpar.cli.serve_command import add_serve
 from onnxpar.errors import OnnxparError
@@ -57,6 +58,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
     try:
         args = _arguments(sys.argv[1:] if argv is None else argv)
         refuse_overwriting(vars(args))
+        set_variables(args)
         status = int(args.command(args))
     except BrokenPipeError:
         status = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.launch import HELP as LAUNCH_HELP
@@ -53,37 +52,38 @@ def add_timeout(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _setting(variable: str) -> type[argparse.Action]:
-    """Returns what sets an environment variable, which the plugin and the ranks' processes read."""
+VARIABLES = {
+    "interface": "ONNXPAR_BIND",
+    "tls_dir": "ONNXPAR_TLS_DIR",
+    "insecure": "ONNXPAR_INSECURE",
+}
+"""The environment variables that the options of `add_network` set: the plugin and the processes of
+ranks read them."""
 
-    class Setting(argparse.Action):
-        def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
-            os.environ[variable] = value or "1"
-            setattr(namespace, self.dest, value or True)
 
-    return Setting
+def set_variables(args: argparse.Namespace) -> None:
+    """Sets the variables of the options for connections that were given."""
+    for option, variable in VARIABLES.items():
+        if value := getattr(args, option, None):
+            os.environ[variable] = "1" if value is True else value
 
 
 def add_network(to: argparse.ArgumentParser) -> None:
     """Adds the options for connections between hosts."""
     to.add_argument(
         "--interface",
-        action=_setting("ONNXPAR_BIND"),
         metavar="NAME",
         help="the interface, or its address, that ranks listen on; default: that of the route to "
         "rank 0",
     )
     to.add_argument(
         "--tls-dir",
-        action=_setting("ONNXPAR_TLS_DIR"),
         metavar="DIR",
         help="encrypt connections between ranks; the folder has ca.crt, tls.crt and tls.key",
     )
     to.add_argument(
         "--insecure",
-        action=_setting("ONNXPAR_INSECURE"),
-        nargs=0,
-        default=False,
+        action="store_true",
         help="let ranks listen for other hosts without --tls-dir, in a network that you trust",
     )
 

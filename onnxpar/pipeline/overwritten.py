@@ -14,6 +14,8 @@ from onnxpar.errors import InputError, ModelError
 
 READ = {
     "api_key_file": "the file of API keys",
+    "hostfile": "the file of hosts",
+    "tls_dir": "the folder of certificates",
     "audio": "the file of --audio",
     "file": "the file of --file",
     "model": "the model",

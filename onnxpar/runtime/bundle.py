@@ -353,6 +353,8 @@ def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> 
 def _port(data: Mapping[str, Any]) -> Port:
     name, shape = data["name"], data.get("shape")
     type_ = data.get("type", "")
+    if not isinstance(name, str) or not isinstance(type_, str):
+        raise TypeError(f"an input or output has the name {name!r} and the type {type_!r}")
     dtype = "object" if type_ and is_value(type_) else data["dtype"]
     if dtype not in ELEMENTS and dtype != "object":
         raise ModelError(f"{name!r}: {dtype} tensors are not supported; use one of {[*ELEMENTS]}")

@@ -320,12 +320,22 @@ def test_checkpoints_of_another_form(
     assert word in capsys.readouterr().err
 
 
-def test_an_example_that_is_no_size(base: Path, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("example", {"n": "\0"}, "example sizes are {'n': '\\x00'}"),
+        ("example", {"n": -1}, "example sizes are {'n': -1}"),
+        ("inputs", [{"name": 3, "dtype": "float32"}], "has the name 3"),
+    ],
+)
+def test_plans_with_odd_entries(
+    base: Path, tmp_path: Path, capsys: Capture, key: str, value: object, word: str
+) -> None:
     shutil.copytree(base / "open.par", tmp_path / "open.par")
     file = tmp_path / "open.par/plan.json"
-    file.write_text(sealed({**json.loads(file.read_text()), "example": {"n": "\0"}}))
+    file.write_text(sealed({**json.loads(file.read_text()), key: value}))
     assert main(["inspect", str(tmp_path / "open.par")]) == 2
-    assert "example sizes are" in capsys.readouterr().err
+    assert word in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)

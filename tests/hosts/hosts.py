@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -165,10 +166,18 @@ def _connect(host: Host, switch: Host) -> None:
 
 
 def _furnish(host: Host, known: str) -> None:
-    """Gives a host its name, the names of the others, and an empty /tmp."""
+    """Gives a host its name, the names of the others, and a /tmp of its own, in which there is
+    nothing but what this process runs from, if that is in /tmp."""
     host.run(["hostname", host.name])
+    kept = {
+        str(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix, Path(__file__).parents[2])
+    }
     script = (
-        'mount -t tmpfs none /tmp && printf %s "$KNOWN" > /tmp/.hosts && '
-        "mount --bind /tmp/.hosts /etc/hosts"
+        "set -e; mkdir -p /run/tmp-of-hosts; mount -t tmpfs none /run/tmp-of-hosts; "
+        'for each in $KEPT; do mkdir -p "/run/tmp-of-hosts/${each#/tmp/}"; '
+        'mount --rbind "$each" "/run/tmp-of-hosts/${each#/tmp/}"; done; '
+        "mount --move /run/tmp-of-hosts /tmp; chmod 1777 /tmp; "
+        'printf %s "$KNOWN" > /tmp/.hosts; mount --bind /tmp/.hosts /etc/hosts'
     )
-    host.run(["sh", "-c", script], {"KNOWN": known})
+    below = sorted(path for path in kept if path.startswith("/tmp/"))
+    host.run(["sh", "-c", script], {"KNOWN": known, "KEPT": " ".join(below)})
