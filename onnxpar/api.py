@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
 from onnxpar.report.report_page import explained_of, write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.bundle import Bundle, with_encoder
 from onnxpar.runtime.trace import read_trace
 
 if TYPE_CHECKING:
@@ -60,12 +60,16 @@ def shard(
     dump: File | None = None,
     progress: Callable[[int], None] | None = None,
     time_passes: PassTimes | None = None,
+    ranks: Collection[int] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Writes a sharded model as a folder that `InferenceSession` runs, and returns its plan.
 
     model          a file, an onnx.ModelProto, or its bytes
     output         the folder; default: the model's name with .par, in the current folder
+    ranks          the ranks whose files are written, such as those of this host: all hosts make the
+                   same plan, without measuring themselves. If the folder has that plan already, the
+                   files go beside those of its other ranks. Default: all ranks
     save_strategy  file to write the chosen strategy to
     dump           folder to write the graph to after every pass
     progress       called with the number of bytes of each weight that is written
@@ -80,7 +84,7 @@ def shard(
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
         shown, watch = watched(asked, saver, dump)
-        made = pipeline.shard(path, target, shown, progress, watch, explainer.begin)
+        made = pipeline.shard(path, target, shown, progress, watch, explainer.begin, ranks)
     saver.write()
     return _with_steps(made, explainer, asked)
 
@@ -237,10 +241,12 @@ def opt(
 
 def inspect(par: File, *, verify: bool = False) -> SavedPlan:
     """Returns the plan of a sharded model. With `verify`, first checks every file of the folder
-    against its digest. Errors: ModelError if `par` is not a sharded model, or has changed."""
+    against its digest; ranks of which it has no file are left out. Errors: ModelError if `par` is
+    not a sharded model, or has changed."""
     bundle = Bundle.load(par)
     if verify:
-        bundle.check_files(whole=True)
+        for each in with_encoder(bundle):
+            each.files.check_whole()
     return SavedPlan(bundle.data)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import onnx
@@ -13,6 +12,8 @@ from onnx import TensorProto, numpy_helper
 
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
 from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
+from onnxpar.files.bundle_names import rank_name
+from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.ir.lazy_values import stacked_parts, stored_proto
 from onnxpar.ir.stored import nodes_of, subgraphs_of
 from onnxpar.ir.subgraphs import all_nodes, constants
@@ -31,8 +32,9 @@ from onnxpar.model.interchange import default_of, export_graph
 class SplitRanks(Pass):
     """Instantiate the coordinates of every rank and write its files to `output`.
 
-    Requires a localized and ordered graph, and that the folder exists. Ensures `rank_0000.onnx` and
-    so on with their weights, and `rank_0000.states.onnx` and so on with the first values of states.
+    Requires a localized and ordered graph. Ensures `rank_0000.onnx` and so on with their weights,
+    and `rank_0000.states.onnx` and so on with the first values of states, as far as `output` writes
+    files of all ranks.
     `progress` is called with the number of bytes of weights as they are read.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp"]}})
@@ -67,7 +69,7 @@ class SplitRanks(Pass):
     name: ClassVar[str] = "split-ranks"
     stage = Stage.WRITE
     requires = (LOCAL,)
-    output: Path
+    output: DigestedFolder
     progress: Callable[[int], None] = lambda n: None
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
@@ -107,11 +109,11 @@ class SplitRanks(Pass):
                     shapes.declare(model.graph, rank)
                 unroll_experts(model.graph)
                 flatten_scatters(model.graph)
-                (self.output / f"rank_{rank:04d}.{suffix}").write_bytes(model.SerializeToString())
+                self.output.put(rank_name(rank, suffix), model.SerializeToString(), [rank])
             if first:
                 values = onnx.GraphProto(initializer=[parts[rank] for parts in first])
                 data = onnx.ModelProto(graph=values).SerializeToString()
-                (self.output / f"rank_{rank:04d}.states.onnx").write_bytes(data)
+                self.output.put(rank_name(rank, "states.onnx"), data, [rank])
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:

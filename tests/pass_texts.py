@@ -14,6 +14,7 @@ from small_models import write_text
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
+from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.load.load import Model
 from onnxpar.passes.split_ranks import SplitRanks
@@ -57,7 +58,7 @@ class Example:
         later = [step for step in steps if step.stage is not Stage.REWRITE]
         run_passes(model, ctx, later, watch, check=True)
         (folder / "par").mkdir()
-        SplitRanks(folder / "par").run(model.graph, ctx)
+        SplitRanks(DigestedFolder(folder / "par")).run(model.graph, ctx)
         files = sorted((folder / "par").glob("rank_*.onnx"))
         return {**texts, SplitRanks.name: {file.name: _rank_text(file, ctx) for file in files}}
 

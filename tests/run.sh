@@ -9,4 +9,5 @@ ruff format --check --quiet .
 clang-format --dry-run -Werror onnxpar/native/*.cc onnxpar/native/*.h
 mypy
 tests/oldest.sh
+tests/install.sh
 pytest -q -n 2 "$@"

@@ -40,6 +40,7 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         RuntimeError,
         onnx.checker.ValidationError,
         onnx.version_converter.ConvertError,
+        onnx.shape_inference.InferenceError,
     ) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(

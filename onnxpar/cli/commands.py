@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial, wraps
@@ -35,10 +35,13 @@ from onnxpar.pipeline.plan_options import Kind, LayoutOptions, PlanOptions, opti
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
 from onnxpar.report.comparison_result import Comparison
+from onnxpar.report.digest_lines import sum_lines, verified_text
 from onnxpar.report.explain import explain
 from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.bundle_files import ranks_text
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -66,13 +69,23 @@ def shard(args: argparse.Namespace) -> int:
     saver = saver_of(args.save_strategy, options)
     shown, watch = watched(options, saver, args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
-        made = pipeline.shard(args.model, output, shown, progress, watch)
+        made = pipeline.shard(args.model, output, shown, progress, watch, ranks=args.ranks)
     saved = saver.write()
     _print_plan(made, full=False)
     print(f"written to {output}")
+    if args.ranks is not None:
+        print(_told_ranks(output, args.ranks, made.mesh.size))
     if saved:
         print(saved)
     return 0
+
+
+def _told_ranks(output: str | Path, ranks: Sequence[int], size: int) -> str:
+    """Says which ranks a folder got, and by what other hosts know the plan."""
+    return (
+        f"{ranks_text(sorted({*ranks}))} of {size}; the SHA-256 of the plan begins with "
+        f"{Bundle.load(output).digest[:8]}, and must on each host"
+    )
 
 
 @_with_times
@@ -141,8 +154,14 @@ def annotate(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Runs `inspect`: prints the plan of a model.par."""
-    return _print(saved_plan(args.par, verify=args.verify), args.json)
+    """Runs `inspect`: prints the plan of a model.par, or the SHA-256 of each file."""
+    if args.sha256sums:
+        print("\n".join(sum_lines(args.par)))
+        return 0
+    _print(saved_plan(args.par, verify=args.verify), args.json)
+    if args.verify and not args.json:
+        print(f"\n{verified_text(args.par)}")
+    return 0
 
 
 def check(args: argparse.Namespace) -> int:

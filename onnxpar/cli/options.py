@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import OnnxparError
-from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.mesh import MOST_RANKS, Mesh
 from onnxpar.lowering.compression import THRESHOLD
 from onnxpar.model.model_folder import model_at
 from onnxpar.passes.fuse_all_reduces import FUSIONS
@@ -296,6 +296,23 @@ def add_dump(to: argparse.ArgumentParser) -> None:
         "the folder 00-load has one file for each rewrite of the loader that changes "
         "the model",
     )
+
+
+def rank_numbers(text: str) -> list[int]:
+    """Parses numbers of ranks, such as 0,1 or 4-7. Errors: argparse.ArgumentTypeError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        ends = (first, last if dash else first)
+        if not all(end.isascii() and end.isdigit() and len(end) < 10 for end in ends):
+            raise argparse.ArgumentTypeError(f"{text!r}: give numbers of ranks, such as 0,1 or 4-7")
+        start, end = map(int, ends)
+        if end < start:
+            raise argparse.ArgumentTypeError(f"{part!r}: give the lower rank first, such as 4-7")
+        if end >= MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"{part!r}: ranks are below {MOST_RANKS}")
+        found += range(start, end + 1)
+    return found
 
 
 def mesh(text: str) -> Mesh:

@@ -20,6 +20,7 @@ from onnxpar.cli.options import (
     add_plugin,
     add_save,
     add_time_passes,
+    rank_numbers,
 )
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
@@ -84,6 +85,14 @@ def _shard(to: Any) -> None:
         "--output",
         metavar="DIR",
         help="folder to write; default: the model's name with .par, in the current folder",
+    )
+    shard.add_argument(
+        "--ranks",
+        type=rank_numbers,
+        metavar="N,..",
+        help="write the files of these ranks alone, such as 0,1 or 4-7, beside those of others if "
+        "the folder has the same plan. Each host that shards the model makes the same plan: "
+        "without --topology, costs are constants. Default: all ranks",
     )
 
 
@@ -212,6 +221,12 @@ def _inspect(to: Any) -> None:
     inspect.add_argument("par", metavar="model.par", help="folder that shard wrote")
     inspect.add_argument("--json", action="store_true", help="print the plan as JSON")
     add_verify(inspect)
+    inspect.add_argument(
+        "--sha256sums",
+        action="store_true",
+        help="instead of the plan, print the SHA-256 of each file in the folder, after comparing "
+        "every byte, for `sha256sum --check` where there is no onnxpar",
+    )
 
 
 def _grad(to: Any) -> None:

@@ -7,10 +7,12 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
 from onnxpar.errors import InputError
+from onnxpar.files.bundle_names import PLAN
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.feeds import read_feeds, write_arrays
@@ -29,7 +31,9 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     if args.repeat < 1:
         raise InputError(f"--repeat {args.repeat}: must be at least 1")
     check_timeout(args.timeout)
-    feeds = read_feeds(args.inputs, Bundle.load(args.par).input_specs)
+    # A rank may have to fetch the folder, and only a session does so.
+    is_here = rank is None or (Path(args.par) / PLAN).is_file()
+    feeds = read_feeds(args.inputs, Bundle.load(args.par).input_specs) if is_here else None
     if args.profile:
         from onnxpar.runtime.trace import check_place
 
@@ -44,6 +48,8 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         bind=args.bind,
         ranks_per_numa=args.ranks_per_numa,
     ) as session:
+        if feeds is None:
+            feeds = read_feeds(args.inputs, Bundle.load(args.par).input_specs)
         names = [port.name for port in session.get_outputs()]
         seconds = []
         for _ in _runs(args.repeat):

@@ -112,6 +112,14 @@ def _add_limits(command: Any) -> None:
 def _add_engine(command: Any) -> None:
     """Adds how requests share the ranks."""
     command.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run the model N times, each with its own ranks on their own cores: if a rank dies, "
+        "another replica goes on with its answers; default %(default)d",
+    )
+    command.add_argument(
         "--kv-memory",
         metavar="SIZE",
         help="memory of each rank for keys and values, such as 4GB; default: room for "
@@ -166,18 +174,21 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _started(args: argparse.Namespace) -> Any:
-    """What runs the requests: an engine, or an embedder. Errors: OnnxparError."""
+    """What runs the requests: an engine or an embedder, or replicas. Errors: OnnxparError."""
     from onnxpar.llm.embedder import Embedder
     from onnxpar.llm.encoder_model import is_encoder
+    from onnxpar.llm.engine import Engine
+    from onnxpar.llm.replicas import EmbedderReplicas, EngineReplicas
 
     options: dict[str, Any] = {option: getattr(args, option) for option in _RANKS}
     options["tell"] = tell
     given = {option: getattr(args, option) for option in _ENGINE}
     options |= {option: value for option, value in given.items() if value is not None}
+    is_alone = args.replicas == 1
+    if not is_alone:
+        options["replicas"] = args.replicas
     if not is_encoder(args.par):
-        from onnxpar.llm.engine import Engine
-
-        return Engine(args.par, **options)
+        return (Engine if is_alone else EngineReplicas)(args.par, **options)
     for option in _GENERATING:
         if getattr(args, option) is not None:
             flag = f"--{option.replace('_', '-')}"
@@ -186,7 +197,7 @@ def _started(args: argparse.Namespace) -> Any:
             )
     if "step_tokens" in options:
         options["batch_tokens"] = options.pop("step_tokens")
-    return Embedder(args.par, **options)
+    return (Embedder if is_alone else EmbedderReplicas)(args.par, **options)
 
 
 def _check(args: argparse.Namespace) -> None:

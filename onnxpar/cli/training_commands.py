@@ -99,7 +99,7 @@ def train(args: argparse.Namespace) -> int:
     if args.profile:
         check_place(args.profile)
     elastic = Elastic.of(
-        args.elastic, args.min_ranks, args.max_restarts, args.model, bool(args.profile)
+        args.elastic, args.min_ranks, args.max_restarts, args.step, bool(args.profile)
     )
     with held_unless_launched(run, elastic) as held:
         try:
@@ -138,6 +138,7 @@ def _train(
         "bind": args.bind,
         "ranks_per_numa": args.ranks_per_numa,
         "log_dir": None if rank else logs,
+        "verify": args.verify,
     }
     with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer

@@ -6,7 +6,13 @@ import argparse
 from dataclasses import fields
 
 from onnxpar.cli.options import GivenModel, add_dims, mesh
-from onnxpar.cli.rank_options import add_cores, add_launcher_help, add_profile, add_runtime
+from onnxpar.cli.rank_options import (
+    add_cores,
+    add_launcher_help,
+    add_profile,
+    add_runtime,
+    add_verify,
+)
 from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
 from onnxpar.training.batch_norm import STATISTICS
@@ -257,6 +263,7 @@ def add_train(to: argparse.ArgumentParser) -> None:
     _add_checkpoints(to)
     _add_elastic(to)
     _add_tables(to)
+    add_verify(to)
     add_profile(to, "steps")
     add_launcher_help(to)
     add_cores(to)
@@ -333,7 +340,7 @@ def _add_elastic(to: argparse.ArgumentParser) -> None:
         "that, the run goes on without them, on a smaller mesh",
     )
     to.add_argument(
-        "--model",
+        "--step",
         metavar="step.onnx",
         help="with --elastic, the step of which step.par was made, which is sharded again for "
         "fewer ranks; default: the file of its name beside step.par",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -12,22 +11,17 @@ from typing import Any
 
 from onnxpar.base.lookup import Lookup
 from onnxpar.base.shown import Shown
-from onnxpar.files.digests import digests_of, sealed
+from onnxpar.files.bundle_names import ENCODER_PART, PLAN, is_own
+from onnxpar.files.digests import Digests, digests_of, sealed
 from onnxpar.files.read_bounded import read_bounded
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.model.model_folder import CARRIED, ENCODER_PART
 from onnxpar.open_sizes.cache_sizes import CacheSizes
 from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.bundle import FORMAT
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.planned_collectives import Collective
-
-_OWN_FILE = re.compile(
-    r"plan\.json|shared\.weights|rank_\d{4,}\.([\w-]+\.)?(onnx|weights)|"
-    + "|".join(map(re.escape, CARRIED))
-)
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:
@@ -342,7 +336,7 @@ def foreign_part(folder: Path) -> str | None:
     """Names something in a folder that does not belong to a sharded model; None if the folder holds
     a sharded model, of any format, perhaps with that of its encoder, and nothing else."""
     try:
-        plan = json.loads(read_bounded(folder / "plan.json"))
+        plan = json.loads(read_bounded(folder / PLAN))
     except (OSError, ValueError, RecursionError):
         return "is not a sharded model"
     if not isinstance(plan, dict) or not {"format", "model", "mesh", "ranks"} <= plan.keys():
@@ -353,13 +347,16 @@ def foreign_part(folder: Path) -> str | None:
             if odd is not None:
                 return f"its folder {entry.name!r} {odd}"
             continue
-        if entry.is_symlink() or not entry.is_file() or not _OWN_FILE.fullmatch(entry.name):
+        if entry.is_symlink() or not entry.is_file() or not is_own(entry.name):
             return f"contains {entry.name!r}, which is not part of a sharded model"
     return None
 
 
-def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Writes plan.json, with the digests of the other files of a sharded model, all of which must
-    be in the folder. Errors: OSError."""
-    files = digests_of(sorted(f for f in folder.iterdir() if f.name != "plan.json"))
-    (folder / "plan.json").write_text(sealed({**plan, "files": files}), encoding="utf-8")
+def write_plan(
+    folder: Path, plan: Mapping[str, Any], files: Mapping[str, Digests] | None = None
+) -> None:
+    """Writes plan.json with the digests of the other files of a sharded model; by default, those of
+    the files in the folder. Errors: OSError."""
+    if files is None:
+        files = digests_of(sorted(f for f in folder.iterdir() if f.is_file() and f.name != PLAN))
+    (folder / PLAN).write_text(sealed({**plan, "files": files}), encoding="utf-8")

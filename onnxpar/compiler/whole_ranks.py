@@ -7,12 +7,12 @@ with it the last bits of results.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 
 from onnxpar.compiler.pass_ import PassContext
+from onnxpar.files.bundle_names import rank_name
+from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.layout.mesh import parts_over
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.lowering.size_graph import add_size_input
@@ -36,7 +36,7 @@ def are_whole(ctx: PassContext) -> bool:
 
 
 def write_whole_ranks(
-    folder: Path, original: StoredModel, ctx: PassContext, store: WeightStore
+    folder: DigestedFolder, original: StoredModel, ctx: PassContext, store: WeightStore
 ) -> None:
     """Writes the files of all ranks to a folder; weights go to the store, and first values of
     states to files of their own."""
@@ -59,9 +59,9 @@ def write_whole_ranks(
     program = model.SerializeToString()
     values = onnx.ModelProto(graph=first).SerializeToString()
     for rank in range(ctx.sharding.mesh.size):
-        (folder / f"rank_{rank:04d}.onnx").write_bytes(program)
+        folder.put(rank_name(rank, "onnx"), program, [rank])
         if first.initializer:
-            (folder / f"rank_{rank:04d}.states.onnx").write_bytes(values)
+            folder.put(rank_name(rank, "states.onnx"), values, [rank])
 
 
 def _open_outputs(graph: onnx.GraphProto, ctx: PassContext) -> None:

@@ -58,7 +58,7 @@ def _ranks(data: Mapping[str, Any], source: str) -> Iterator[tuple[int, str]]:
             for instance in group["instance_list"]:
                 for _ in instance["devices"]:
                     yield int(instance.get("rank_id", next(number))), str(instance["server_id"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise StrategyError(
             f"{source}: the rank table is incomplete or has a wrong value ({error!r})"
         ) from None

@@ -114,7 +114,7 @@ class Topology:
             raise StrategyError(f"{path}: not JSON: {error}") from None
         except (ValueError, RecursionError) as error:
             raise StrategyError(f"{path}: {error}") from None
-        return replace(Topology.of(data, os.fspath(path)), origin=os.fspath(path))
+        return replace(Topology.of(data, os.fspath(path)), origin=os.path.basename(path))
 
     @staticmethod
     def of(data: Any, source: str = "topology") -> Topology:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from onnxpar.errors import ModelError
+from onnxpar.files.bundle_names import check_inner
 
 BLOCK = 1 << 20
 """Bytes of a block with one digest; the last block of a file may be smaller."""
@@ -128,11 +129,14 @@ def check_size(file: Path, digests: Digests, remedy: str) -> None:
 
 def check_listed(files: Mapping[str, Digests]) -> None:
     """Checks the form of a list of files and digests, not the files. Errors: TypeError, KeyError or
-    ValueError if it is malformed."""
+    ValueError if it is malformed, or names a file outside of the folder."""
     for name, digests in files.items():
-        blocks = digests["sha256"]
+        check_inner(name)
+        blocks, ranks = digests["sha256"], digests.get("ranks", [])
         if not isinstance(digests["bytes"], int) or not all(isinstance(b, str) for b in blocks):
             raise TypeError(f"digests of {name!r}")
+        if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
+            raise TypeError(f"ranks of {name!r}")
         if len(blocks) != max(-(-digests["bytes"] // BLOCK), 1):
             raise ValueError(f"{len(blocks)} digests of {name!r}")
 
@@ -162,6 +166,15 @@ def check_seal(file: Path, text: bytes, remedy: str) -> None:
         if hashlib.sha256(plain).hexdigest().encode() == found[1]:
             return
     raise ModelError(f"{file} has changed since it was written: SHA-256 differs{_and(remedy)}")
+
+
+def file_sum(file: Path) -> str:
+    """The SHA-256 of a whole file. Errors: OSError."""
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as source:
+        for piece in _pieces(source, file.stat().st_size):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _blocks(size: int) -> range:

@@ -17,6 +17,7 @@ from onnxpar.files.write_file import sync_folder
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Constants of renameat2(2): paths relative to the working folder, and swap both names."""
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
@@ -41,9 +42,16 @@ def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
 
 
 @contextmanager
-def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[Path]:
+def new_folder(
+    place: Path,
+    foreign: Callable[[Path], str | None],
+    joins: Callable[[Path, Path], bool] | None = None,
+) -> Iterator[Path]:
     """Yields a temporary folder, which gets the name `place` when the block succeeds; an old folder
     at `place` stays complete until then. Also removes such folders of processes that were killed.
+
+    If `joins(new, old)` is true, the files of the new folder move to the old one instead, which may
+    be done by several processes at once.
 
     Errors: OSError; InputError if `check_place` no longer allows to replace the old folder.
     """
@@ -53,7 +61,32 @@ def new_folder(place: Path, foreign: Callable[[Path], str | None]) -> Iterator[P
         yield folder
         folder.chmod(0o755)
         check_place(place, foreign)
-        take_place(folder, place)
+        if joins is None or not _has_joined(folder, place, joins):
+            take_place(folder, place)
+
+
+def _has_joined(folder: Path, place: Path, joins: Callable[[Path, Path], bool]) -> bool:
+    """Moves the files of a new folder to the old one at `place`, or gives it that name if there is
+    none; False if there is one that it does not join. Errors: OSError."""
+    if not os.path.lexists(place):
+        try:
+            folder.rename(place)
+        except OSError as error:
+            if error.errno not in _TAKEN:  # another process may just have taken the name
+                raise
+        else:
+            sync_folder(place.parent)
+            return True
+    if not joins(folder, place):
+        return False
+    for path in sorted(folder.rglob("*")):
+        target = place / path.relative_to(folder)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            os.replace(path, target)
+    sync_folder(place)
+    return True
 
 
 def take_place(folder: Path, place: Path) -> None:

@@ -91,13 +91,18 @@ _KEYS = ("location", "offset", "length", "checksum")
 
 def check_stored(tensor: TensorProto, model: Path) -> None:
     """Errors: ModelError if the size of a tensor's data does not match its type and shape, or if
-    the data is missing, or outside the model's folder."""
+    the data is missing, outside the model's folder, or a segment."""
     dtype = tensor.data_type
     known = [n for n in TensorProto.DataType.values() if n != TensorProto.UNDEFINED]
     if dtype not in known or min(tensor.dims, default=0) < 0:
         raise ModelError(
             f"{model}: weight {tensor.name!r} has data type {dtype} and shape {list(tensor.dims)}, "
             "which are not valid; export the model again"
+        )
+    if tensor.HasField("segment"):
+        raise ModelError(
+            f"{model}: weight {tensor.name!r} is a segment of a tensor, which nothing reads; "
+            "export the model again"
         )
     if tensor.data_location == TensorProto.EXTERNAL:
         _check_external(tensor, model)

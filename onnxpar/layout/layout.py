@@ -66,6 +66,15 @@ class Layout:
         """True if every rank holds the whole tensor."""
         return not self.axes
 
+    def check_axes(self, mesh: Mesh) -> None:
+        """Errors: ValueError for an axis that is not in the mesh."""
+        for axis in self.axes:
+            size = mesh.sizes.get(axis.name, 0)
+            at = 0 if axis.at is None else axis.at
+            is_known = axis.size > 0 and axis.pre > 0 and 0 <= at < axis.size
+            if not is_known or size % (axis.pre * axis.size) or not size:
+                raise ValueError(f"a layout is over {axis}, which is not in the mesh {mesh}")
+
     def reduced(self) -> Layout:
         """The layout after the reduction over the partial axes."""
         return replace(self, partial=(), reduce="sum") if self.partial else self

@@ -54,6 +54,19 @@ class Batching:
         """Adds a text, which waits behind all others."""
         self.scheduler.waiting.append(text)
 
+    def release(self) -> list[Text]:
+        """Removes all texts, and returns them as if none of their tokens were in the caches."""
+        texts = self.texts
+        for text in texts:
+            self.scheduler.remove(text)
+        return texts
+
+    def take(self, texts: Sequence[Text]) -> None:
+        """Adds texts that were released elsewhere; those that have begun wait before all others."""
+        begun = [text for text in texts if text.step]
+        self.scheduler.waiting.extendleft(reversed(begun))
+        self.scheduler.waiting.extend(text for text in texts if not text.step)
+
     def end(self, text: Text, event: Event) -> None:
         """Removes a text, and tells its listener."""
         self.scheduler.remove(text)
@@ -75,7 +88,9 @@ class Batching:
         return times if self.scheduler.has_room(pieces, times) else 1
 
     def run(self, step: Step) -> list[tuple[Text, Token | Failure]]:
-        """Computes a step; returns the next tokens of each text that is complete, in order."""
+        """Computes a step; returns the next tokens of each text that is complete, in order. If the
+        ranks die, nothing has changed: texts with a constraint, which notes each token that is
+        chosen, take all logits at once, so that no second call follows."""
         complete = [piece.text for piece in step.pieces if piece.is_last]
         whole = any(text.has_missed or text.limits.needs_all for text in complete)
         steps = self._decoder.run(step.pieces, whole, step.times)

@@ -18,7 +18,7 @@ from onnxpar.llm.encoder import Encoder, Tokens
 from onnxpar.llm.encoder_model import EncoderModel
 from onnxpar.llm.requests import Busy, End, Failure
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.llm.worker import Worker
+from onnxpar.llm.worker import READY, Worker
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.session import InferenceSession
 
@@ -37,6 +37,7 @@ class EmbedderCounts:
     prompt_tokens     tokens of texts that have run
     steps             runs of the ranks
     restarts          how often ranks were started again
+    continued         how often a request went on after its ranks had died
     """
 
     running: int = 0
@@ -44,16 +45,23 @@ class EmbedderCounts:
     prompt_tokens: int = 0
     steps: int = 0
     restarts: int = 0
+    continued: int = 0
 
 
 @dataclass(eq=False)
 class Job:
-    """A request: its results as far as they are known."""
+    """A request: its results as far as they are known.
+
+    rows    its texts that have not run, while no embedder has it
+    losses  how often ranks died while texts of it ran
+    """
 
     results: Array
     left: int
     listen: Listener
     is_cancelled: bool = False
+    rows: Sequence[Row] = ()
+    losses: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +102,20 @@ class _Queue:
         self.waiting = [row for row in self.waiting if row.job is not job]
         self.running = [row for row in self.running if row.job is not job]
 
+    def release(self) -> list[Job]:
+        """Removes all texts; their requests keep them."""
+        jobs, rows = self.jobs, [*self.running, *self.waiting]
+        for job in jobs:
+            job.rows = [row for row in rows if row.job is job]
+        self.running, self.waiting = [], []
+        return jobs
+
+    def take_back(self, jobs: Sequence[Job]) -> None:
+        """Adds the texts of requests that were released, before all others."""
+        self.waiting[:0] = [row for job in jobs for row in job.rows]
+        for job in jobs:
+            job.rows = ()
+
     def take(self, most_tokens: int, most_rows: int | None) -> list[Row]:
         """Moves the oldest text, and others of similar lengths, from those that wait to those that
         run: as many as have so many tokens with what fills them up."""
@@ -124,8 +146,9 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
     tell          called with a line when ranks die, and when new ones run or do not start
     options       those of `InferenceSession`
 
-    If a rank dies, running requests fail, those that wait stay, and new ranks are started. Errors:
-    ModelError for a model that is neither; RankError if a rank does not start.
+    If a rank dies, new ranks are started, and requests go on there with the texts that have not
+    run; one that has lost its ranks three times fails. Errors: ModelError for a model that is
+    neither; RankError if a rank does not start.
     """
 
     def __init__(
@@ -164,7 +187,15 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
         """What the embedder does, and has done."""
         with self._changed:
             running, waiting = len(self._queue.running), len(self._queue.waiting)
-            return replace(self._counts, running=running, waiting=waiting)
+            now = {"running": running, "waiting": waiting, "continued": self._continued}
+            return replace(self._counts, **now)
+
+    @property
+    def burden(self) -> tuple[bool, int]:
+        """How soon another text would be read; smaller is sooner: whether the ranks do not run, and
+        how many texts are to be read before."""
+        with self._changed:
+            return self._status != READY, len(self._queue.running) + len(self._queue.waiting)
 
     def tokens(self, text: str, second: str | None = None) -> Tokens:
         """Returns the tokens of a text, or of a pair."""
@@ -235,6 +266,12 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
 
     def _running(self) -> Sequence[Job]:
         return self._of(self._queue.running)
+
+    def _release(self) -> Sequence[Job]:
+        return self._queue.release()
+
+    def _take(self, requests: Sequence[Job]) -> None:
+        self._queue.take_back(requests)
 
     def _end_cancelled(self) -> None:
         for job in self._queue.jobs:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import InputError
+from onnxpar.files.bundle_names import ENCODER_PART
 from onnxpar.llm.beginnings import Beginning, speech_beginning, text_beginning
 from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.generated_tokens import EncodedSource
@@ -16,7 +17,6 @@ from onnxpar.llm.generation_rules import GenerationRules
 from onnxpar.llm.language_model import LanguageModel, settings_of
 from onnxpar.llm.prompt_encoder import Input, PromptEncoder
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.model.model_folder import ENCODER_PART
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.session import InferenceSession, Session

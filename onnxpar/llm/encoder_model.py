@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import ModelError
+from onnxpar.files.bundle_names import CONFIG
 from onnxpar.llm.pooling import Pooling
-from onnxpar.model.model_folder import CONFIG, read_config
+from onnxpar.model.model_folder import read_config
 from onnxpar.runtime.bundle import Bundle, Port
 
 _VECTORS = ("sentence_embedding",)

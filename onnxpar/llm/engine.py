@@ -11,7 +11,7 @@ from typing import Any
 from onnxpar.errors import InputError, ModelError, OnnxparError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.language_model import LanguageModel
-from onnxpar.llm.paged_decoder import PagedDecoder, count_pages
+from onnxpar.llm.paged_decoder import PagedDecoder, count_pages, page_bytes
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener
 from onnxpar.llm.scheduler import Step, Text
 from onnxpar.llm.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ class Counts:
     preemptions       how often a text had to wait again, because pages were needed
     steps             runs of the ranks
     restarts          how often ranks were started again
+    continued         how often a request went on after its ranks had died
     """
 
     running: int = 0
@@ -45,6 +46,7 @@ class Counts:
     preemptions: int = 0
     steps: int = 0
     restarts: int = 0
+    continued: int = 0
 
 
 class Generation:
@@ -71,9 +73,9 @@ class Engine(Worker[Text, Step, Batching]):
     tell         called with a line when ranks die, and when new ones run or do not start
     options      those of `InferenceSession`
 
-    If a rank dies, running requests fail, those that wait stay, and new ranks are started. Errors:
-    ModelError for a model that is no decoder with caches in pages; RankError if a rank does not
-    start.
+    If a rank dies, new ranks are started, and requests go on there with their next token; one that
+    has lost its ranks three times fails. Errors: ModelError for a model that is no decoder with
+    caches in pages; RankError if a rank does not start.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class Engine(Worker[Text, Step, Batching]):
                 "and `generate` still works"
             )
         self.vocabulary = self.model.vocabulary
-        self._pages = count_pages(self._bundle, self.model, kv_memory, max_running)
+        sessions = int(options.get("replicas", 1))
+        self._pages = count_pages(self._bundle, self.model, kv_memory, max_running, sessions)
         self._max_running, self._max_waiting = max_running, max_waiting
         self._step_tokens = step_tokens
         self._before = Counts()
@@ -127,6 +130,23 @@ class Engine(Worker[Text, Step, Batching]):
         return room if self.model.context is None else min(self.model.context, room)
 
     @property
+    def kv_memory(self) -> int:
+        """Bytes of caches on the rank that has most of them."""
+        return self._pages * page_bytes(self._bundle, self.model)
+
+    def burden(self, tokens: Sequence[int]) -> tuple[bool, bool, int, int]:
+        """Returns how soon the next token of a text with these tokens would come; smaller is
+        sooner: whether the ranks do not run, whether as many texts run as may, how many tokens are
+        to be computed before, and how many texts there are."""
+        with self._changed:
+            scheduler = self._batching.scheduler
+            texts = self._batching.texts
+            known = scheduler.pool.known(tokens) * scheduler.pool.page_size
+            left = sum(text.left for text in texts) + len(tokens) - known
+            is_full = len(texts) >= self._max_running
+            return self._status != READY, is_full, left, len(texts)
+
+    @property
     def counts(self) -> Counts:
         """What the engine does, and has done."""
         with self._changed:
@@ -140,6 +160,7 @@ class Engine(Worker[Text, Step, Batching]):
                 pages=scheduler.pool.pages,
                 used_pages=scheduler.pool.used,
                 preemptions=self._before.preemptions + scheduler.preemptions,
+                continued=self._continued,
             )
 
     def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
@@ -188,7 +209,6 @@ class Engine(Worker[Text, Step, Batching]):
         waiting = self._batching.texts
         self._batching = made
         for text in waiting:
-            text.pages, text.done = [], 0
             self._batching.add(text)
 
     def _requests(self) -> Sequence[Text]:
@@ -196,6 +216,12 @@ class Engine(Worker[Text, Step, Batching]):
 
     def _running(self) -> Sequence[Text]:
         return self._batching.scheduler.running
+
+    def _release(self) -> Sequence[Text]:
+        return self._batching.release()
+
+    def _take(self, requests: Sequence[Text]) -> None:
+        self._batching.take(requests)
 
     def _end_cancelled(self) -> None:
         for text in self._batching.texts:

@@ -29,6 +29,7 @@ from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.open_session import open_session
 from onnxpar.runtime.session import InferenceSession
 
 Prompt = str | Sequence[int] | Messages | Array
@@ -85,13 +86,11 @@ class Generator(Closing):
     def __init__(
         self, par: str | os.PathLike[str], *, kv_memory: float | str | None = None, **options: Any
     ) -> None:
-        bundle = Bundle.load(par)
-        self.model = LanguageModel.of(bundle)
+        self._session, (bundle, self.model, pages, encoder) = open_session(
+            InferenceSession, par, lambda bundle: _read(bundle, kv_memory), **options
+        )
         self._folder = bundle.path
-        pages = count_pages(bundle, self.model, kv_memory, _TOGETHER) if self.model.page_size else 0
         self._room = pages * self.model.page_size
-        encoder = read_encoder(bundle) if self.model.has_encoder else None
-        self._session = InferenceSession(par, **options)
         self._encoded: EncoderDecoder | None = None
         try:
             if encoder is not None:
@@ -315,6 +314,16 @@ def _token(given: Any) -> int:
         return operator.index(given)
     except TypeError:
         raise InputError(f"a prompt has {shortly(given)} as a token id; {_PROMPTS}") from None
+
+
+def _read(
+    bundle: Bundle, kv_memory: float | str | None
+) -> tuple[Bundle, LanguageModel, int, Bundle | None]:
+    """The model, its roles, the number of pages of its caches, and its encoder, if any. Errors:
+    ModelError; InputError for too little memory."""
+    model = LanguageModel.of(bundle)
+    pages = count_pages(bundle, model, kv_memory, _TOGETHER) if model.page_size else 0
+    return bundle, model, pages, read_encoder(bundle) if model.has_encoder else None
 
 
 def _source(

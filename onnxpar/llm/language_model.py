@@ -12,15 +12,10 @@ import onnx
 from onnxpar.canonicalize.candidates import ASKED, TEMPERATURES
 from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.errors import InputError, ModelError
-from onnxpar.model.model_folder import (
-    CONFIG,
-    ENCODER_PART,
-    GENAI,
-    GENERATION,
-    genai_config,
-    read_config,
-)
+from onnxpar.files.bundle_names import CONFIG, ENCODER_PART, GENAI, GENERATION
+from onnxpar.model.model_folder import genai_config, read_config
 from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.launch import launched_rank
 
 _GROUPED = "GroupQueryAttention"
 """The op of com.microsoft that reads the length of each row of a batch, and no mask."""
@@ -185,7 +180,9 @@ def token_ids(value: object) -> tuple[int, ...]:
 def _has_grouped_attention(bundle: Bundle) -> bool:
     """True if the decoder has attention that reads the lengths of rows. Errors: ModelError if that
     attention overwrites the oldest tokens of its caches."""
-    graph = onnx.load(str(bundle.rank_file(0)), load_external_data=False).graph
+    launched = launched_rank()
+    own = bundle.rank_file(0 if launched is None else launched.rank)
+    graph = onnx.load(str(own), load_external_data=False).graph
     grouped = [node for node in graph.node if node.op_type == _GROUPED]
     for node in grouped:
         if any(a.name == _RING and a.i for a in node.attribute):

@@ -43,6 +43,17 @@ class PagePool:
     def beginning(self, tokens: Sequence[int]) -> list[int]:
         """Takes the full pages with which a text begins that are known, and returns them, in order.
         At least one token is left over, whose logits are wanted."""
+        found = self._known_pages(tokens)
+        for page in found:
+            self._free.pop(page, None)
+            self._users[page] += 1
+        return found
+
+    def known(self, tokens: Sequence[int]) -> int:
+        """Returns how many pages `beginning` would take."""
+        return len(self._known_pages(tokens))
+
+    def _known_pages(self, tokens: Sequence[int]) -> list[int]:
         found: list[int] = []
         before = 0
         for at in range(0, len(tokens) - self.page_size, self.page_size):
@@ -51,9 +62,6 @@ class PagePool:
                 break
             found.append(page)
             before = self._keys[page][1]
-        for page in found:
-            self._free.pop(page, None)
-            self._users[page] += 1
         return found
 
     def publish(self, pages: Sequence[int], at: int, tokens: Sequence[int]) -> None:

@@ -134,20 +134,26 @@ def _rounded(count: int) -> int:
 
 
 def count_pages(
-    bundle: Bundle, model: LanguageModel, kv_memory: float | str | None, texts: int
+    bundle: Bundle,
+    model: LanguageModel,
+    kv_memory: float | str | None,
+    texts: int,
+    sessions: int = 1,
 ) -> int:
-    """Returns how many pages fit into `kv_memory` bytes on each rank; by default, enough for some
-    texts, within a share of the free memory. Errors: InputError if they do not hold two pages."""
-    each, size = _page_bytes(bundle, model), model.page_size
+    """Returns how many pages fit into `kv_memory` bytes on each rank of one of several sessions on
+    this host; by default, enough for some texts, within a share of the free memory. Errors:
+    InputError if they do not hold two pages."""
+    each, size = page_bytes(bundle, model), model.page_size
+    ranks = bundle.mesh.size * sessions
     if kv_memory is not None:
         pages = int(_bytes(kv_memory)) // each
-        _check_memory(pages * each, 1 if launched_rank() else bundle.mesh.size)
+        _check_memory(pages * each, 1 if launched_rank() else ranks)
     else:
         longest = min(model.context or LONGEST, LONGEST)
         pages = -(-longest // size) * texts
         if launched_rank() is None:  # under a launcher, all processes must find the same number
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            pages = min(pages, int(free * SHARE) // (each * bundle.mesh.size))
+            pages = min(pages, int(free * SHARE) // (each * ranks))
     if pages < 2:
         raise InputError(
             f"--kv-memory has room for {pages} pages of {size} tokens, which take {each:,} bytes "
@@ -174,7 +180,7 @@ def _bytes(kv_memory: float | str) -> float:
         raise InputError(str(error)) from None
 
 
-def _page_bytes(bundle: Bundle, model: LanguageModel) -> int:
+def page_bytes(bundle: Bundle, model: LanguageModel) -> int:
     """The bytes of a page of all caches, on the rank that has most of it."""
     sizes = dict.fromkeys(bundle.symbols, 1)
     total = 0

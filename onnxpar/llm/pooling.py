@@ -12,7 +12,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError
-from onnxpar.model.model_folder import POOLING, read_config, read_json
+from onnxpar.files.bundle_names import POOLING
+from onnxpar.model.model_folder import read_config, read_json
 
 _MODULES = "modules.json"
 

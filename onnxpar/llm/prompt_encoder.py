@@ -9,8 +9,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
+from onnxpar.files.bundle_names import ENCODER_PART
 from onnxpar.llm.language_model import ENCODER_MASK, check_ids, settings_of
-from onnxpar.model.model_folder import ENCODER_PART
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.session import Session
 

@@ -23,6 +23,7 @@ class Text:
     cached    how many of them an earlier text had put there when it began
     is_counted  True once the tokens of its prompt are counted
     has_missed  True once a token could be told only with the logits of all tokens
+    losses    how often ranks died while it ran
     """
 
     tokens: list[int]
@@ -35,6 +36,7 @@ class Text:
     cached: int = 0
     is_counted: bool = False
     has_missed: bool = False
+    losses: int = 0
     is_cancelled: bool = False
 
     @property

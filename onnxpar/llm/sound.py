@@ -13,7 +13,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
-from onnxpar.model.model_folder import PREPROCESSOR, read_config
+from onnxpar.files.bundle_names import PREPROCESSOR
+from onnxpar.model.model_folder import read_config
 
 _HIGHEST = 8000.0
 """The highest frequency of the filters, in Hz."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from onnxpar.errors import ModelError, OnnxparError, RankError
+from onnxpar.errors import ModelError, OnnxparError, RankError, RunError
 from onnxpar.llm.requests import Busy
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
@@ -20,7 +21,20 @@ _IDLE_CHECK = 1.0
 """Seconds after which it is checked again that the ranks still run, if there is nothing to do."""
 _STARTS = 3
 """How often it is tried to start ranks again."""
-Request = TypeVar("Request")
+_PAUSE, _LONGEST_PAUSE = 10.0, 300.0
+"""Seconds after which that is tried again if there are other workers meanwhile, at first and at
+most."""
+MOST_LOSSES = 2
+"""How often a request goes on after its ranks died: it may itself be what they die of."""
+
+
+class Loses(Protocol):
+    """A request that notes how often ranks died that computed it."""
+
+    losses: int
+
+
+Request = TypeVar("Request", bound=Loses)
 Work = TypeVar("Work")
 Made = TypeVar("Made")
 
@@ -29,9 +43,9 @@ class Worker(Closing, Generic[Request, Work, Made]):
     """A session, and a thread that runs requests on it. A subclass says what requests are, what the
     next run computes, and what it makes of a new session.
 
-    If a rank dies, requests that run fail, those that wait stay, and new ranks are started. The
-    thread holds the lock, `_changed`, whenever it calls a method of the subclass but `_open` and
-    `_run`.
+    If a rank dies, all requests are offered to other workers of the same model, if there are any,
+    and new ranks are started, on which those go on that nobody took. The thread holds the lock,
+    `_changed`, whenever it calls a method of the subclass but `_open` and `_run`.
 
     par      a folder that `onnxpar shard` wrote
     options  those of `InferenceSession`
@@ -48,6 +62,13 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._changed = threading.Condition()  # a listener may cancel requests
         self._status = STARTING
         self._digest = ""
+        self._moving: Sequence[Request] = ()
+        """Requests that are offered to other workers."""
+        self._continued = 0
+        self._pause, self._next_start = _PAUSE, math.inf
+        self.hand_over: Callable[[Sequence[Request]], Sequence[Request]] | None = None
+        """Offers requests to other workers, and returns those that none has taken; None if there
+        are no others. It is called without the lock."""
 
     @abstractmethod
     def _open(self, session: InferenceSession) -> Made:
@@ -63,7 +84,16 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @abstractmethod
     def _running(self) -> Sequence[Request]:
-        """Returns those that fail if the ranks die."""
+        """Returns those that have begun on the ranks."""
+
+    @abstractmethod
+    def _release(self) -> Sequence[Request]:
+        """Removes all requests, the oldest first, as if none had begun on these ranks; tells their
+        listeners nothing."""
+
+    @abstractmethod
+    def _take(self, requests: Sequence[Request]) -> None:
+        """Adds requests that were released, before those that have not begun anywhere."""
 
     @abstractmethod
     def _end_cancelled(self) -> None:
@@ -96,18 +126,32 @@ class Worker(Closing, Generic[Request, Work, Made]):
         with self._changed:
             if self._status in (READY, STARTING):
                 self._status = DRAINING
-            return self._changed.wait_for(lambda: not self._requests(), timeout)
+            return self._changed.wait_for(lambda: not self._pending(), timeout)
 
     def close(self) -> None:
         """Cancels all requests, and ends the ranks."""
         with self._changed:
             self._status = CLOSED
-            for request in self._requests():
+            for request in self._pending():
                 self._cancel(request)
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._session.close()
+
+    def take_over(self, request: Request) -> bool:
+        """Goes on with a request that another worker has released; returns False if this one's
+        ranks do not run. Any thread may call it."""
+        with self._changed:
+            if self._status not in (READY, DRAINING) or self._moving:
+                return False
+            self._take([request])
+            self._changed.notify_all()
+        return True
+
+    def _pending(self) -> Sequence[Request]:
+        """The requests that have not ended, also while they are offered to others."""
+        return [*self._requests(), *self._moving]
 
     def _start_ranks(self) -> Made:
         """Starts the first ranks; returns what `_open` made. Errors: RankError if a rank does not
@@ -127,9 +171,9 @@ class Worker(Closing, Generic[Request, Work, Made]):
             raise Busy(f"the server is {self._status}; send the request to another one")
 
     def _cancel(self, request: Any) -> None:
-        with self._changed:
-            request.is_cancelled = True
-            self._changed.notify_all()
+        """Ends a request before its next run, whichever worker has it then. Takes no lock: a
+        listener that holds that of another worker may call it."""
+        request.is_cancelled = True
 
     def _start(self) -> tuple[InferenceSession, Made]:
         """Starts ranks. Errors: RankError if one does not start; ModelError if the folder is not
@@ -164,6 +208,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
                 self._step(work)
             elif self._status != FAILED:
                 self._check_ranks()
+            elif time.monotonic() > self._next_start:
+                self._start_after_failure()
 
     def _check_ranks(self) -> None:
         """Starts ranks again that have died while there was nothing to do."""
@@ -175,6 +221,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
     def _step(self, work: Work) -> None:
         try:
             finish = self._run(work)
+        except RunError as error:  # the ranks can continue, but would fail again
+            self._fail_all(self._of(work), error)
         except RankError as error:
             self._restart(error)
         except Exception as error:  # the requests of this run fail; the others go on
@@ -191,28 +239,69 @@ class Worker(Closing, Generic[Request, Work, Made]):
             self._changed.notify_all()
 
     def _restart(self, error: RankError) -> None:
-        """Fails the requests that run, and starts new ranks, on which those that wait begin; fails
-        these, too, if no ranks start."""
+        """Moves the requests to other workers, and starts new ranks, on which those go on that
+        nobody took; fails these if no ranks start."""
         with self._changed:
             if self._status == READY:
                 self._status = STARTING
             running = list(self._running())
-        self._fail_all(running, error)
+            for request in running:
+                request.losses += 1
+        lost = [request for request in running if request.losses > MOST_LOSSES]
+        self._fail_all(lost, error)
+        self._continued += len(running) - len(lost)
         self._session.close()
         self._tell(f"{_first_line(error)}; new ranks start")
-        started = self._started_again()
+        self._move()
+        self._adopt_started(self._started_again())
+
+    def _move(self) -> None:
+        """Offers all requests to other workers; keeps those that nobody takes."""
+        if self.hand_over is None:
+            with self._changed:
+                self._take(self._release())
+            return
+        with self._changed:
+            self._moving = self._release()
+        left = self.hand_over(self._moving)
+        with self._changed:
+            self._take(left)
+            self._moving = ()
+            self._changed.notify_all()
+
+    def _adopt_started(self, started: tuple[InferenceSession, Made] | OnnxparError) -> None:
+        """Goes on on new ranks; if none have started, fails the requests that nobody takes."""
         is_up = not isinstance(started, OnnxparError)
         self._tell("the ranks run again" if is_up else f"no ranks start: {_first_line(started)}")
+        if isinstance(started, OnnxparError) and self.hand_over is not None:
+            self._move()
         with self._changed:
             if isinstance(started, OnnxparError):
-                self._status = FAILED
+                if self._status != CLOSED:
+                    self._status = FAILED
+                self._next_start = self._time_of_next_start()
                 self._fail_all(list(self._requests()), started)
                 return
             self._session, made = started
             self._adopt(made)
-            if self._status == STARTING:
-                self._status = READY
+            if self._status in (STARTING, FAILED):
+                self._status, self._pause = READY, _PAUSE
             self._changed.notify_all()
+
+    def _time_of_next_start(self) -> float:
+        """When to try again to start ranks: never, if requests have no other workers meanwhile."""
+        if self.hand_over is None:
+            return math.inf
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        return time.monotonic() + pause
+
+    def _start_after_failure(self) -> None:
+        """Tries again to start ranks."""
+        try:
+            started: tuple[InferenceSession, Made] | OnnxparError = self._start()
+        except OnnxparError as error:
+            started = error
+        self._adopt_started(started)
 
     def _started_again(self) -> tuple[InferenceSession, Made] | OnnxparError:
         """Starts new ranks; returns the last error if they do not start."""

@@ -1,25 +1,28 @@
 """Splits weights into the ranks' shards block by block, so that no weight is ever whole in memory.
 
-Every distinct shard is written once: to `shared.weights` if all ranks hold it, else to the file of
-the first rank that does. The ranks' graphs refer to shards by file, offset and length.
+Every distinct shard is written once, to a file with those that the same ranks hold: all ranks
+(`shared.weights`), several (`shared_0001.weights` and so on) or one (`rank_0000.weights`). So a
+rank needs no file of which it reads only a part. The ranks' graphs refer to shards by file, offset
+and length.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.packing import pack, unpack
+from onnxpar.files.bundle_names import SHARED, rank_name, shared_name
+from onnxpar.files.digested_folder import DigestedFile, DigestedFolder
 from onnxpar.ir.stored import element_bits, external_location, stored_bytes, stored_tensors
 from onnxpar.layout.layout import Factor, Layout, indices, neutral
 from onnxpar.layout.mesh import Mesh
@@ -30,7 +33,6 @@ ALIGN = mmap.ALLOCATIONGRANULARITY
 """Alignment of shards in files, so that a runtime can map them."""
 INLINE = 1024
 """Shards of up to this many bytes are stored in the graph itself."""
-SHARED = "shared.weights"
 
 
 @dataclass
@@ -61,13 +63,13 @@ class Shard:
 @dataclass
 class WeightStore:
     """The weight files of a sharded model in `folder`; `source` is the folder of the original
-    model."""
+    model. `names` are those of files that several ranks read, by these ranks."""
 
-    folder: Path
+    folder: DigestedFolder
     source: Path
     mesh: Mesh
     progress: Callable[[int], None] = lambda n: None
-    ends: dict[str, int] = field(default_factory=dict)
+    names: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def cut(
         self, name: str, weight: TensorProto, layout: Layout, parts: Sequence[TensorProto] = ()
@@ -77,13 +79,19 @@ class WeightStore:
         if weight.data_type == TensorProto.STRING:
             return self._cut_strings(name, weight, layout)
         holder = self._first_holders(layout)
-        shards = {r: self._place(r, weight, layout, holder) for r in sorted(set(holder))}
+        placed = {r: self._place(r, weight, layout, holder) for r in sorted(set(holder))}
+        shards = {rank: shard for rank, (shard, _) in placed.items()}
         with ExitStack() as stack:
             writers = [
                 _Writer(
-                    weight, shard, stack.enter_context(self._open(shard)), layout, self.mesh, rank
+                    weight,
+                    shard,
+                    stack.enter_context(file.opened()) if file else None,
+                    layout,
+                    self.mesh,
+                    rank,
                 )
-                for rank, shard in shards.items()
+                for rank, (shard, file) in placed.items()
             ]
             if weight.data_location == TensorProto.EXTERNAL and not parts:
                 writers = [w for w in writers if not w.copy_run(weight, self.source)]
@@ -121,24 +129,29 @@ class WeightStore:
         )
         return [first.setdefault(key, rank) for rank, key in enumerate(keys)]
 
-    def _place(self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]) -> Shard:
+    def _place(
+        self, rank: int, weight: TensorProto, layout: Layout, holder: list[int]
+    ) -> tuple[Shard, DigestedFile | None]:
+        """Returns where the shard that this rank holds first is to be, and the file, if any."""
         shape = layout.local_shape(self.mesh, rank)
         bits = element_bits(weight.data_type)
         length = -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)
         if length <= INLINE:
-            return Shard(shape, length=length, data=bytearray(length))
-        shared = len(holder) > 1 and len(set(holder)) == 1
-        location = SHARED if shared else f"rank_{rank:04d}.weights"
-        offset = -(-self.ends.get(location, 0) // ALIGN) * ALIGN
-        self.ends[location] = offset + length
-        return Shard(shape, location, offset, length)
+            return Shard(shape, length=length, data=bytearray(length)), None
+        holders = tuple(r for r, first in enumerate(holder) if first == rank)
+        location = self._name(holders)
+        is_shared = location == SHARED
+        file = self.folder.file(location, None if is_shared else holders)
+        file.align(ALIGN)
+        return Shard(shape, location, file.size, length), file
 
-    def _open(self, part: Shard) -> BinaryIO:
-        if part.data is not None:
-            return open(os.devnull, "wb")
-        path = self.folder / part.location
-        path.touch()
-        return path.open("r+b")
+    def _name(self, holders: tuple[int, ...]) -> str:
+        """The name of the file with what these ranks hold."""
+        if len(holders) == 1:
+            return rank_name(holders[0], "weights")
+        if len(holders) == self.mesh.size:
+            return SHARED
+        return self.names.setdefault(holders, shared_name(len(self.names)))
 
 
 class _Writer:
@@ -149,14 +162,14 @@ class _Writer:
         self,
         weight: TensorProto,
         part: Shard,
-        sink: BinaryIO,
+        file: DigestedFile | None,
         layout: Layout,
         mesh: Mesh,
         rank: int,
     ) -> None:
         self.bits = element_bits(weight.data_type)
         self.part = part
-        self.sink = sink
+        self.file = file
         self.held = [indices(d, mesh, rank) for d in layout.dims]
         self.whole = [len(h) == d.size for h, d in zip(self.held, layout.dims, strict=True)]
         blank = layout.partial and mesh.coordinate(layout.partial, rank)
@@ -166,7 +179,7 @@ class _Writer:
 
     def copy_run(self, weight: TensorProto, folder: Path) -> bool:
         """Lets the kernel copy a shard that is contiguous in the file; False if it is not."""
-        if self.fill or self.part.data is not None or not all(self.whole[1:]) or not self.held:
+        if self.fill or self.file is None or not all(self.whole[1:]) or not self.held:
             return False
         rows = self.held[0]
         if not len(rows) or rows[-1] - rows[0] + 1 != len(rows):
@@ -176,15 +189,7 @@ class _Writer:
         if int(rows[0]) * row_bits % 8 or len(rows) * row_bits % 8:
             return False
         at = offset + int(rows[0]) * row_bits // 8
-        with (folder / location).open("rb") as source:
-            while self.done < self.part.length:
-                self.done += os.copy_file_range(
-                    source.fileno(),
-                    self.sink.fileno(),
-                    self.part.length - self.done,
-                    at + self.done,
-                    self.part.offset + self.done,
-                )
+        self.file.append_from(folder / location, at, self.part.length)
         return True
 
     def write(self, lead: tuple[int, ...], start: int, block: Array) -> None:
@@ -217,9 +222,10 @@ class _Writer:
     def _append(self, data: Array) -> None:
         if self.part.data is not None:
             self.part.data[self.done : self.done + data.nbytes] = data.tobytes()
+            self.done += data.nbytes
         else:
-            os.pwrite(self.sink.fileno(), data.data, self.part.offset + self.done)
-        self.done += data.nbytes
+            assert self.file is not None, "a shard is in a file or in the graph"
+            self.file.append(data.tobytes())
 
 
 def _take(block: Array, positions: Array, axis: int) -> Array:

@@ -177,11 +177,18 @@ def blaming(refusal: Refusal | None, path: Path) -> Iterator[None]:
 
 
 def _check_types(graph: GraphProto, path: Path) -> None:
-    """Errors: ModelError for an input without a type."""
+    """Errors: ModelError for an input without a type that ONNX knows."""
+    known = TensorProto.DataType.values()
     for port in graph.input:
         kind = port.type.WhichOneof("value")
-        if kind is None or (kind == "tensor_type" and not port.type.tensor_type.elem_type):
+        element = port.type.tensor_type.elem_type
+        if kind is None or (kind == "tensor_type" and not element):
             raise ModelError(f"{path}: input {port.name!r} has no type; export the model again")
+        if kind == "tensor_type" and element not in known:
+            raise ModelError(
+                f"{path}: input {port.name!r} has data type {element}, which is not valid; export "
+                "the model again"
+            )
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -15,33 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.errors import ModelError
+from onnxpar.files.bundle_names import CARRIED, CONFIG, GENAI, POOLING
 from onnxpar.files.read_bounded import read_bounded
 
-GENAI = "genai_config.json"
-CONFIG = "config.json"
-GENERATION = "generation_config.json"
-PREPROCESSOR = "preprocessor_config.json"
-POOLING = "pooling.json"
-CARRIED = (
-    GENAI,
-    CONFIG,
-    GENERATION,
-    PREPROCESSOR,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "modules.json",
-    "sentence_bert_config.json",
-    POOLING,
-)
-"""The files of a sharded model that are copies of those beside its model."""
 _PLACES = {POOLING: "1_Pooling/config.json"}
 """Where those are beside a model that have another name there: a sharded model has no folders."""
 _DECODERS = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx")
 """Names of a decoder with a cache, the likeliest first."""
-ENCODER_PART = "encoder"
-"""The folder, in that of a sharded encoder-decoder, that holds its encoder."""
 _ENCODER = "encoder_model.onnx"
 _MERGED = "decoder_model_merged.onnx"
 _FIRST, _LATER = "decoder_model.onnx", "decoder_with_past_model.onnx"

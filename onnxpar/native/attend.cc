@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "every_cpu.h"
+#include "this_cpu.h"
 
 namespace onnxpar {
 namespace {
@@ -19,19 +19,19 @@ typedef int32_t WholeLanes __attribute__((vector_size(kLanes * sizeof(int32_t)))
 constexpr int64_t kAhead = 12;
 constexpr size_t kCacheLine = 64;
 
-inline void Fetch(const float* row, size_t width) {
+ONNXPAR_INLINE void Fetch(const float* row, size_t width) {
   for (size_t i = 0; i < width; i += kCacheLine / sizeof(float)) __builtin_prefetch(row + i);
 }
 
-inline void Load(const float* from, Lanes& to) { std::memcpy(&to, from, sizeof(Lanes)); }
-inline void Store(const Lanes& from, float* to) { std::memcpy(to, &from, sizeof(Lanes)); }
+ONNXPAR_INLINE void Load(const float* from, Lanes& to) { std::memcpy(&to, from, sizeof(Lanes)); }
+ONNXPAR_INLINE void Store(const Lanes& from, float* to) { std::memcpy(to, &from, sizeof(Lanes)); }
 
-inline float SumOf(const Lanes& x) {
+ONNXPAR_INLINE float SumOf(const Lanes& x) {
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
 
 /// Replaces each x <= 0 by e^x, within 2 units in the last place; below -87, by e^-87.
-inline void Power(Lanes& x) {
+ONNXPAR_INLINE void Power(Lanes& x) {
   x = x < -87.0f ? Lanes{} - 87.0f : x;
   constexpr float kRound = 12582912.0f;  // adding it rounds to an integer
   const Lanes n = (x * 1.44269504f + kRound) - kRound;
@@ -51,8 +51,9 @@ inline void Power(Lanes& x) {
 /// Scores of `N` queries, `stride` elements apart, for each of `count` keys. Unless null, `values`
 /// are fetched on the way.
 template <size_t N>
-inline void Products(const float* query, size_t width, const float* const* keys,
-                     const float* const* values, int64_t count, float* scores, size_t stride) {
+ONNXPAR_INLINE void Products(const float* query, size_t width, const float* const* keys,
+                             const float* const* values, int64_t count, float* scores,
+                             size_t stride) {
   const size_t whole = width / kLanes * kLanes;
   for (int64_t j = 0; j < count; ++j) {
     const float* const key = keys[j];
@@ -82,9 +83,9 @@ inline void Products(const float* query, size_t width, const float* const* keys,
   }
 }
 
-ONNXPAR_FOR_EACH_CPU void AllProducts(const float* query, size_t queries, size_t width,
-                                      const float* const* keys, const float* const* values,
-                                      int64_t count, float* scores, size_t stride) {
+ONNXPAR_INLINE void AllProducts(const float* query, size_t queries, size_t width,
+                                const float* const* keys, const float* const* values, int64_t count,
+                                float* scores, size_t stride) {
   size_t n = 0;
   for (; n + 4 <= queries; n += 4) {
     Products<4>(query + n * width, width, keys, values, count, scores + n * stride, stride);
@@ -98,8 +99,8 @@ ONNXPAR_FOR_EACH_CPU void AllProducts(const float* query, size_t queries, size_t
 
 /// Adds to `sums` the values times the weights of `N` queries, two vectors of elements at a time.
 template <size_t N>
-inline void Means(const float* weights, size_t stride, const float* const* values, int64_t count,
-                  float* sums, size_t width) {
+ONNXPAR_INLINE void Means(const float* weights, size_t stride, const float* const* values,
+                          int64_t count, float* sums, size_t width) {
   size_t i = 0;
   for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
     Lanes a[N], b[N];
@@ -130,8 +131,8 @@ inline void Means(const float* weights, size_t stride, const float* const* value
   }
 }
 
-ONNXPAR_FOR_EACH_CPU void AllMeans(const float* weights, size_t stride, const float* const* values,
-                                   int64_t count, float* sums, size_t queries, size_t width) {
+ONNXPAR_INLINE void AllMeans(const float* weights, size_t stride, const float* const* values,
+                             int64_t count, float* sums, size_t queries, size_t width) {
   size_t n = 0;
   for (; n + 4 <= queries; n += 4) {
     Means<4>(weights + n * stride, stride, values, count, sums + n * width, width);
@@ -142,7 +143,7 @@ ONNXPAR_FOR_EACH_CPU void AllMeans(const float* weights, size_t stride, const fl
 }
 
 /// Replaces scores by e^(score - largest).
-ONNXPAR_FOR_EACH_CPU void Powers(float* scores, int64_t count, float largest) {
+ONNXPAR_INLINE void Powers(float* scores, int64_t count, float largest) {
   constexpr auto kStep = static_cast<int64_t>(kLanes);
   int64_t j = 0;
   Lanes x;
@@ -162,7 +163,7 @@ ONNXPAR_FOR_EACH_CPU void Powers(float* scores, int64_t count, float largest) {
 }
 
 /// The sum in a fixed order, which is that of lanes.
-ONNXPAR_FOR_EACH_CPU float Total(const float* x, int64_t count) {
+ONNXPAR_INLINE float Total(const float* x, int64_t count) {
   const int64_t whole = count / static_cast<int64_t>(kLanes) * static_cast<int64_t>(kLanes);
   Lanes sums = {};
   for (int64_t j = 0; j < whole; j += kLanes) {
@@ -199,9 +200,11 @@ void Attending::Start(const float* query, const Scores* scores, const Seen* seen
 
 void Attending::Take(int64_t position, const float* const* keys, const float* const* values,
                      int64_t count) {
-  AllProducts(query_, queries_, width_, keys, values, count, weights_.data(), kBlock);
+  OnThisCpu(
+      [&] { AllProducts(query_, queries_, width_, keys, values, count, weights_.data(), kBlock); });
   for (size_t n = 0; n < queries_; ++n) Weigh(n, position, count);
-  AllMeans(weights_.data(), kBlock, values, count, sums_.data(), queries_, width_);
+  OnThisCpu(
+      [&] { AllMeans(weights_.data(), kBlock, values, count, sums_.data(), queries_, width_); });
 }
 
 /// Replaces the scores of one query by weights, and scales what it has so far to the largest score;
@@ -219,10 +222,11 @@ void Attending::Weigh(size_t query, int64_t position, int64_t count) {
   }
   const float before = largest_[query];
   const float largest = std::max(before, *std::max_element(weights + begin, weights + end));
-  Powers(weights + begin, end - begin, largest);
+  OnThisCpu([&] { Powers(weights + begin, end - begin, largest); });
   largest_[query] = largest;
   const float shrink = largest > before ? std::exp(before - largest) : 1.0f;
-  totals_[query] = totals_[query] * shrink + Total(weights + begin, end - begin);
+  totals_[query] =
+      totals_[query] * shrink + OnThisCpu([&] { return Total(weights + begin, end - begin); });
   if (shrink == 1.0f) return;
   float* const sums = sums_.data() + query * width_;
   for (size_t i = 0; i < width_; ++i) sums[i] *= shrink;

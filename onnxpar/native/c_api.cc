@@ -13,6 +13,7 @@
 #include "arrays.h"
 #include "bell.h"
 #include "hub.h"
+#include "this_cpu.h"
 #include "world.h"
 
 #define ONNXPAR_EXPORT extern "C" __attribute__((visibility("default")))
@@ -132,6 +133,9 @@ ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
 }
 
 ONNXPAR_EXPORT const char* onnxpar_interruption() { return interruption.c_str(); }
+
+/// The level of x86-64 for which this process runs loops; 1 on other processors.
+ONNXPAR_EXPORT int onnxpar_cpu_level() { return onnxpar::CpuLevel(); }
 
 /// Makes `count` ranks of a world known in this process as `id`, for the collectives of arrays.h.
 /// This rank must be one of them.

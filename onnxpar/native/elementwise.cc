@@ -8,13 +8,13 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "every_cpu.h"
+#include "this_cpu.h"
 
-// A result may be in the memory of an operand, element by element; GCC cannot know.
-#if defined(__GNUC__) && !defined(__clang__)
-#define ONNXPAR_EACH_APART _Pragma("GCC ivdep")
+// A result may be in the memory of an operand, element by element; compilers cannot know.
+#if defined(__clang__)
+#define ONNXPAR_EACH_APART _Pragma("clang loop vectorize(assume_safety)")
 #else
-#define ONNXPAR_EACH_APART
+#define ONNXPAR_EACH_APART _Pragma("GCC ivdep")
 #endif
 
 namespace onnxpar {
@@ -55,7 +55,7 @@ struct Abs {
 };
 
 template <typename Operation>
-void Binary(const Source* operands, float* out, size_t count) {
+ONNXPAR_INLINE void BinaryLoop(const Source* operands, float* out, size_t count) {
   const Operation operation;
   const float *a = operands[0].elements, *b = operands[1].elements;
   if (a == nullptr) {
@@ -73,7 +73,7 @@ void Binary(const Source* operands, float* out, size_t count) {
 }
 
 template <typename Operation>
-void Unary(const Source* operands, float* out, size_t count) {
+ONNXPAR_INLINE void UnaryLoop(const Source* operands, float* out, size_t count) {
   const Operation operation;
   const float* a = operands[0].elements;
   ONNXPAR_EACH_APART
@@ -81,21 +81,17 @@ void Unary(const Source* operands, float* out, size_t count) {
 }
 
 // All versions of a loop give the same bits.
-ONNXPAR_FOR_EACH_CPU void RunAdd(const Source* x, float* y, size_t n) { Binary<Add>(x, y, n); }
-ONNXPAR_FOR_EACH_CPU void RunSub(const Source* x, float* y, size_t n) { Binary<Sub>(x, y, n); }
-ONNXPAR_FOR_EACH_CPU void RunMul(const Source* x, float* y, size_t n) { Binary<Mul>(x, y, n); }
-ONNXPAR_FOR_EACH_CPU void RunDiv(const Source* x, float* y, size_t n) { Binary<Div>(x, y, n); }
-ONNXPAR_FOR_EACH_CPU void RunSqrt(const Source* x, float* y, size_t n) { Unary<Sqrt>(x, y, n); }
-ONNXPAR_FOR_EACH_CPU void RunNeg(const Source* x, float* y, size_t n) { Unary<Neg>(x, y, n); }
-ONNXPAR_FOR_EACH_CPU void RunAbs(const Source* x, float* y, size_t n) { Unary<Abs>(x, y, n); }
-
-/// Calls a function that is compiled for each CPU, for a table.
-template <Loop loop>
-void Call(const Source* operands, float* out, size_t count) {
-  loop(operands, out, count);
+template <typename Operation>
+void Binary(const Source* operands, float* out, size_t count) {
+  OnThisCpu([=] { BinaryLoop<Operation>(operands, out, count); });
 }
 
-void RunIdentity(const Source* operands, float* out, size_t count) {
+template <typename Operation>
+void Unary(const Source* operands, float* out, size_t count) {
+  OnThisCpu([=] { UnaryLoop<Operation>(operands, out, count); });
+}
+
+void Identity(const Source* operands, float* out, size_t count) {
   if (operands[0].elements != out) std::memcpy(out, operands[0].elements, count * sizeof(float));
 }
 
@@ -108,9 +104,9 @@ struct ElementwiseProgram::Operation {
 };
 
 const ElementwiseProgram::Operation ElementwiseProgram::kOperations[] = {
-    {"Add", 2, Call<RunAdd>}, {"Sub", 2, Call<RunSub>},     {"Mul", 2, Call<RunMul>},
-    {"Div", 2, Call<RunDiv>}, {"Sqrt", 1, Call<RunSqrt>},   {"Neg", 1, Call<RunNeg>},
-    {"Abs", 1, Call<RunAbs>}, {"Identity", 1, RunIdentity},
+    {"Add", 2, Binary<Add>}, {"Sub", 2, Binary<Sub>},   {"Mul", 2, Binary<Mul>},
+    {"Div", 2, Binary<Div>}, {"Sqrt", 1, Unary<Sqrt>},  {"Neg", 1, Unary<Neg>},
+    {"Abs", 1, Unary<Abs>},  {"Identity", 1, Identity},
 };
 
 ElementwiseProgram::ElementwiseProgram(const std::string& text, const std::vector<int64_t>& results)

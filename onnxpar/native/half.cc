@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "every_cpu.h"
+#include "this_cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -11,20 +11,20 @@
 namespace onnxpar {
 namespace {
 
-float FromBits(uint32_t bits) {
+ONNXPAR_INLINE float FromBits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
 
-uint32_t ToBits(float value) {
+ONNXPAR_INLINE uint32_t ToBits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
 
 /// Branch-free code, which the compiler vectorizes.
-float ToFloat(Float16 value) {
+ONNXPAR_INLINE float ToFloat(Float16 value) {
   const uint32_t shifted = (value.bits & 0x7fffu) << 13;
   const uint32_t exponent = shifted & (0x7c00u << 13);
   const uint32_t normal = shifted + ((127u - 15u) << 23);
@@ -36,7 +36,7 @@ float ToFloat(Float16 value) {
   return FromBits(magnitude | (uint32_t{value.bits} & 0x8000u) << 16);
 }
 
-Float16 ToFloat16(float value) {
+ONNXPAR_INLINE Float16 ToFloat16(float value) {
   const uint32_t in = ToBits(value);
   const uint32_t magnitude = in & 0x7fffffffu;
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x1ffu);
@@ -50,7 +50,7 @@ Float16 ToFloat16(float value) {
   return {static_cast<uint16_t>(rounded | ((in >> 16) & 0x8000u))};
 }
 
-Bfloat16 ToBfloat16(float value) {
+ONNXPAR_INLINE Bfloat16 ToBfloat16(float value) {
   const uint32_t in = ToBits(value);
   const uint32_t rounded = (in + 0x7fffu + ((in >> 16) & 1u)) >> 16;
   const bool is_nan = (in & 0x7fffffffu) > 0x7f800000u;
@@ -60,10 +60,7 @@ Bfloat16 ToBfloat16(float value) {
 #if defined(__x86_64__) && defined(__GNUC__)
 #define ONNXPAR_F16C __attribute__((target("avx,f16c")))
 
-bool HasInstructions() {
-  static const bool has = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
-  return has;
-}
+bool HasInstructions() { return CpuLevel() >= 3; }
 
 /// Values that one instruction converts.
 constexpr size_t kAtOnce = 8;
@@ -92,32 +89,41 @@ size_t WidenVectors(const Float16*, float*, size_t) { return 0; }
 size_t RoundVectors(const float*, Float16*, size_t) { return 0; }
 #endif
 
-ONNXPAR_FOR_EACH_CPU void WidenPlain(const Float16* in, float* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = ToFloat(in[i]);
+// All versions of a loop give the same bits.
+void WidenPlain(const Float16* in, float* out, size_t count) {
+  OnThisCpu([=] {
+    for (size_t i = 0; i < count; ++i) out[i] = ToFloat(in[i]);
+  });
 }
 
-ONNXPAR_FOR_EACH_CPU void RoundPlain(const float* in, Float16* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = ToFloat16(in[i]);
+void RoundPlain(const float* in, Float16* out, size_t count) {
+  OnThisCpu([=] {
+    for (size_t i = 0; i < count; ++i) out[i] = ToFloat16(in[i]);
+  });
 }
 
-ONNXPAR_FOR_EACH_CPU void WidenPlain(const Bfloat16* in, float* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = FromBits(uint32_t{in[i].bits} << 16);
+void WidenPlain(const Bfloat16* in, float* out, size_t count) {
+  OnThisCpu([=] {
+    for (size_t i = 0; i < count; ++i) out[i] = FromBits(uint32_t{in[i].bits} << 16);
+  });
 }
 
-ONNXPAR_FOR_EACH_CPU void RoundPlain(const float* in, Bfloat16* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = ToBfloat16(in[i]);
+void RoundPlain(const float* in, Bfloat16* out, size_t count) {
+  OnThisCpu([=] {
+    for (size_t i = 0; i < count; ++i) out[i] = ToBfloat16(in[i]);
+  });
 }
 
 }  // namespace
 
 void Widen(const Float16* in, float* out, size_t count) {
   const size_t done = HasInstructions() ? WidenVectors(in, out, count) : 0;
-  WidenPlain(in + done, out + done, count - done);
+  if (done < count) WidenPlain(in + done, out + done, count - done);
 }
 
 void Round(const float* in, Float16* out, size_t count) {
   const size_t done = HasInstructions() ? RoundVectors(in, out, count) : 0;
-  RoundPlain(in + done, out + done, count - done);
+  if (done < count) RoundPlain(in + done, out + done, count - done);
 }
 
 void Widen(const Bfloat16* in, float* out, size_t count) { WidenPlain(in, out, count); }

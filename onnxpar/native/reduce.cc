@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "every_cpu.h"
 #include "half.h"
 #include "ort.h"
+#include "this_cpu.h"
 
 namespace onnxpar {
 namespace {
@@ -74,8 +74,8 @@ struct Min {
 };
 
 template <typename T, typename Operation>
-void FoldBlocks(double divisor, const void* const* sources, size_t source_count, void* out,
-                size_t elements) {
+ONNXPAR_INLINE void FoldBlocks(double divisor, const void* const* sources, size_t source_count,
+                               void* out, size_t elements) {
   const Operation operation;
   Accumulator<T> sum[kBlock], buffer[kBlock];
   for (size_t begin = 0; begin < elements; begin += kBlock) {
@@ -97,10 +97,9 @@ void FoldBlocks(double divisor, const void* const* sources, size_t source_count,
   }
 }
 
-/// All versions give the same bits.
 template <typename T>
-ONNXPAR_FOR_EACH_CPU void FoldType(const Reduction& reduction, const void* const* sources,
-                                   size_t source_count, void* out, size_t elements) {
+ONNXPAR_INLINE void FoldWith(const Reduction& reduction, const void* const* sources,
+                             size_t source_count, void* out, size_t elements) {
   const double divisor = reduction.divisor;
   switch (reduction.op) {
     case ReduceOp::kSum:
@@ -114,6 +113,13 @@ ONNXPAR_FOR_EACH_CPU void FoldType(const Reduction& reduction, const void* const
     case ReduceOp::kMean:
       return FoldBlocks<T, Mean>(divisor, sources, source_count, out, elements);
   }
+}
+
+/// All versions give the same bits.
+template <typename T>
+void FoldType(const Reduction& reduction, const void* const* sources, size_t source_count,
+              void* out, size_t elements) {
+  OnThisCpu([&] { FoldWith<T>(reduction, sources, source_count, out, elements); });
 }
 
 }  // namespace

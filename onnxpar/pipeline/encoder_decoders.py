@@ -10,8 +10,9 @@ from onnxpar.base.units import text_of
 from onnxpar.canonicalize.encoder_decoder import DECODER, ENCODER
 from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
+from onnxpar.files.bundle_names import ENCODER_PART
 from onnxpar.load.load import unseen
-from onnxpar.model.model_folder import ENCODER_PART, encoder_decoder_in
+from onnxpar.model.model_folder import encoder_decoder_in
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.options import Options, wanted_mesh
 
@@ -55,11 +56,11 @@ def encoder_options(options: Options, decoder: Plan) -> Options:
     )
 
 
-def note_encoder(decoder: Plan, encoder: Plan, folder: Path) -> None:
+def note_encoder(decoder: Plan, encoder: Plan) -> None:
     """Adds to the plan of a decoder what its encoder needs."""
     weights = text_of(sum(w.bytes_per_rank for w in encoder.weights), "B")
     decoder.notes.append(
         f"the encoder, and the keys and values that the decoder reads of it, are a sharded model "
         f"of their own: mesh {encoder.mesh}, at most {weights} of weights per rank; see "
-        f"`onnxpar inspect {folder / ENCODER_PART}`"
+        f"`onnxpar inspect` of the folder {ENCODER_PART} in it"
     )

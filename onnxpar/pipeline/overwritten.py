@@ -19,6 +19,7 @@ READ = {
     "audio": "the file of --audio",
     "file": "the file of --file",
     "model": "the model",
+    "step": "the file of --step",
     "strategy": "the file of --strategy",
     "topology": "the file of --topology",
     "inputs": "the file of --inputs",

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 
-from onnxpar.base.pass_times import OTHER, PREDICT, REPEAT, WRITE
+from onnxpar.base.pass_times import OTHER, PREDICT, REPEAT
 from onnxpar.canonicalize.encoder_decoder import DECODER
 from onnxpar.compiler.expose import expose
 from onnxpar.compiler.open_ports import open_ports
 from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Pass, PassContext, Stage
-from onnxpar.compiler.plan import Plan, foreign_part, write_plan
+from onnxpar.compiler.plan import Plan, foreign_part
 from onnxpar.compiler.replay import replay, stay_whole
 from onnxpar.compiler.write_annotations import (
     Operands,
@@ -28,22 +26,22 @@ from onnxpar.compiler.write_annotations import (
     write_annotations,
 )
 from onnxpar.errors import OpenSizesError, StrategyError
-from onnxpar.files.new_folder import check_place, new_folder
+from onnxpar.files.new_folder import check_place
 from onnxpar.files.write_file import writing
 from onnxpar.ir.paged_attention import UnpagedError
 from onnxpar.ir.tensors import Whole
 from onnxpar.load.load import Model, unseen
 from onnxpar.manual.manual import MANUAL
 from onnxpar.model.interchange import metadata_of
-from onnxpar.model.model_folder import ENCODER_PART, carried_files, encoder_file
+from onnxpar.model.model_folder import carried_files, encoder_file
 from onnxpar.model.state_pairs import unpaired_text
-from onnxpar.passes.split_ranks import SplitRanks, check_open
+from onnxpar.passes.split_ranks import check_open
 from onnxpar.pipeline.balance import fitting_shares
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.encoder_decoders import encoder_options, note_encoder
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
-from onnxpar.pipeline.options import Options, wanted_mesh
+from onnxpar.pipeline.options import Options, unknown_host, wanted_mesh
 from onnxpar.pipeline.paging import refuse_paging
 from onnxpar.pipeline.predicted_times import (
     Reckon,
@@ -55,6 +53,7 @@ from onnxpar.pipeline.predicted_times import (
 )
 from onnxpar.pipeline.request import model_digest
 from onnxpar.pipeline.run_passes import Watch, run_passes
+from onnxpar.pipeline.write_bundle import check_chosen_ranks, write_bundle
 from onnxpar.search.meshes import BETTER
 from onnxpar.search.objective import Objective, OverLimit
 
@@ -133,7 +132,7 @@ def _within_hardware(
 ) -> tuple[Options, tuple[Plan, PassContext]] | None:
     """Returns a plan that fits the memory of the hardware, with options that give the same plan;
     None if the given plan fits, or no other plan was found."""
-    if options.preset == MANUAL:
+    if options.preset == MANUAL or (options.on_any_host and options.topology is None):
         return None
 
     def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
@@ -296,33 +295,25 @@ def shard(
     progress: Callable[[int], None] | None = None,
     watch: Watch | None = None,
     reckoning: Reckoning | None = None,
+    ranks: Collection[int] | None = None,
 ) -> Plan:
-    """Writes the sharded model to the folder `output`, which an InferenceSession runs. Errors:
-    OnnxparError."""
+    """Writes the sharded model to the folder `output`, which an InferenceSession runs; of `ranks`
+    alone, if they are given. Errors: OnnxparError."""
     place = check_place(Path(output), foreign_part)
+    if ranks is not None:
+        mesh = wanted_mesh(options)
+        check_chosen_ranks(ranks, mesh.size if mesh is not None else options.devices)
+        options = replace(options, host=unknown_host, on_any_host=True)
     made, ctx = plan(path, options, watch, reckoning)
+    if ranks is not None:
+        check_chosen_ranks(ranks, made.mesh.size)
     encoder = None
     if options.part == DECODER:
         encoder = plan(encoder_file(Path(path)), encoder_options(options, made))
-        note_encoder(made, encoder[0], Path(output))
-    timed = options.times.of
-    with timed(OTHER), writing(output), new_folder(place, foreign_part) as folder:
-        extra: dict[str, Any] = {"progress": progress} if progress else {}
-        with timed(SplitRanks.name):
-            SplitRanks(folder, **extra).run(ctx.model.graph, ctx)
-        with timed(WRITE):
-            if made.request is not None:
-                made.request = {**made.request, "sha256": model_digest(Path(path))}
-            for name, file in carried_files(Path(path), options.part is not None).items():
-                shutil.copyfile(file, folder / name)
-            write_plan(folder, made.to_json())
-        if encoder is not None:
-            _write_beside(folder / ENCODER_PART, *encoder)
+        note_encoder(made, encoder[0])
+    carried = carried_files(Path(path), options.part is not None)
+    if made.request is not None:
+        made.request = {**made.request, "sha256": model_digest(Path(path))}
+    with options.times.of(OTHER), writing(output):
+        write_bundle(place, made, ctx, encoder, carried, options.times, progress, ranks)
     return made
-
-
-def _write_beside(folder: Path, made: Plan, ctx: PassContext) -> None:
-    """Writes a sharded model to a new folder in that of another one."""
-    folder.mkdir()
-    SplitRanks(folder).run(ctx.model.graph, ctx)
-    write_plan(folder, made.to_json())

@@ -29,6 +29,7 @@ class ActorRanks:
     store, which travels to each node once; an actor reads it in place."""
 
     def __init__(self, bundle: Bundle, calls: Calls, facts: Facts) -> None:
+        self.bundle = bundle
         self._parts = PortParts(bundle)
         self._calls = calls
         self._runs = 0

@@ -48,7 +48,8 @@ class Actors:
     insecure   True to let ranks of several nodes connect without `tls_dir`, in a network that you
                trust
 
-    Ranks of one node are neighbours. Each reads its own files in the folder, where it runs. Errors:
+    Ranks of one node are neighbours. Each reads its own files in the folder, where it
+    runs, after fetching those that are not there from ranks that have them. Errors:
     InputError for a value that is none of these.
     """
 
@@ -67,9 +68,7 @@ class Actors:
         if "CPU" in self.resources:
             raise InputError("resources has CPU; give cpus instead")
 
-    def __call__(
-        self, bundle: Bundle, spec: SessionSpec, timeout: float, verify: bool
-    ) -> ActorRanks:
+    def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> ActorRanks:
         """Starts the ranks of a bundle. Errors: RankError if the cluster has no room for them
         within `timeout` seconds, or if one does not start."""
         connect()
@@ -95,7 +94,7 @@ class Actors:
                 max(1, int(self.cpus)),
             )
             path = str(bundle.path.resolve())
-            return actor.handle.start.remote(path, bundle.digest, spec, joining, verify)
+            return actor.handle.start.remote(path, bundle.digest, spec, joining)
 
         return ActorRanks(bundle, calls, calls.each(start, "the start")[0])
 

@@ -16,9 +16,11 @@ from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.files.digests import Digests
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime.arena import Heap
-from onnxpar.runtime.bundle import Bundle, Sizes
+from onnxpar.runtime.bundle import Sizes
+from onnxpar.runtime.checks import check_table_dir
 from onnxpar.runtime.cores import own_cores, share_beside
 from onnxpar.runtime.executor import Executor, Facts, Request
+from onnxpar.runtime.fetch import complete
 from onnxpar.runtime.groups import Hub, World
 from onnxpar.runtime.log import describe, log
 from onnxpar.runtime.options import SessionSpec
@@ -86,20 +88,10 @@ class RankActor:
         self._hub = Hub(address)
         return self._hub.store
 
-    def start(
-        self, path: str, digest: str, spec: SessionSpec, joining: Joining, verify: bool
-    ) -> Facts:
-        """Reads this rank's files in the folder `path` of this host, joins the world and loads the
-        graph. Errors: ModelError if the folder is missing or has another digest; RankError."""
-        bundle = Bundle.load(path)
-        if bundle.digest != digest:
-            raise ModelError(
-                f"{path} is not the model that the session was made for: the SHA-256 of plan.json "
-                f"begins with {bundle.digest[:8]} here and {digest[:8]} there; copy one folder "
-                "to all hosts"
-            )
-        if verify:
-            bundle.check_files(self._rank, whole=True)
+    def start(self, path: str, digest: str, spec: SessionSpec, joining: Joining) -> Facts:
+        """Joins the world, reads this rank's files in the folder `path` of this host, after
+        fetching what is not there, and loads the graph. Errors: ModelError if no rank has a file,
+        or if the plan has another digest; RankError."""
         if spec.profile:  # the session's folder is on its own host
             self._recordings = OwnFolder()
             spec = replace(spec, profile=str(self._recordings.path))
@@ -108,6 +100,14 @@ class RankActor:
         )
         spin = share_beside(joining.local_size, own_cores()).spin
         try:
+            bundle = complete(Path(path), self._world)
+            if bundle.digest != digest:
+                raise ModelError(
+                    f"{path} is not the model that the session was made for: the SHA-256 of "
+                    f"plan.json begins with {bundle.digest[:8]} here and {digest[:8]} there; copy "
+                    "one folder to all hosts"
+                )
+            spec = replace(spec, table_dir=check_table_dir(bundle, spec.table_dir))
             self._executor = Executor(bundle, self._world, spec, joining.threads, spin)
         except Exception as error:  # the outermost boundary of a rank: the others wait for it
             self._world.abort(f"rank {self._rank} failed: {describe(error)}")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.errors import ModelError
 from onnxpar.ir.tensors import Size, constant, given, tensor_shape
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.notation import ONE, Expr, Prod, Spec, Var
@@ -118,6 +119,11 @@ def transpose(node: gs.Node) -> Rule:
     rank = len(tensor_shape(node.inputs[0]) or ())
     dims = names("d", rank)
     perm = node.attrs.get("perm") or range(rank)[::-1]
+    if sorted(perm) != list(range(rank)):
+        raise ModelError(
+            f"Transpose '{node.name}' has perm={list(perm)}, which does not order the {rank} "
+            "dimensions of its operand; export the model again"
+        )
     return einsum(
         node, f"{' '.join(dims) or '()'} -> {' '.join(dims[p] for p in perm) or '()'}", **PERMUTES
     )

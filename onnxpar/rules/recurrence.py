@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.errors import ModelError
 from onnxpar.rules import recurrence_lowering
 from onnxpar.rules.communicate import communicating
 from onnxpar.rules.recurrence_lowering import GATES
@@ -37,7 +37,12 @@ def recurrence(node: gs.Node) -> Rule:
     whole = {**dict.fromkeys("sik", _STEP), "i": _INPUT}
     if {"activation_alpha", "activation_beta"} & node.attrs.keys():
         whole["d"] = "the slopes of its activations are listed for all directions together"
-    units = node.attrs.get("hidden_size") or (tensor_shape(node.inputs[2]) or (None,))[-1]
+    units = node.attrs.get("hidden_size")
+    if not units:
+        raise ModelError(
+            f"{node.op} '{node.name}' has no hidden_size, which onnxruntime requires; export the "
+            "model again"
+        )
     fields = communicating(node, "h", [units], recurrence_lowering.lower)
     return einsum(
         node,

@@ -13,20 +13,20 @@ import numpy as np
 
 from onnxpar.base.lookup import Lookup
 from onnxpar.errors import InputError, ModelError
-from onnxpar.files.digests import Digests, check_files, check_listed, check_seal, check_size
+from onnxpar.files.bundle_names import ENCODER_PART, PLAN, rank_name
+from onnxpar.files.digests import check_listed, check_seal
 from onnxpar.files.read_bounded import read_bounded
-from onnxpar.files.unreadable import missing
+from onnxpar.files.unreadable import cannot_read, missing
 from onnxpar.ir.training_spec import Step
-from onnxpar.layout.layout import Layout, dim_axes
+from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
+from onnxpar.runtime.bundle_files import WRITE_AGAIN, BundleFiles
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 from onnxpar.runtime.values import is_value
 from onnxpar.symbols.symbols import Polynomial
 
 FORMAT = 4
 """The only format of plan.json that this runtime reads."""
-
-_WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"
 
 Shape = tuple[int | Polynomial | None, ...]
 """The global sizes of a tensor. An open size is a polynomial of the model's symbols; a
@@ -153,8 +153,13 @@ class Bundle:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Bundle:
         """Reads `plan.json`. Errors: ModelError, naming the file and the fault."""
-        folder = Path(path)
-        plan = _read_plan(folder)
+        return Bundle.of(Path(path), read_plan(Path(path)))
+
+    @staticmethod
+    def of(folder: Path, text: bytes) -> Bundle:
+        """Returns the sharded model of a folder whose plan.json has this text. Errors: ModelError,
+        naming the file and the fault."""
+        plan = _parsed(folder / PLAN, text)
         try:
             mesh = Mesh.of((name, size) for name, size in plan["mesh"])
             inputs, outputs = (
@@ -168,10 +173,13 @@ class Bundle:
             lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
             step = Step.from_json(plan["step"]) if plan.get("step") else None
             fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
-            if not all(isinstance(plan["example"][symbol], int) for symbol in symbols):
-                raise TypeError(f"example sizes are {plan['example']}")
+            examples = [plan["example"][symbol] for symbol in symbols]
+            if not all(isinstance(size, int) and size >= 0 for size in examples):
+                raise ValueError(f"example sizes are {plan['example']}")
             for port in (*inputs.values(), *outputs.values()):
-                _check_layout(port.layout_at(dict.fromkeys(symbols, 1)), mesh)
+                layout = port.layout_at(dict.fromkeys(symbols, 1))
+                if layout is not None:
+                    layout.check_axes(mesh)
             check_listed(plan["files"])
             unknown = (states.keys() - inputs.keys()) | (set(states.values()) - outputs.keys())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -236,34 +244,15 @@ class Bundle:
                 raise InputError(f"{text}, which is {own} in the model; {others}{remedy}")
         return tuple(found.get(s, 0) for s in self.symbols)
 
-    def check_complete(self) -> None:
-        """Errors: ModelError if the graph of a rank is missing, or if the size of a file has
-        changed."""
-        for rank in range(self.mesh.size):
-            self.rank_file(rank)
-        for name, digests in self._files.items():
-            check_size(self._file(name), digests, _WRITE_AGAIN)
-
-    def check_files(self, rank: int | None = None, whole: bool = False) -> None:
-        """Errors: ModelError if files of a rank, by default of all ranks, have changed since they
-        were written. Samples large files, unless `whole`: then reads every byte."""
-        own = "rank_" if rank is None else f"rank_{rank:04d}."
-        wanted = {
-            name: digests
-            for name, digests in self._files.items()
-            if name.startswith(own) or not name.startswith("rank_")
-        }
-        check_files(self.path, wanted, whole, _WRITE_AGAIN)
-
     @property
     def digest(self) -> str:
         """A digest of plan.json and all files that plan.json lists."""
         return str(self.data.get("sha256", ""))
 
     @property
-    def _files(self) -> Mapping[str, Digests]:
-        found: Mapping[str, Digests] = self.data.get("files", {})
-        return found
+    def files(self) -> BundleFiles:
+        """The files of the folder."""
+        return BundleFiles(self.path, self.data.get("files", {}), self.mesh.size)
 
     @property
     def input_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -292,28 +281,26 @@ class Bundle:
     def rank_file(self, rank: int, program: str = "") -> Path:
         """Returns the file with the graph of a rank; `program` names another program of the rank,
         such as the evaluation. Errors: ModelError if the file is missing."""
-        return self._file(f"rank_{rank:04d}.{program}{'.' if program else ''}onnx")
+        return self.files.path(rank_name(rank, f"{program}{'.' if program else ''}onnx"))
 
     def states_file(self, rank: int) -> Path:
         """Returns the file with the initial values of a rank's states. Errors: ModelError if it is
         missing."""
-        return self._file(f"rank_{rank:04d}.states.onnx")
+        return self.files.path(rank_name(rank, "states.onnx"))
 
-    def _file(self, name: str) -> Path:
-        file = self.path / name
-        if not file.is_file():
-            raise ModelError(
-                f"{self.path} lacks {file.name}, though its plan has {self.mesh.size} ranks; write "
-                "the folder again with `onnxpar shard`, or copy it again"
-            )
-        return file
+
+def with_encoder(bundle: Bundle) -> list[Bundle]:
+    """Returns a sharded model and, of an encoder-decoder, that of the encoder, in its folder.
+    Errors: ModelError."""
+    encoder = bundle.path / ENCODER_PART
+    return [bundle, *([Bundle.load(encoder)] if (encoder / PLAN).is_file() else [])]
 
 
 _KEPT = ", the state kept from an earlier run,"
 
 
-def _read_plan(folder: Path) -> dict[str, Any]:
-    file = folder / "plan.json"
+def read_plan(folder: Path) -> bytes:
+    """Returns the text of a sharded model's plan. Errors: ModelError if there is none."""
     if folder.is_file():
         raise ModelError(
             f"{folder} is one file, not a sharded model; `onnxpar shard {folder} --devices N` "
@@ -321,33 +308,33 @@ def _read_plan(folder: Path) -> dict[str, Any]:
         )
     if not folder.exists():
         raise ModelError(missing(folder, "folder", "`onnxpar shard` writes it"))
+    file = folder / PLAN
     if not file.is_file():
         raise ModelError(
             f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"
         )
     try:
-        text = read_bounded(file)
+        return read_bounded(file)
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}; {WRITE_AGAIN}") from error
+    except OSError as error:
+        raise ModelError(cannot_read(file, error)) from error
+
+
+def _parsed(file: Path, text: bytes) -> dict[str, Any]:
+    """The object of a plan. Errors: ModelError if it has changed since it was written, or has
+    another format."""
+    try:
         plan = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not JSON: {error}; {_WRITE_AGAIN}") from error
+        raise ModelError(f"{file} is not JSON: {error}; {WRITE_AGAIN}") from error
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         found = plan.get("format") if isinstance(plan, dict) else None
         raise ModelError(
             f"{file} has format {found!r}, but this onnxpar reads {FORMAT}; shard the model again"
         )
-    check_seal(file, text, _WRITE_AGAIN)
+    check_seal(file, text, WRITE_AGAIN)
     return plan
-
-
-def _check_layout(layout: Layout | None, mesh: Mesh) -> None:
-    """Errors: ValueError for axes that are not in the mesh."""
-    axes = [a for dim in layout.dims for a in dim_axes(dim)] if layout is not None else []
-    for axis in (*axes, *(layout.partial if layout is not None else ())):
-        size = mesh.sizes.get(axis.name, 0)
-        at = 0 if axis.at is None else axis.at
-        is_known = axis.size > 0 and axis.pre > 0 and 0 <= at < axis.size
-        if not is_known or size % (axis.pre * axis.size) or not size:
-            raise ValueError(f"a layout is over {axis}, which is not in the mesh {mesh}")
 
 
 def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> None:
@@ -366,6 +353,8 @@ def _check_together(inputs: Mapping[str, Port], outputs: Mapping[str, Port]) -> 
 def _port(data: Mapping[str, Any]) -> Port:
     name, shape = data["name"], data.get("shape")
     type_ = data.get("type", "")
+    if not isinstance(name, str) or not isinstance(type_, str):
+        raise TypeError(f"an input or output has the name {name!r} and the type {type_!r}")
     dtype = "object" if type_ and is_value(type_) else data["dtype"]
     if dtype not in ELEMENTS and dtype != "object":
         raise ModelError(f"{name!r}: {dtype} tensors are not supported; use one of {[*ELEMENTS]}")

@@ -11,8 +11,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.units import quantity
-from onnxpar.errors import InputError, ModelError, OnnxparError
-from onnxpar.runtime import collectives, groups
+from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.options import CACHE
@@ -154,6 +153,12 @@ def check_elsewhere(of_host: Mapping[str, object], bind: str) -> None:
         raise InputError(f"{given[0]} is for ranks on this host; leave it out with start_ranks")
 
 
+def check_replica(replica: int, replicas: int) -> None:
+    """Errors: InputError unless a session is one of several."""
+    if not 0 <= replica < replicas:
+        raise InputError(f"replica {replica} of {replicas}: give a number from 0 to replicas - 1")
+
+
 def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int:
     """Returns the number of ranks on each NUMA node, 0 for None. Errors: InputError unless it is at
     least 1, and ranks are bound by onnxpar."""
@@ -219,15 +224,3 @@ def check_table_cache(size: float | str | None) -> int:
     if found < 0:
         raise InputError(f"--table-cache {size}: give 0 or more")
     return int(found)
-
-
-def check_same(bundle: Bundle, world: groups.World) -> None:
-    """Errors: ModelError, on all ranks with the same text, if the ranks have different models."""
-    each = collectives.gather_bytes(world, bundle.digest.encode(), "plan.json")
-    odd = next((rank for rank, digest in enumerate(each) if digest != each[0]), None)
-    if odd is not None:
-        first, other = (each[rank][:8].decode() for rank in (0, odd))
-        raise ModelError(
-            f"{bundle.path}: the ranks disagree on the model: the SHA-256 of plan.json begins with "
-            f"{first} on rank 0 and {other} on rank {odd}; copy the same folder to all hosts"
-        )

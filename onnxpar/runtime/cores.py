@@ -62,6 +62,14 @@ def shares(
     ]
 
 
+def shares_of_replica(
+    ranks: int, bind: str, per_node: int, replica: int, replicas: int
+) -> list[Share]:
+    """Returns the shares of the ranks of one of several sessions with as many ranks, which divide
+    the cores that this process may use. Errors: as of `shares`."""
+    return shares(ranks * replicas, bind, per_node)[replica * ranks : (replica + 1) * ranks]
+
+
 Deal = Iterable[tuple[Sequence[Core], int]]
 """Cores, and how many ranks share them; in the order of ranks."""
 

@@ -18,7 +18,7 @@ from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Heap, Room, Slot
 from onnxpar.runtime.binding import Binding
 from onnxpar.runtime.bundle import Bundle, Sizes
-from onnxpar.runtime.checks import check_same
+from onnxpar.runtime.check_start import check_start
 from onnxpar.runtime.host_table import RowUpdate
 from onnxpar.runtime.kept_states import KeptStates
 from onnxpar.runtime.options import SessionSpec, run_options
@@ -76,8 +76,7 @@ class Executor:
         *,
         everywhere: bool = False,
     ) -> None:
-        bundle.check_files(world.rank)
-        check_same(bundle, world)
+        check_start(bundle, world, spec.verify)
         world.open_streams(bundle.streams)
         self._sessions = RankSessions(bundle, world, spec, threads, spin)
         self.session = self._sessions.open()

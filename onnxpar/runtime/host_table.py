@@ -7,7 +7,6 @@ disk.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
@@ -25,6 +24,7 @@ import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
+from onnxpar.files.copy_part import copy_part
 from onnxpar.files.write_file import cause, unread
 from onnxpar.runtime.tensors import ELEMENTS, view_of
 
@@ -33,8 +33,6 @@ BLOCK = 8 << 20
 _PAUSE = 0.002
 """Seconds between two looks at the memory that rows take."""
 _STATM = Path("/proc/self/statm")
-_NOT_WITHIN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of copies that the kernel does not make, such as those between some file systems."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class HostTable:
         """Copies the table from an open file. Errors: OSError."""
         done, size = 0, self.array.nbytes
         while done < size:
-            count = _copy(source, self._file.fileno(), size - done, offset + done, done)
+            count = copy_part(source, self._file.fileno(), size - done, offset + done, done)
             if not count:
                 raise OSError(f"it ends after {offset + done:,} bytes")
             done += count
@@ -155,17 +153,6 @@ class HostTable:
         writes those that changed to the file."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
-
-
-def _copy(source: int, sink: int, count: int, start: int, at: int) -> int:
-    """Copies at most `count` bytes between two files, from `start` to `at`; returns how many.
-    Errors: OSError."""
-    try:
-        return os.copy_file_range(source, sink, count, start, at)
-    except OSError as error:
-        if error.errno not in _NOT_WITHIN_KERNEL:
-            raise
-    return os.pwrite(sink, os.pread(source, min(count, BLOCK), start), at)
 
 
 class RowCache:

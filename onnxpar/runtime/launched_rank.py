@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from onnxpar.errors import RankError, RunError
 from onnxpar.files.digests import Digests
 from onnxpar.runtime.arena import Heap
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
+from onnxpar.runtime.checks import check_table_dir
 from onnxpar.runtime.collectives import barrier, gather_bytes
 from onnxpar.runtime.cores import Share, own_cores, share_beside
 from onnxpar.runtime.executor import Executor, Request
+from onnxpar.runtime.fetch import complete
 from onnxpar.runtime.gather import Gather
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.launch import Launched
@@ -54,7 +57,8 @@ def _unpacked(data: bytes) -> bytes:
 
 class LaunchedRank:
     """The ranks of a session, of which this process runs one. Every process gets all output shards
-    and assembles them.
+    and assembles them. A rank whose folder lacks files of the `bundle` first fetches them from
+    others.
 
     All processes must make the same calls with the same feeds. If a call fails on one process, all
     raise the same RunError and can continue; after a RankError, every later call fails with the
@@ -63,36 +67,33 @@ class LaunchedRank:
 
     def __init__(
         self,
-        bundle: Bundle,
+        path: Path,
         spec: SessionSpec,
         launched: Launched,
         timeout: float,
         log_dir: str | os.PathLike[str] | None = None,
         address: str | None = None,
     ) -> None:
-        size, rank = bundle.mesh.size, launched.rank
-        if launched.size != size:
-            raise RankError(
-                f"{bundle.path} has {size} ranks, but {launched.size} processes were started; "
-                f"start {size} (mpirun -n {size} ...), or shard the model for {launched.size}"
-            )
+        rank = launched.rank
         if log_dir is not None:
             redirect_output(log_dir, rank)
-        self._bundle = bundle
+        self._path = path
         self._rank = rank
         self._closed: str | None = None
         self.kept_shapes: KeptShapes = {}
-        self._all_parts = PortParts(bundle)
         self._parts: Mapping[str, Shards] = {}
         self._world = World.create(
             f"launched-{next(_worlds)}",
             rank,
-            size,
+            launched.size,
             launched.store,
             launched.bind_address if address is None else address,
             timeout,
         )
         with self._failing_together("the start", is_start=True):
+            self.bundle = bundle = complete(path, self._world)
+            self._all_parts = PortParts(bundle)
+            spec = replace(spec, table_dir=check_table_dir(bundle, spec.table_dir))
             share = _share(self._world)
             self._executor = Executor(
                 bundle, self._world, spec, share.threads, share.spin, everywhere=True
@@ -212,7 +213,7 @@ class LaunchedRank:
         if not split:
             self._agree()
             return found
-        ranks = range(self._bundle.mesh.size)
+        ranks = range(self.bundle.mesh.size)
         shapes = self._shapes(split, own)
         if rows is not None:
             shapes = [{n: _cut(s, *rows) for n, s in each.items()} for each in shapes]
@@ -235,11 +236,11 @@ class LaunchedRank:
     ) -> list[dict[str, tuple[int, ...]]]:
         """Returns the shapes of the shards, by rank and name: from the layouts or, if a size is
         data-dependent, from an exchange between the ranks."""
-        ranks = range(self._bundle.mesh.size)
+        ranks = range(self.bundle.mesh.size)
         planned = [{n: self._parts[n].local_shape(rank) for n in names} for rank in ranks]
         if all(shape is not None for shapes in planned for shape in shapes.values()):
             return [{n: s for n, s in shapes.items() if s is not None} for shapes in planned]
-        dims = [len(_ports(self._bundle)[name].shape or ()) for name in names]
+        dims = [len(_ports(self.bundle)[name].shape or ()) for name in names]
         mine = [own[n].shape if n in own else (0,) * d for n, d in zip(names, dims, strict=True)]
         sizes = np.array([size for shape in mine for size in shape], np.int64)
         rows = self._gather(sizes.view(np.uint8), sizes.nbytes).view(np.int64)
@@ -253,7 +254,7 @@ class LaunchedRank:
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         """Returns dtype, shape and bytes of a shard of this shape."""
-        dtype = _ports(self._bundle)[name].dtype
+        dtype = _ports(self.bundle)[name].dtype
         return dtype, shape, dtype.itemsize * math.prod(shape)
 
     def _agree(self) -> None:
@@ -285,8 +286,8 @@ class LaunchedRank:
         except RankError as error:
             self._world.abort(reason)
             self._leave(str(error))
-            return RankError(f"{what} of {self._bundle.path}, rank {self._rank}: {error}")
-        return RunError(f"{what} of {self._bundle.path}: {reason}")
+            return RankError(f"{what} of {self._path}, rank {self._rank}: {error}")
+        return RunError(f"{what} of {self._path}: {reason}")
 
     def _leave(self, reason: str) -> None:
         self._closed = reason

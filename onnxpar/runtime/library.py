@@ -14,7 +14,7 @@ from onnxpar.errors import RankError
 OWN = Path(__file__).parents[1]
 """The folder of this package."""
 _LIBRARY = "libonnxpar_ops.so"
-_REINSTALL = "install onnxpar again (pip install .)"
+_REINSTALL = "install onnxpar again"
 
 
 def library_path() -> Path:
@@ -37,9 +37,10 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         missing = re.match(r"(\S+): cannot open shared object file", str(error))
         if missing and missing[1] != str(library_path()):
+            package = "libstdc++6" if missing[1].startswith("libstdc++") else "libc6"
             raise RankError(
                 f"{_LIBRARY} needs {missing[1]}, which this machine does not have; install it "
-                "(on Debian and Ubuntu: apt install libstdc++6)"
+                f"(on Debian and Ubuntu: apt install {package})"
             ) from error
         raise RankError(f"{library_path()} does not load: {error}; {_REINSTALL}") from error
     except AttributeError as error:

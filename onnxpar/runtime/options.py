@@ -136,10 +136,15 @@ class SessionSpec:
     """The folder for the files of tables on the host; empty: that of the sharded model."""
     table_cache: int = CACHE
     """Most bytes of rows of tables on the host that a rank keeps in memory."""
+    verify: bool = False
+    """True if ranks compare every byte that they read of the folder with its digests first."""
     bind: str = BINDINGS[0]
     """What a rank is bound to."""
     ranks_per_numa: int = 0
     """Ranks on each NUMA node; 0: where each gets most cores."""
+    replica: int = 0
+    replicas: int = 1
+    """The number of this session, of so many that divide the cores of the host."""
 
     @staticmethod
     def of(options: ort.SessionOptions | None, **others: Any) -> SessionSpec:

@@ -196,7 +196,9 @@ class Processes:
         others = [
             f"\n  rank {number}: {rank.reply['error']}"
             for number, rank in enumerate(self.ranks)
-            if rank is not culprit and rank.reply is not None and "error" in rank.reply
+            if rank is not culprit
+            and rank.reply is not None
+            and rank.reply.get("error") not in (None, (culprit.reply or {}).get("error"))
         ]
         tail = culprit.log.tail()
         quoted = f"\nits log ({culprit.log.place}) ends with:\n{tail}" if tail else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,8 @@ from onnxpar.errors import RankError
 from onnxpar.files.digests import Digests
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime.bundle import Bundle, Sizes
-from onnxpar.runtime.cores import shares
+from onnxpar.runtime.checks import check_table_dir
+from onnxpar.runtime.cores import shares_of_replica
 from onnxpar.runtime.executor import Facts, Request
 from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.processes import AGAIN, Processes
@@ -52,6 +53,7 @@ class Ranks(Protocol):
     Request object always comes with feeds of the same dtypes and shapes.
     `kept_shapes` are the global shapes of the states that the last run kept, by input."""
 
+    bundle: Bundle
     facts: Facts
     kept_shapes: KeptShapes
 
@@ -76,12 +78,9 @@ class Ranks(Protocol):
 
 class StartRanks(Protocol):
     """Starts all ranks of a bundle, for a session. A wait for a rank takes at most `timeout`
-    seconds; with `verify`, each rank compares every byte of its files with their digests. Errors:
-    RankError if a rank does not start."""
+    seconds. Errors: RankError if a rank does not start."""
 
-    def __call__(
-        self, bundle: Bundle, spec: SessionSpec, timeout: float, verify: bool
-    ) -> Ranks: ...
+    def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> Ranks: ...
 
 
 class _Piece(NamedTuple):
@@ -145,9 +144,11 @@ class ProcessRanks:
         bind_address: str = "127.0.0.1",
     ) -> None:
         size = bundle.mesh.size
-        bundle.check_complete()
-        of_ranks = shares(size, spec.bind, spec.ranks_per_numa)
-        self._bundle = bundle
+        spec = replace(spec, table_dir=check_table_dir(bundle, spec.table_dir))
+        bundle.files.check_complete()
+        among = spec.replica, spec.replicas
+        of_ranks = shares_of_replica(size, spec.bind, spec.ranks_per_numa, *among)
+        self.bundle = bundle
         self._parts = PortParts(bundle)
         ports = (*bundle.inputs.values(), *bundle.outputs.values())
         self._has_values = any(port.is_value for port in ports)
@@ -193,7 +194,7 @@ class ProcessRanks:
             shapes = {} if self._has_values else {n: a.shape for n, a in feeds.items()}
             last = _Run(request, shapes, lasting, pieces)
             message = {"do": "run", "feeds": places, **self._file_sizes(), **vars(request)}
-            messages = [pack(message)] * self._bundle.mesh.size
+            messages = [pack(message)] * self.bundle.mesh.size
         answers = self._processes.call(messages, f"run {self._runs}")
         if any(answer is not AGAIN for answer in answers):
             last.answers = [
@@ -224,14 +225,14 @@ class ProcessRanks:
         """Makes each rank write its shards of all states to a folder; returns the files'
         digests."""
         ask = pack({"do": "save", "folder": folder, "sizes": sizes})
-        messages = [ask] * self._bundle.mesh.size
+        messages = [ask] * self.bundle.mesh.size
         answers = self._processes.call(messages, f"saving states to {folder}")
         return {name: digests for a in answers for name, digests in a["files"].items()}
 
     def save_states_later(self, folder: str, sizes: Sizes) -> None:
         """Makes each rank copy its shards of all states, and write them while it runs on."""
         ask = pack({"do": "save later", "folder": folder, "sizes": sizes})
-        self._processes.call([ask] * self._bundle.mesh.size, f"copying states for {folder}")
+        self._processes.call([ask] * self.bundle.mesh.size, f"copying states for {folder}")
 
     def load_states(
         self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
@@ -256,7 +257,7 @@ class ProcessRanks:
 
     def end_profile(self) -> Sequence[Record]:
         """Ends the recording, and returns the record of each rank."""
-        ask = [pack({"do": "profile"})] * self._bundle.mesh.size
+        ask = [pack({"do": "profile"})] * self.bundle.mesh.size
         return self._processes.call(ask, "the profile")
 
     def check_usable(self) -> None:
@@ -275,7 +276,7 @@ class ProcessRanks:
         """Splits each array into shards and copies each distinct shard once into shared memory,
         where ranks use it in place; shards that lie in lasting memory stay there."""
         self.check_usable()
-        ports, parts = self._bundle.inputs, self._parts.at(sizes)
+        ports, parts = self.bundle.inputs, self._parts.at(sizes)
         feeds = {n: to_bytes(v) if ports[n].is_value else v for n, v in feeds.items()}
         arena = self._processes.inputs
         arena.clear()
@@ -312,7 +313,7 @@ class ProcessRanks:
 
     def _ask(self, message: Message, what: str) -> PartsOf:
         self._last = None
-        return self._found(self._processes.call([pack(message)] * self._bundle.mesh.size, what))
+        return self._found(self._processes.call([pack(message)] * self.bundle.mesh.size, what))
 
     def _found(self, answers: Sequence[Message]) -> PartsOf:
         """Returns the shards that answers tell of."""
@@ -323,7 +324,7 @@ class ProcessRanks:
         for number, (outputs, answer) in enumerate(zip(arenas, answers, strict=True)):
             outputs.map(answer.get("size", 0))
             for name, (offset, shape) in answer.get("slots", {}).items():
-                port = self._bundle.outputs.get(name) or self._bundle.inputs[name]
+                port = self.bundle.outputs.get(name) or self.bundle.inputs[name]
                 dtype = BYTES if port.is_value else port.dtype
                 part = outputs.view(offset, dtype, tuple(shape))
                 found.setdefault(name, {})[number] = of_bytes(part) if port.is_value else part

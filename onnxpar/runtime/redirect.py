@@ -61,6 +61,14 @@ def report_failure(text: str) -> None:
         _write(descriptor, f"onnxpar: error{f' on rank {rank}' if rank else ''}: {text}")
 
 
+def tell_terminal(text: str) -> None:
+    """Writes a text to standard error, the original one if it is redirected."""
+    if not _terminal:
+        print(f"onnxpar: {text}", file=sys.stderr, flush=True)
+    for _, descriptor in _terminal:
+        _write(descriptor, f"onnxpar: {text}")
+
+
 def report_for_all_ranks(text: str) -> None:
     """Writes a text about all ranks, such as a warning, to the original standard error of rank 0;
     does nothing if that is not redirected."""

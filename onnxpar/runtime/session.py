@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +25,8 @@ from onnxpar.runtime.checks import (
     check_kept,
     check_names,
     check_ranks_per_numa,
+    check_replica,
     check_table_cache,
-    check_table_dir,
     check_threads,
     check_timeout,
 )
@@ -368,6 +369,8 @@ class InferenceSession(Session):
                          nodes; "none": on any. Not under a launcher, which binds ranks itself
     ranks_per_numa       number of ranks on each NUMA node; default: each rank is on the node where
                          it gets most cores, so equal nodes have equally many
+    replica, replicas    this is session number `replica`, from 0, of so many that run at the same
+                         time and divide the cores; default: the only one
     config               additional session config entries
     libraries            custom-op libraries; repeat those of `sess_options` here, because
                          onnxruntime does not reveal them
@@ -399,6 +402,8 @@ class InferenceSession(Session):
         threads: int | None = None,
         bind: str = BINDINGS[0],
         ranks_per_numa: int | None = None,
+        replica: int = 0,
+        replicas: int = 1,
         config: Mapping[str, str] | None = None,
         libraries: Sequence[str | os.PathLike[str]] = (),
         table_dir: str | os.PathLike[str] | None = None,
@@ -415,13 +420,15 @@ class InferenceSession(Session):
                 "a sharded model is a folder, not bytes: write it with onnxpar.shard(bytes, "
                 "'model.par', devices=N), then open that folder"
             )
-        bundle = Bundle.load(path_or_bytes)
         if enable_fallback:
             self.enable_fallback()
         if read_config_from_model:
             raise InputError("read_config_from_model: give sess_options instead")
         check_timeout(timeout)
+        check_replica(replica, replicas)
         launched = launch.launched_rank()
+        path = Path(path_or_bytes)
+        bundle = Bundle.load(path) if launched is None else None  # a rank may have to fetch it
         spec = SessionSpec.of(
             sess_options,
             config=dict(config or {}),
@@ -429,10 +436,13 @@ class InferenceSession(Session):
             providers=providers,
             provider_options=provider_options,
             disabled_optimizers=list(disabled_optimizers or ()),
-            table_dir=check_table_dir(bundle, table_dir),
+            table_dir="" if table_dir is None else os.path.abspath(table_dir),
             table_cache=check_table_cache(table_cache),
+            verify=verify,
             bind=check_bind(bind),
             ranks_per_numa=check_ranks_per_numa(ranks_per_numa, bind, launched is not None),
+            replica=replica,
+            replicas=replicas,
         )
         if threads is not None:
             fields = {**spec.fields, "intra_op_num_threads": check_threads(threads)}
@@ -448,19 +458,19 @@ class InferenceSession(Session):
             check_elsewhere({**of_host, "ranks_per_numa": ranks_per_numa}, bind)
 
         def start(spec: SessionSpec) -> Ranks:
-            if start_ranks is not None:
-                return start_ranks(bundle, spec, timeout, verify)
-            if verify:
-                bundle.check_files(launched.rank if launched else None, whole=True)
-            if launched is None:
+            if bundle is not None:
+                if start_ranks is not None:
+                    return start_ranks(bundle, spec, timeout)
                 address = bind_address or launch.bind_address()
                 return ProcessRanks(bundle, spec, timeout, log_dir, address)
+            assert launched is not None, "only under a launcher, a session does not read the plan"
             from onnxpar.runtime.launched_rank import LaunchedRank
 
-            return LaunchedRank(bundle, spec, launched, timeout, log_dir, bind_address)
+            return LaunchedRank(path, spec, launched, timeout, log_dir, bind_address)
 
         self._spec, self._profile, self._start = spec, profile, start
-        super().__init__(bundle, *self._started(), sess_options)
+        ranks, scratch = self._started()
+        super().__init__(ranks.bundle, ranks, scratch, sess_options)
 
     def set_providers(
         self,

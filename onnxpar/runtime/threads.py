@@ -65,8 +65,9 @@ class ThreadRanks:
         timeout: float,
         worlds: Sequence[groups.World] | None = None,
     ) -> None:
-        bundle.check_complete()
+        bundle.files.check_complete()
         size = bundle.mesh.size
+        self.bundle = bundle
         self._parts = PortParts(bundle)
         self._failure: RankError | None = None
         self._closed = False

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from onnxpar.llm.embedder import Embedder
 from onnxpar.serve.answering import Answering
 from onnxpar.serve.api_error import ApiError, json_response
 from onnxpar.serve.chat_page import chat_page, embedding_page
@@ -23,7 +22,7 @@ from onnxpar.serve.embedding_request import EmbeddingRequest, RerankRequest
 from onnxpar.serve.formats import ChatFormat, CompletionFormat
 from onnxpar.serve.guards import Guards, Measured
 from onnxpar.serve.metrics import CONTENT_TYPE
-from onnxpar.serve.served_engine import ServedEngine
+from onnxpar.serve.served_engine import Served, ServedEmbedder
 from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
 from onnxpar.serve.visiting import Visiting
@@ -33,7 +32,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 
 
-def application(engine: ServedEngine | Embedder, settings: Settings) -> Starlette:
+def application(engine: Served, settings: Settings) -> Starlette:
     """Returns the ASGI application that serves an engine, or an embedder; `state.service` is its
     `Service`. Errors: InputError for settings that are wrong."""
     service, answering = _answering(engine, settings)
@@ -71,11 +70,9 @@ def application(engine: ServedEngine | Embedder, settings: Settings) -> Starlett
     return app
 
 
-def _answering(
-    engine: ServedEngine | Embedder, settings: Settings
-) -> tuple[Service, Mapping[str, Visiting]]:
+def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str, Visiting]]:
     """What requests share, and the routes for which there is a model, by their paths."""
-    if not isinstance(engine, Embedder):
+    if not isinstance(engine, ServedEmbedder):
         service = GeneratingService(engine, settings)
         return service, {
             CHAT: Answering(service, chat_request, ChatFormat),

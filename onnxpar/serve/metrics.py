@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from onnxpar.llm.embedder import Embedder
-from onnxpar.serve.served_engine import ServedEngine
+from onnxpar.llm.embedder import EmbedderCounts
+from onnxpar.llm.replicas import EmbedderReplicas, EngineReplicas
+from onnxpar.llm.worker import READY
+from onnxpar.serve.served_engine import Served, ServedCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -27,13 +29,14 @@ _COUNTERS = {
     "preemptions": ("preemptions", "Generations that gave their pages to others and began anew."),
     "steps": ("steps", "Runs of the model."),
     "restarts": ("restarts", "Starts of new ranks after a failure."),
+    "continued": ("continued", "Requests that went on after ranks died."),
 }
 
 
 class Metrics:
     """What is counted and measured of a server and its engine, in a registry of its own."""
 
-    def __init__(self, engine: ServedEngine | Embedder) -> None:
+    def __init__(self, engine: Served) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_OfEngine(engine))
         self.requests = Counter(
@@ -64,16 +67,27 @@ class Metrics:
 
 
 class _OfEngine(Collector):
-    """The counts of an engine, as they are when they are asked for."""
+    """The counts of an engine, as they are when they are asked for; of replicas, those of each."""
 
-    def __init__(self, engine: ServedEngine | Embedder) -> None:
+    def __init__(self, engine: Served) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._engine.counts
-        for member, (name, meaning) in _GAUGES.items():
-            if hasattr(counts, member):  # an embedder has fewer
-                yield GaugeMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))
-        for member, (name, meaning) in _COUNTERS.items():
-            if hasattr(counts, member):
-                yield CounterMetricFamily(f"onnxpar_{name}", meaning, value=getattr(counts, member))
+        engine, labels = self._engine, list[str]()
+        each: dict[tuple[str, ...], ServedCounts | EmbedderCounts] = {(): engine.counts}
+        if isinstance(engine, EngineReplicas | EmbedderReplicas):
+            labels = ["replica"]
+            found: Sequence[tuple[str, ServedCounts | EmbedderCounts]] = engine.each()
+            each = {(str(number),): counts for number, (_, counts) in enumerate(found)}
+            ready = GaugeMetricFamily("onnxpar_replica_ready", "1 if its ranks run.", labels=labels)
+            for number, (status, _) in enumerate(found):
+                ready.add_metric([str(number)], status == READY)
+            yield ready
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for member, (name, meaning) in table.items():
+                family = kind(f"onnxpar_{name}", meaning, labels=labels)
+                for label, counts in each.items():
+                    if hasattr(counts, member):  # an embedder has fewer
+                        family.add_metric(label, getattr(counts, member))
+                if family.samples:
+                    yield family

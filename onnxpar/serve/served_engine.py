@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from onnxpar.llm.embedder import Embedder
+from onnxpar.llm.replicas import EmbedderReplicas
 from onnxpar.llm.requests import Limits, Listener
 from onnxpar.llm.tokenizer import Tokenizer
 
@@ -52,6 +54,9 @@ class ServedCounts(Protocol):
     @property
     def restarts(self) -> int: ...
 
+    @property
+    def continued(self) -> int: ...
+
 
 class ServedGeneration(Protocol):
     """A request that the engine has taken."""
@@ -85,3 +90,8 @@ class ServedEngine(Protocol):
     def submit(
         self, prompt: Sequence[int], limits: Limits, listen: Listener
     ) -> ServedGeneration: ...
+
+
+ServedEmbedder = Embedder | EmbedderReplicas
+Served = ServedEngine | ServedEmbedder
+"""What runs the requests of a server."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 
 from onnxpar.errors import OnnxparError
-from onnxpar.llm.embedder import Embedder
 from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.gate import RETRY, Gate, ending
 from onnxpar.serve.grammar import Grammars
 from onnxpar.serve.log import log_error
 from onnxpar.serve.metrics import Metrics
-from onnxpar.serve.served_engine import ServedEngine
+from onnxpar.serve.served_engine import Served, ServedEmbedder, ServedEngine
 from onnxpar.serve.settings import Settings
 
 
@@ -23,7 +22,7 @@ class Service:
 
     kind = "a language model"
 
-    def __init__(self, engine: ServedEngine | Embedder, settings: Settings) -> None:
+    def __init__(self, engine: Served, settings: Settings) -> None:
         settings.check()
         self._served, self.settings = engine, settings
         self.gate = Gate(settings.max_requests)
@@ -64,7 +63,7 @@ class GeneratingService(Service):
 class EmbeddingService(Service):
     """That of an embedding model or a reranker."""
 
-    def __init__(self, embedder: Embedder, settings: Settings) -> None:
+    def __init__(self, embedder: ServedEmbedder, settings: Settings) -> None:
         super().__init__(embedder, settings)
         self.embedder = embedder
         self.kind = embedder.model.kind

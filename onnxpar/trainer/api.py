@@ -170,7 +170,7 @@ def train(
     elastic: bool = False,
     min_ranks: int | None = None,
     max_restarts: int | None = None,
-    model: str | os.PathLike[str] | None = None,
+    step: str | os.PathLike[str] | None = None,
     profile: str | os.PathLike[str] | None = None,
     table_dir: str | os.PathLike[str] | None = None,
     table_cache: float | str | None = None,
@@ -180,6 +180,7 @@ def train(
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
     start_ranks: StartRanks | None = None,
+    verify: bool = False,
 ) -> list[Record]:
     """Trains with a sharded training step. Returns a record of each step: its loss and other
     metrics and, for the last step of an epoch, the evaluation.
@@ -206,7 +207,7 @@ def train(
     min_ranks   with `elastic`, the fewest ranks with which the run goes on; default: 1
     max_restarts  with `elastic`, how often ranks that died are started again (default: 3); after
                 that, the run goes on without them, on a smaller mesh
-    model       with `elastic`, the step of which `par` was made, which is sharded again for fewer
+    step        with `elastic`, the step of which `par` was made, which is sharded again for fewer
                 ranks; default: the file of its name beside `par`
     profile     a file to write with a trace of all steps
     table_dir   a folder for the files of tables on the host; default: `par`
@@ -216,6 +217,7 @@ def train(
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
     start_ranks  starts the ranks elsewhere than on this host, such as `onnxpar.ray.Actors`
+    verify      True to compare every byte of `par` with its digests first
 
     To take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
     finite.
@@ -236,8 +238,9 @@ def train(
         "bind": bind,
         "ranks_per_numa": ranks_per_numa,
         "start_ranks": start_ranks,
+        "verify": verify,
     }
-    elasticity = Elastic.of(elastic, min_ranks, max_restarts, model, profile is not None)
+    elasticity = Elastic.of(elastic, min_ranks, max_restarts, step, profile is not None)
     with (
         held_unless_launched(run, elasticity) as held,
         living(Path(par), run, elasticity, held, **options) as generations,

@@ -240,6 +240,8 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
                 )
         mesh = Mesh.of((name, size) for name, size in data["mesh"])
         layouts = {name: Layout.from_json(tree) for name, tree in data["layouts"].items()}
+        for layout in layouts.values():
+            layout.check_axes(mesh)
         slots = [Slot(**slot) for slot in data["slots"]]
         progress = Progress(**data["progress"])
         files: Mapping[str, Digests] = {} if is_old else data["files"]

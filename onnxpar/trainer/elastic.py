@@ -32,25 +32,25 @@ class Elastic:
 
     min_ranks     fewest ranks with which it goes on
     max_restarts  how often ranks that died are started again; after that, it goes on without them
-    model         the step of which the sharded one was made; default: the file of its name beside
+    step          the step of which the sharded one was made; default: the file of its name beside
                   it
     """
 
     min_ranks: int = 1
     max_restarts: int = 3
-    model: Path | None = None
+    step: Path | None = None
 
     @staticmethod
     def of(
         is_elastic: bool,
         min_ranks: int | None,
         max_restarts: int | None,
-        model: str | os.PathLike[str] | None,
+        step: str | os.PathLike[str] | None,
         is_profiled: bool,
     ) -> Elastic | None:
         """Returns what a user's options say; None for a run that is not elastic. Errors: InputError
         for options that do not go together."""
-        given = {"min_ranks": min_ranks, "max_restarts": max_restarts, "model": model}
+        given = {"min_ranks": min_ranks, "max_restarts": max_restarts, "step": step}
         given = {name: value for name, value in given.items() if value is not None}
         if not is_elastic:
             for name in given:
@@ -59,8 +59,8 @@ class Elastic:
             return None
         if is_profiled:
             raise InputError("--profile is for the ranks of one generation; leave out --elastic")
-        if model is not None:
-            given["model"] = Path(model)
+        if step is not None:
+            given["step"] = Path(step)
         return Elastic(**given)  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ class _Places:
         self._par = par
         self._plans: StepPlans | None = None
         if elastic.min_ranks < ranks:
-            self._plans = StepPlans(par, self._folder, elastic.model, tell)
+            self._plans = StepPlans(par, self._folder, elastic.step, tell)
 
     def next(self) -> tuple[Path, int]:
         """Returns the folder for the ranks of the next generation, and its number. Errors:

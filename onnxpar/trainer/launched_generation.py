@@ -86,7 +86,7 @@ def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
         )
     if ranks == Bundle.load(par).mesh.size:
         return par
-    return StepPlans(par, folder, elastic.model, tell).at_most(ranks, elastic.min_ranks)
+    return StepPlans(par, folder, elastic.step, tell).at_most(ranks, elastic.min_ranks)
 
 
 def _agreed(launched: Launched, prepare: Callable[[], str]) -> Path:

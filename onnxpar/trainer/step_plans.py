@@ -47,7 +47,7 @@ class StepPlans:
         self._model = par.parent / self._request["file"] if model is None else Path(model)
         if not self._model.is_file():
             raise InputError(
-                f"{self._model} is not there, of which {par} was made; give it with --model, to "
+                f"{self._model} is not there, of which {par} was made; give it with --step, to "
                 "shard it for fewer ranks"
             )
         self._check_model()
@@ -107,7 +107,7 @@ class StepPlans:
         """True if a folder has the same step for one of these requests, complete."""
         try:
             bundle = Bundle.load(target)
-            bundle.check_complete()
+            bundle.files.check_complete()
         except ModelError:
             return False
         made = bundle.data.get("request") or {}
@@ -119,5 +119,5 @@ class StepPlans:
         if model_digest(self._model) != self._request["sha256"]:
             raise ModelError(
                 f"{self._model} is not the model of which {self._bundle.path} was made, or has "
-                "changed since; give that one with --model, or shard this one again"
+                "changed since; give that one with --step, or shard this one again"
             )

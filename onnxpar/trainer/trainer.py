@@ -16,10 +16,11 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError, RankError
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.ir.training_spec import EVALUATION, RESIDUAL, Step
-from onnxpar.runtime.bundle import Bundle, NodeArg
+from onnxpar.runtime.bundle import NodeArg
 from onnxpar.runtime.checks import check_array
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.open_session import open_session
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.trainer.checkpoint import (
     Checkpoint,
@@ -55,8 +56,6 @@ class Trainer(Closing):
     def __init__(
         self, par: str | os.PathLike[str], *, held: FolderLock | None = None, **options: Any
     ) -> None:
-        self.bundle = Bundle.load(par)
-        self.spec: Step = check_step(self.bundle.step, self.bundle.inputs, par)
         self.checkpoint: Path | None = None
         """The checkpoint that this trainer saved or loaded last."""
         self._is_whole: dict[Path, bool] = {}
@@ -67,7 +66,13 @@ class Trainer(Closing):
         """On rank 0, what completes the checkpoint that `async_save` began last."""
         self._unfinished: tuple[Path, Progress] | None = None
         """The folder and the progress of that checkpoint, until `finish_save`."""
-        self.session = InferenceSession(par, **options)
+        self.spec: Step
+        self.session, (self.bundle, self.spec) = open_session(
+            InferenceSession,
+            par,
+            lambda bundle: (bundle, check_step(bundle.step, bundle.inputs, par)),
+            **options,
+        )
         rank = launched_rank()
         place = (rank.rank, rank.size) if rank is not None else (0, 1)
         self.together = Together(*place, self.session.exchange)

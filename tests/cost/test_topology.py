@@ -308,6 +308,10 @@ def test_rank_tables(table: Any, levels: tuple[Level, ...], tmp_path: Path) -> N
         ),
         ({"server_list": [1]}, "rank table is incomplete"),
         ({"server_list": [{"server_id": "a", "device": [{"rank_id": "x"}]}]}, "incomplete"),
+        (
+            {"server_list": [{"server_id": "a", "device": [{"rank_id": float("inf")}]}]},
+            "infinity to integer",
+        ),
         (groups(("a", 0, 2)), r"rank_ids are \[0, 0\]"),
     ],
 )

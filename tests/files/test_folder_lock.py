@@ -52,6 +52,23 @@ def test_a_second_one_is_refused(tmp_path: Path) -> None:
     assert [file.name for file in place.iterdir()] == ["precious"]
 
 
+def test_patience_outlasts_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder ends while the second one waits; a third one does not wait so long."""
+    first = FolderLock(tmp_path)
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 5:
+            first.release()
+
+    monkeypatch.setattr(folder_lock.time, "sleep", sleep)
+    with FolderLock(tmp_path, patience=60):
+        assert len(looks) == 5
+        with pytest.raises(InputError, match=f"process {os.getpid()} on"):
+            FolderLock(tmp_path, patience=0.01)
+
+
 def test_folders_made_for_nothing_are_removed(tmp_path: Path) -> None:
     FolderLock(tmp_path / "a" / "b").release()
     assert not list(tmp_path.iterdir())

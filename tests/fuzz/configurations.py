@@ -146,9 +146,14 @@ KEPT = {
 """The kind of the file that a case has broken, by what its arguments name."""
 
 
+def plan_kind(par: str) -> str:
+    """The kind of the plan of a sharded model of `make_base`."""
+    return f"plan-{par.removesuffix('.par')}"
+
+
 def _kept(folder: Path, arguments: list[str]) -> tuple[str, Path] | None:
     if arguments[0] == "inspect":
-        return arguments[1], folder / arguments[1] / "plan.json"
+        return plan_kind(arguments[1]), folder / arguments[1] / "plan.json"
     for name in arguments:
         if name == "checkpoints":
             return KEPT[name], next((folder / name).glob("step_*/checkpoint.json"))
@@ -221,7 +226,7 @@ def _seed(kind: str, chance: random.Random) -> bytes:
     raw = chance.choice(kept).read_bytes()
     try:
         return _yaml(yaml.safe_load(raw), chance)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+    except (yaml.YAMLError, LookupError, ValueError, TypeError, AttributeError, RecursionError):
         return damaged(raw, chance)
 
 

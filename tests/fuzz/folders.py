@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx
-from fuzz.configurations import MERGE, damaged, spoiled
+from fuzz.configurations import MERGE, damaged, plan_kind, spoiled
 from fuzz.mutate import mutated
 from fuzz.trial import SESSION, Case, chance_of
 
@@ -52,7 +52,7 @@ def _bundle(base: Path, folder: Path, chance: random.Random) -> Case:
     command, *rest = chance.choice(WAYS[name])
     reads_all = [command, *rest] != ["inspect"]
     unseen = is_renewed or (not reads_all and file.name != LISTS["par"])
-    kept = (name, file) if file.name == LISTS["par"] and file.is_file() else None
+    kept = (plan_kind(name), file) if file.name == LISTS["par"] and file.is_file() else None
     return Case(
         [command, name, *rest],
         lambda: "" if unseen else _accepted(file, base / name / file.name),

@@ -21,9 +21,10 @@ KINDS: Mapping[str, tuple[str, list[str]]] = {
     "annotations": ("a.onnx", ["plan", "a.onnx"]),
     "arrays": ("in.npz", ["train", "step.par", "--data", "in.npz", "--lr", "0.1"]),
     "checkpoint": ("checkpoint.json", MERGE),
-    "m.par": ("m.par/plan.json", [SESSION, "m.par"]),
-    "open.par": ("open.par/plan.json", [SESSION, "open.par"]),
-    "step.par": ("step.par/plan.json", ["inspect", "step.par"]),
+    "plan-m": ("m.par/plan.json", [SESSION, "m.par"]),
+    "plan-open": ("open.par/plan.json", [SESSION, "open.par"]),
+    "plan-step": ("step.par/plan.json", ["inspect", "step.par"]),
+    "plan-llm": ("llm.par/plan.json", ["inspect", "llm.par"]),
 }
 """For each kind but models: the file whose place it takes, and a command that reads it."""
 

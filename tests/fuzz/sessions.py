@@ -35,7 +35,7 @@ def random_feeds(par: Path) -> dict[str, Any] | None:
         for p in data["inputs"]
         if not p.get("default")
     ]
-    if any("(" in kind for _, kind, _ in specs):
+    if any("(" in kind or min(shape, default=0) < 0 for _, kind, shape in specs):
         return None
     if sum(math.prod(shape) for _, _, shape in specs) > _MOST_ELEMENTS:
         return None

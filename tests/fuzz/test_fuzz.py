@@ -141,6 +141,27 @@ def empty_body(model: ModelProto) -> None:
     del loop.attribute[0].g.output[:]
 
 
+def unknown_domain(model: ModelProto) -> None:
+    """Beside a function of another opset, for which onnx infers types where it inlines it."""
+    model.graph.node[1].domain = "é"
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+    relu = [helper.make_node("Relu", ["a"], ["b"])]
+    model.functions.append(helper.make_function("own", "f", ["a"], ["b"], relu, opsets))
+    model.graph.node.append(helper.make_node("f", ["c"], ["k"], domain="own"))
+    model.opset_import.append(helper.make_opsetid("own", 1))
+
+
+def short_perm(model: ModelProto) -> None:
+    """Inference of ONNX takes it."""
+    model.graph.node.add(op_type="Transpose", input=["y"], output=["t"]).attribute.append(
+        helper.make_attribute("perm", [0])
+    )
+
+
+def segment(model: ModelProto) -> None:
+    model.graph.initializer[0].segment.begin = 1
+
+
 def no_import(model: ModelProto) -> None:
     del model.functions[0].opset_import[1]
 
@@ -156,6 +177,9 @@ BROKEN: dict[str, tuple[ModelProto, str]] = {
     "unknown op of Microsoft's": (change("product", of_others), "com.microsoft"),
     "reference": (change("product", refers), "'axis'"),
     "nameless attribute": (change("functions", nameless), "m.onnx"),
+    "unknown domain": (change("product", unknown_domain), "é"),
+    "short perm": (change("product", short_perm), "erm"),
+    "segment": (change("product", segment), "is a segment of a tensor"),
     "no import in a function": (change("functions", no_import), "m.onnx"),
     "two makers": (change("functions", twice_made), "m.onnx"),
     "Constant of others": (change("product", constant_of_others), "Constant"),
@@ -285,6 +309,10 @@ def _shape(index: Any) -> None:
     index["c"]["shape"] *= 2
 
 
+def _axes(record: Any) -> None:
+    record["layouts"]["w"]["partial"] = [["d", 2, 1]]
+
+
 def _name(record: Any) -> None:
     record["slots"][0]["input"] = [None]
 
@@ -293,6 +321,7 @@ def _name(record: Any) -> None:
     ("file", "change", "word"),
     [
         ("rank_0000.json", _shape, "state 'c' of rank 0 has the shape [4, 4], not [4]"),
+        ("checkpoint.json", _axes, "a layout is over"),
         ("checkpoint.json", _name, "TypeError: a state has the name [None]"),
     ],
 )
@@ -315,12 +344,22 @@ def test_checkpoints_of_another_form(
     assert word in capsys.readouterr().err
 
 
-def test_an_example_that_is_no_size(base: Path, tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("example", {"n": "\0"}, "example sizes are {'n': '\\x00'}"),
+        ("example", {"n": -1}, "example sizes are {'n': -1}"),
+        ("inputs", [{"name": 3, "dtype": "float32"}], "has the name 3"),
+    ],
+)
+def test_plans_with_odd_entries(
+    base: Path, tmp_path: Path, capsys: Capture, key: str, value: object, word: str
+) -> None:
     shutil.copytree(base / "open.par", tmp_path / "open.par")
     file = tmp_path / "open.par/plan.json"
-    file.write_text(sealed({**json.loads(file.read_text()), "example": {"n": "\0"}}))
+    file.write_text(sealed({**json.loads(file.read_text()), key: value}))
     assert main(["inspect", str(tmp_path / "open.par")]) == 2
-    assert "example sizes are" in capsys.readouterr().err
+    assert word in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)

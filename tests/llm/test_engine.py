@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from committed import MODELS
 from runtime.bundles import pids, wait_until
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, RankError
+from onnxpar.errors import InputError, ModelError, RunError
 from onnxpar.llm.engine import DRAINING, FAILED, READY, Engine, Generation
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.requests import Busy, End, Event, Failure, Limits, Token
@@ -230,19 +231,96 @@ def test_closing_cancels(make: Make) -> None:
         assert client.end == End("cancelled")
 
 
-def test_ranks_that_die_are_started_again(make: Make, alone: Callable[..., list[int]]) -> None:
+def test_requests_go_on_when_ranks_die(make: Make, alone: Callable[..., list[int]]) -> None:
+    """Those that run with their next token, and those that wait."""
     engine = make(max_running=2)
-    sent = [send(engine, [5, number], 400)[0] for number in range(3, 7)]
+    sent = [send(engine, [5, number], 100)[0] for number in range(3, 7)]
     sent[0].wait_for(3)
     os.kill(pids(engine._session)[1], signal.SIGKILL)
-    for client in sent[:2]:
-        client.wait()
-        assert isinstance(client.end, Failure) and isinstance(client.end.error, RankError)
-        assert "rank 1 was killed" in str(client.end.error)
-    for number, client in zip((5, 6), sent[2:], strict=True):  # they waited
-        client.wait_for(40)
-        assert client.tokens[:40] == alone([5, number])
-    assert engine.status == READY and engine.counts.restarts == 1
+    for number, client in zip(range(3, 7), sent, strict=True):
+        assert client.wait() == alone([5, number], 100) and client.end == End("length", 0)
+    counts = engine.counts
+    assert engine.status == READY and counts.restarts == 1 and counts.continued == 2
+    assert counts.prompt_tokens == 8 and counts.used_pages == 0
+
+
+def test_a_request_that_loses_its_ranks_again_and_again_fails(
+    make: Make, alone: Callable[..., list[int]]
+) -> None:
+    """They may die of it; another one that waits does not."""
+    engine = make(max_running=1)
+    first, second = (send(engine, [5, number], 400)[0] for number in (3, 4))
+    for losses in range(3):
+        first.wait_for(2)
+        assert engine.counts.restarts == losses
+        os.kill(pids(engine._session)[0], signal.SIGKILL)
+        assert wait_until(lambda n=losses: engine.counts.restarts == n + 1, TIMEOUT)
+    first.wait()
+    assert isinstance(first.end, Failure) and "was killed" in str(first.end.error)
+    assert first.tokens == alone([5, 3], 400)[: len(first.tokens)]
+    second.wait_for(40)
+    assert second.tokens[:40] == alone([5, 4])
+
+
+def test_drawn_tokens_and_schemas_go_on_when_ranks_die(make: Make) -> None:
+    """A seed draws the same tokens; a constraint has seen each token once."""
+
+    class Even:
+        """Takes even tokens, and counts all."""
+
+        def __init__(self) -> None:
+            self.accepted: list[int] = []
+
+        def allowed(self) -> np.ndarray:
+            return np.arange(320) % 2 == len(self.accepted) % 2
+
+        def accept(self, token: int) -> None:
+            self.accepted.append(token)
+
+    draws = Sampling(do_sample=True, temperature=1.5, seed=7, frequency_penalty=0.5)
+    engine = make(max_running=3)
+
+    def ask() -> tuple[list[list[int]], list[int]]:
+        even = Even()
+        limits = [
+            Limits(draws, max_new_tokens=60),
+            Limits(draws, max_new_tokens=60, row=1, constraint=even),
+            Limits(max_new_tokens=60, top_logprobs=70),
+        ]
+        clients = [Client() for _ in limits]
+        for client, limit in zip(clients, limits, strict=True):
+            engine.submit([5, 6], limit, client)
+        clients[1].wait_for(7)
+        if engine.counts.restarts < wanted_restarts:
+            os.kill(pids(engine._session)[1], signal.SIGKILL)
+        return [client.wait() for client in clients], even.accepted
+
+    wanted_restarts = 0
+    undisturbed, accepted = ask()
+    assert accepted == undisturbed[1]
+    wanted_restarts = 1
+    assert ask() == (undisturbed, accepted)
+    assert engine.counts.continued == 3
+
+
+def test_a_run_that_fails_on_ranks_that_can_continue(
+    make: Make, alone: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails its requests; the ranks stay, and those that wait are next."""
+    engine = make(max_running=1)
+    run, fails = type(engine._batching).run, [True]
+
+    def failing(self: Any, step: Any) -> Any:
+        if fails:
+            fails.clear()
+            raise RunError("no memory is left")
+        return run(self, step)
+
+    monkeypatch.setattr(type(engine._batching), "run", failing)
+    first, second = (send(engine, [5, number])[0] for number in (3, 4))
+    first.wait()
+    assert isinstance(first.end, Failure) and str(first.end.error) == "no memory is left"
+    assert second.wait() == alone([5, 4]) and engine.counts.restarts == 0
 
 
 def test_ranks_that_die_while_idle_are_started_again(
@@ -311,10 +389,8 @@ def test_ranks_do_not_start_on_another_model(tmp_path: Path) -> None:
         client, _ = send(engine, [5, 6], 400)
         client.wait_for(2)
         os.kill(pids(engine._session)[1], signal.SIGKILL)
-        client.ended.wait(TIMEOUT)
-        later, _ = send(engine, [5, 6], 3)
-        assert later.ended.wait(TIMEOUT) and isinstance(later.end, Failure)
-        assert "was written again since the server started" in str(later.end.error)
+        assert client.ended.wait(TIMEOUT) and isinstance(client.end, Failure)
+        assert "was written again since the server started" in str(client.end.error)
     assert "was written again since the server started" in told[-1]
 
 

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.layout.layout import Concat, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.lowering.weights import CHUNK, WeightStore, read_blocks
@@ -72,7 +73,7 @@ def test_blocks_and_parts_that_end_inside_of_bytes(
     out = tmp_path / "out"
     out.mkdir()
     weight = external(tmp_path, array, 3)
-    store = WeightStore(out, tmp_path, MESH)
+    store = WeightStore(DigestedFolder(out), tmp_path, MESH)
     for axis in range(len(shape)):
         layout = Layout(tuple(Factor(n, B if i == axis else ()) for i, n in enumerate(shape)))
         for rank, proto in enumerate(store.cut("w", weight, layout)):
@@ -94,7 +95,7 @@ def test_each_rank_gets_its_part(
     array = random(shape, dtype)
     out = tmp_path / "out"
     out.mkdir()
-    store = WeightStore(out, tmp_path, MESH)
+    store = WeightStore(DigestedFolder(out), tmp_path, MESH)
     for weight in (external(tmp_path, array), onnx.numpy_helper.from_array(array, "w")):
         protos = store.cut("w", weight, layout)
         for rank, proto in enumerate(protos):
@@ -109,7 +110,9 @@ def test_a_weight_larger_than_a_block_is_read_in_pieces(tmp_path: Path) -> None:
     layout = Layout((Factor(3), Factor(5, A), Factor(array.shape[2], B)))
     out = tmp_path / "out"
     out.mkdir()
-    for rank, proto in enumerate(WeightStore(out, tmp_path, MESH).cut("w", weight, layout)):
+    for rank, proto in enumerate(
+        WeightStore(DigestedFolder(out), tmp_path, MESH).cut("w", weight, layout)
+    ):
         np.testing.assert_array_equal(stored(proto, out), layout.take(array, MESH, rank))
 
 
@@ -118,13 +121,13 @@ def test_equal_parts_are_written_once(tmp_path: Path) -> None:
     weight = external(tmp_path, array)
     out = tmp_path / "out"
     out.mkdir()
-    store = WeightStore(out, tmp_path, MESH)
+    store = WeightStore(DigestedFolder(out), tmp_path, MESH)
     whole = store.cut("w", weight, Layout((Factor(600), Factor(400))))
     rows = store.cut("v", weight, Layout((Factor(600, A), Factor(400))))
     places = [{e.key: e.value for e in t.external_data}["location"] for t in whole]
     assert set(places) == {"shared.weights"}
     places = [{e.key: e.value for e in t.external_data}["location"] for t in rows]
-    assert places == ["rank_0000.weights"] * 3 + ["rank_0003.weights"] * 3
+    assert places == ["shared_0000.weights"] * 3 + ["shared_0001.weights"] * 3
     assert sum(f.stat().st_size for f in out.iterdir()) == 2 * array.nbytes
 
 
@@ -134,6 +137,8 @@ def test_sub_axes_cut_too(tmp_path: Path) -> None:
     layout = Layout((Product((Factor(2, (Axis("tp", 2),)), Factor(6))), Factor(200)))
     out = tmp_path / "out"
     out.mkdir()
-    protos = WeightStore(out, tmp_path, mesh).cut("w", external(tmp_path, array), layout)
+    protos = WeightStore(DigestedFolder(out), tmp_path, mesh).cut(
+        "w", external(tmp_path, array), layout
+    )
     for rank, proto in enumerate(protos):
         np.testing.assert_array_equal(stored(proto, out), array[6 * (rank // 2) :][:6])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import random
 import socket
 
 MAGIC = b"onnxpar4"
@@ -30,6 +31,37 @@ def read(wire: socket.socket, count: int) -> bytes:
             raise Refused
         found += more
     return found
+
+
+def damaged(wire: socket.socket, key: str, dice: random.Random) -> bool:
+    """Answers a challenge as one who has the key, with one to three changes, in pieces; returns
+    whether the other end takes it."""
+    first, second = read(wire, len(MAGIC) + NONCE)[len(MAGIC) :], dice.randbytes(NONCE)
+    identity = dice.choice(["", "1 0", "x" * 255])
+    good = second + bytes([len(identity)]) + identity.encode()
+    good += proof(key, "connects", "hub", first, second, identity)
+    answer = bytearray(good)
+    changes = dice.randint(1, 3)
+    while changes > 0 or answer == good:
+        changes -= 1
+        where = dice.randrange(len(answer))
+        match dice.randrange(4):
+            case 0:
+                answer[where] ^= 1 << dice.randrange(8)
+            case 1:
+                answer[NONCE] = dice.randrange(256)
+            case 2:
+                del answer[max(where, NONCE + 1) :]
+            case 3:
+                answer[where:where] = dice.randbytes(dice.randrange(1, 300))
+    cut = dice.randrange(len(answer))
+    wire.settimeout(0.05)
+    try:
+        wire.sendall(answer[:cut])
+        wire.sendall(answer[cut:])
+        return read(wire, NONCE) == proof(key, "accepts", "hub", first, second, identity)
+    except (OSError, Refused):
+        return False
 
 
 def connect(

@@ -30,7 +30,7 @@ from native.frames import (
     random_frame,
     sockets,
 )
-from native.handshakes import connect, shake_hands
+from native.handshakes import connect, damaged, shake_hands
 
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime import collectives
@@ -129,19 +129,22 @@ def joined(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
 
 
 def strangers(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
-    """Frames from connections of all sorts: with the key or without, without a hello, with one of
-    a rank that is there. Some connections stay open."""
+    """Frames from connections of all sorts: with the key or without, after a damaged handshake,
+    without a hello, with one of a rank that is there. Some connections stay open."""
     ranks = Ranks()
     ranks.check()
-    before, checks = megabytes(), 0
+    before, checks, taken = megabytes(), 0, 0
     good = from_rank(HOSTILE, SIZE)
     kept: list[socket.socket] = []
     for sent in range(1, count + 1):
         stranger = socket.create_connection(("127.0.0.1", ranks.port))
         data = random_frame(dice) if kind == "random" else mutated_frame(dice, good)
-        if dice.random() < 0.3:
+        way = dice.random()
+        if way < 0.3:
             shake_hands(stranger, KEY)
             data = hello(HOSTILE, SIZE) + data
+        elif way < 0.5:
+            taken += damaged(stranger, KEY, dice)
         if dice.random() < 0.2:
             data = dice.randbytes(dice.randrange(200))
         with suppress(OSError):
@@ -157,7 +160,7 @@ def strangers(kind: str, count: int, dice: random.Random) -> dict[str, Any]:
     ranks.check()
     grown = megabytes() - before
     ranks.close()
-    return {"sent": count, "checks": checks, "grown": grown}
+    return {"sent": count, "checks": checks, "grown": grown, "taken": taken}
 
 
 def false_hub(kind: str, count: int, dice: random.Random) -> dict[str, Any]:

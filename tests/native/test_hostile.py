@@ -53,6 +53,7 @@ def test_frames_of_a_rank(kind: str, frames: int) -> None:
 def test_frames_of_strangers(kind: str, frames: int) -> None:
     found, said = hostile("strangers", kind, frames)
     assert (found["sent"], found["checks"]) == (frames, frames // 20)
+    assert found["taken"] == 0, "damaged handshakes"
     assert found["grown"] < 100
     assert said == ""
 

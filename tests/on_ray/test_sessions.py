@@ -16,6 +16,7 @@ from runtime.bundles import Tensor, is_alive, k_split, wait_until, write_par
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError, RankError
+from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.options import SessionSpec
 
 pytest.importorskip("ray")
@@ -167,11 +168,30 @@ def test_a_cluster_without_room(tmp_path: Path) -> None:
 
 
 def test_another_model_on_a_node(tmp_path: Path) -> None:
-    from onnxpar.ray.rank_actor import RankActor
+    from onnxpar.ray.rank_actor import Joining, RankActor
 
-    par = k_split(tmp_path / "model.par")
+    par = k_split(tmp_path / "model.par", ranks=1)
+    alone = Joining(1, 1, "hash:alone", "", TIMEOUT, 1)
     with pytest.raises(ModelError, match=r"begins with [0-9a-f]* here and 01234567 there"):
-        RankActor(0, {}).start(str(par), "0123456789", SessionSpec(), None, False)  # type: ignore[arg-type]
+        RankActor(0, {}).start(str(par), "0123456789", SessionSpec(), alone)
+
+
+def test_a_node_that_lacks_the_model(cluster: Any, tmp_path: Path) -> None:
+    """Its rank fetches it. Nodes of one machine have one file system, so the path is another."""
+    import ray
+
+    from onnxpar.ray.rank_actor import Joining, RankActor
+
+    par, other = k_split(tmp_path / "model.par"), tmp_path / "other.par"
+    handles = [ray.remote(RankActor).remote(rank, {}) for rank in range(2)]
+    joining = Joining(2, 2, ray.get(handles[0].meet.remote("127.0.0.1")), "", TIMEOUT, 1)
+    digest = Bundle.load(par).digest
+    paths = [str(par), str(other)]
+    starts = zip(handles, paths, strict=True)
+    ray.get([h.start.remote(path, digest, SessionSpec(), joining) for h, path in starts])
+    assert sorted(file.name for file in other.iterdir()) == ["plan.json", "rank_0001.onnx"]
+    for handle in handles:
+        ray.kill(handle)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from peer.splits import Split, splits_of
 
 from onnxpar.compiler.plan import write_plan
 from onnxpar.errors import OnnxparError, RankError
+from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.load.load import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline.context import make_context
@@ -102,7 +103,7 @@ class Trials:
         reader = self._reader = Reader.of(split, ctx.sharding.factors)
         made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], check=True)
         assert made is not None
-        SplitRanks(par).run(model.graph, ctx)
+        SplitRanks(DigestedFolder(par)).run(model.graph, ctx)
         write_plan(par, made.to_json())
         on_parts = reader.op is None or any(ctx.sharding.op_axes(reader.op))
         return SPLIT if on_parts else GATHERED

@@ -1,9 +1,17 @@
 """Rules of recurrent networks."""
 
+import math
+from pathlib import Path
+
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 from numpy import array
+from onnx import TensorProto, helper
 
+import onnxpar
+from onnxpar.errors import ModelError
 from onnxpar.testing.case import Case
 
 X = (3, 4, 5)
@@ -102,3 +110,16 @@ CASES = {
 @pytest.mark.parametrize(("case", "text"), CASES.values(), ids=CASES)
 def test_rule(prove_rule, case, text):
     prove_rule(case, text)
+
+
+def test_a_network_without_a_number_of_units(tmp_path: Path) -> None:
+    """ONNX allows that, but onnxruntime does not load it."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        m (float[5,4,3] x) => (float[5,1,4,6] y) { y = GRU(x, w, r) }""")
+    for name, shape in (("w", (1, 18, 3)), ("r", (1, 18, 6))):
+        zeros = bytes(4 * math.prod(shape))
+        weight = helper.make_tensor(name, TensorProto.FLOAT, shape, zeros, raw=True)
+        model.graph.initializer.append(weight)
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="has no hidden_size, which onnxruntime requires"):
+        onnxpar.plan(tmp_path / "m.onnx", devices=2, measure=False)

@@ -11,7 +11,15 @@ import pytest
 from runtime.bundles import k_split, pids
 
 from onnxpar.errors import InputError
-from onnxpar.runtime.cores import BINDINGS, Core, Share, own_cores, share_beside, shares
+from onnxpar.runtime.cores import (
+    BINDINGS,
+    Core,
+    Share,
+    own_cores,
+    share_beside,
+    shares,
+    shares_of_replica,
+)
 from onnxpar.runtime.groups import World, thread_worlds
 from onnxpar.runtime.launched_rank import _share
 from onnxpar.runtime.session import InferenceSession
@@ -172,6 +180,30 @@ def test_ranks_of_a_launcher_divide_what_they_have_in_common() -> None:
     if len(allowed) > 1:
         assert found[:2] == [Share((), 1, False)] * 2
         assert found[2] == Share((), len(own_cores()), True)
+
+
+def test_replicas_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session has its own; and asks for those of its number."""
+    cores = [Core(0, (thread,)) for thread in range(8)]
+    monkeypatch.setattr("onnxpar.runtime.cores.own_cores", lambda: cores)
+    each = [shares_of_replica(2, "cores", 0, replica, 2) for replica in range(2)]
+    assert [[share.cores for share in own] for own in each] == [
+        [(0, 1), (2, 3)],
+        [(4, 5), (6, 7)],
+    ]
+    asked: list[tuple[object, ...]] = []
+
+    def asking(*args: object) -> list[Share]:
+        asked.append(args)
+        return [Share((), 1, False)] * 2
+
+    monkeypatch.setattr("onnxpar.runtime.ranks.shares_of_replica", asking)
+    par = k_split(tmp_path / "m.par")
+    InferenceSession(par, replica=1, replicas=3, bind="numa").close()
+    InferenceSession(par).close()
+    assert asked == [(2, "numa", 0, 1, 3), (2, "cores", 0, 0, 1)]
+    with pytest.raises(InputError, match="replica 2 of 2: give a number from 0 to replicas - 1"):
+        InferenceSession(par, replica=2, replicas=2)
 
 
 def test_a_session_places_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,9 @@ def par(made: Path, tmp_path: Path) -> Path:
 def opened(par: Path) -> None:
     """What a start checks of all ranks."""
     bundle = Bundle.load(par)
-    bundle.check_complete()
+    bundle.files.check_complete()
     for rank in range(bundle.mesh.size):
-        bundle.check_files(rank)
+        bundle.files.check_samples(rank)
 
 
 def flip(file: Path, bit: int) -> None:
@@ -133,7 +133,11 @@ def test_digests_are_those_of_sha256sum(par: Path) -> None:
     """Of a file of one block."""
     said = Bundle.load(par).data["files"]["rank_0000.onnx"]
     data = (par / "rank_0000.onnx").read_bytes()
-    assert said == {"bytes": len(data), "sha256": [hashlib.sha256(data).hexdigest()]}
+    assert said == {
+        "bytes": len(data),
+        "sha256": [hashlib.sha256(data).hexdigest()],
+        "ranks": [0],
+    }
 
 
 def started(folders: Sequence[Path]) -> list[str]:

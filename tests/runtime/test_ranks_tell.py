@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Job:
-    """Two ranks, each with a terminal of its own."""
+    """Two ranks, or the first of them, each with a terminal of its own."""
 
-    def __init__(self, folder: Path, scratch: Path, *more: object, pars: tuple[str, str]) -> None:
+    def __init__(self, folder: Path, scratch: Path, *more: object, pars: Sequence[str]) -> None:
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "onnxpar", "run", pars[rank], *map(str, more)],
+                [sys.executable, "-m", "onnxpar", "run", par, *map(str, more)],
                 cwd=folder,
                 env={
                     **os.environ,
@@ -58,7 +58,7 @@ class Job:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(2)
+            for rank, par in enumerate(pars)
         ]
 
     def end(self) -> list[tuple[int, str, str]]:
@@ -93,11 +93,25 @@ def test_inputs_that_are_wrong(folder: Path, tmp_path: Path, inputs: str, text: 
 
 
 def test_a_rank_that_lacks_the_model(folder: Path, tmp_path: Path) -> None:
-    given = ("--inputs", "in.npz", "--timeout", 2)
-    first, second = job(folder, tmp_path, *given, second="gone.par").end()
+    """It gets the model from the other one, which says so."""
+    gone = tmp_path / "gone.par"
+    first, second = job(folder, tmp_path, "--inputs", "in.npz", second=str(gone)).end()
+    code, out, said = first
+    assert (code, out) == (0, "y: float32 4x8\n") and second == (0, "", "")
+    assert re.match(rf"onnxpar: fetching 1 file of {gone}, [\d.]+ B, to rank 1 \(host ", said), said
+    assert job(folder, tmp_path, "--inputs", "in.npz", second=str(gone)).end()[0][2] == ""
+
+
+def test_a_rank_that_does_not_come(folder: Path, tmp_path: Path) -> None:
+    given = ["--inputs", "in.npz", "--timeout", 2, "--log-dir", tmp_path / "log"]
+    (first,) = Job(folder, tmp_path, *given, pars=["data-parallel.par"]).end()
     assert first == (2, "", "onnxpar: error: rank 1 has not joined the world within 2 s\n")
-    assert second[0] == 2
-    assert second[2].startswith("onnxpar: error on rank 1: there is no folder gone.par")
+
+
+def test_no_rank_has_the_model(folder: Path, tmp_path: Path) -> None:
+    given = ["--inputs", "in.npz", "--log-dir", tmp_path / "log"]
+    for code, out, said in Job(folder, tmp_path, *given, pars=["gone.par"] * 2).end():
+        assert (code, out) == (2, "") and "there is no folder gone.par" in said
 
 
 @pytest.mark.usefixtures("medium")
@@ -123,10 +137,10 @@ def test_a_rank_that_dies(folder: Path, tmp_path: Path, victim: int) -> None:
     assert re.search(rf"rank {victim} (\(pid {pid}\) died|has not joined)", error), error
 
 
-def wait_until_they_run(log: Path) -> None:
+def wait_until_they_run(log: Path, rank: int = 1) -> None:
     """Returns when they are likely to run; a death before that is told, too."""
     deadline = time.monotonic() + 30
-    while not (log / "rank.1" / "stderr.log").exists() and time.monotonic() < deadline:
+    while not (log / f"rank.{rank}" / "stderr.log").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(1)
 
@@ -134,11 +148,12 @@ def wait_until_they_run(log: Path) -> None:
 @pytest.fixture
 def waiting(folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A rank that waits for another one that never comes."""
-    made = job(folder, tmp_path, "--inputs", "in.npz", "--timeout", 300, second="gone.par")
-    made.ranks[1].communicate(timeout=60)
-    yield made.ranks[0]
-    made.ranks[0].kill()
-    made.ranks[0].communicate()
+    given = ["--inputs", "in.npz", "--timeout", 300, "--log-dir", tmp_path / "log"]
+    (rank,) = Job(folder, tmp_path, *given, pars=["data-parallel.par"]).ranks
+    wait_until_they_run(tmp_path / "log", 0)
+    yield rank
+    rank.kill()
+    rank.communicate()
 
 
 def test_a_signal_ends_a_rank_that_waits(waiting: subprocess.Popen[str]) -> None:
@@ -147,14 +162,14 @@ def test_a_signal_ends_a_rank_that_waits(waiting: subprocess.Popen[str]) -> None
     assert waiting.returncode == 143
 
 
-def test_mpirun_tells_of_the_rank_that_lacks_the_model(folder: Path, tmp_path: Path) -> None:
+def test_mpirun_tells_of_the_rank_that_cannot_have_the_model(folder: Path, tmp_path: Path) -> None:
     command = shutil.which("mpirun")
     if command is None:
         pytest.skip("there is no mpirun")
     script = tmp_path / "rank.sh"
     run = f"{sys.executable} -m onnxpar run"
     script.write_text(
-        f'[ "$OMPI_COMM_WORLD_RANK" = 1 ] && model=gone || model=data-parallel\n'
+        f'[ "$OMPI_COMM_WORLD_RANK" = 1 ] && model=no/gone || model=data-parallel\n'
         f"exec {run} $model.par --inputs in.npz --log-dir {tmp_path / 'log'}\n"
     )
     options = ["--allow-run-as-root", "--oversubscribe", "-n", "2", "sh", str(script)]
@@ -162,4 +177,4 @@ def test_mpirun_tells_of_the_rank_that_lacks_the_model(folder: Path, tmp_path: P
         [command, *options], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.count("onnxpar: error on rank 1: there is no folder gone.par") == 1
+    assert "cannot fetch no/gone.par: cannot write " in done.stderr

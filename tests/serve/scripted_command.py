@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
-import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from serve import scripted_engine
 
+import onnxpar.llm.engine
 from onnxpar.cli import main
 
 
@@ -24,7 +24,5 @@ class Engine(scripted_engine.Engine):
 
 
 if __name__ == "__main__":
-    module = types.ModuleType("onnxpar.llm.engine")
-    module.Engine = Engine  # type: ignore[attr-defined]
-    sys.modules["onnxpar.llm.engine"] = module
+    onnxpar.llm.engine.Engine = Engine  # type: ignore[misc, assignment]
     sys.exit(main(["serve", *sys.argv[1:]]))

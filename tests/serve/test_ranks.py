@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import pytest
 from committed import MODELS
 from runtime.bundles import pids
 from serve.servers import TIMEOUT, Served, serving, until
+from serve.test_metrics import numbers
 
 import onnxpar
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
+from onnxpar.llm.replicas import EngineReplicas
 
 PROMPTS = ("import os", "def", "hello, world", "x = [1, 2, 3]")
 
@@ -71,9 +74,36 @@ def test_a_schema(served: Served) -> None:
 
 
 def test_a_rank_that_dies(served: Served) -> None:
+    """Answers come later, and are the same."""
     wanted = text(served, "import os")
     os.kill(pids(served.engine._session)[0], signal.SIGKILL)
-    response = served.post("completions")
-    assert response.status_code == 503 and response.json()["error"]["code"] == "model_failed"
+    assert text(served, "import os") == wanted
     until(lambda: served.http.get("/health").status_code == 200)
     assert text(served, "import os") == wanted
+
+
+def test_another_replica_goes_on(par: Path) -> None:
+    """In the middle of a stream, which has each token once; the server stays ready, and the metrics
+    tell replicas apart."""
+    body = {"prompt": "import os", "max_tokens": 200, "seed": 3, "stream": True, "min_p": 0.01}
+    with serving(EngineReplicas(par, replicas=2, timeout=TIMEOUT)) as served:
+        texts = []
+        for dies in (False, True):
+            pieces = []
+            with served.http.stream("POST", "/v1/completions", json=body) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        pieces.append(json.loads(line[6:])["choices"][0]["text"])
+                    if dies and len(pieces) == 20:
+                        busy = [each for each in served.engine.workers if each.counts.running]
+                        os.kill(pids(busy[0]._session)[1], signal.SIGKILL)
+                        dies = False
+            texts.append("".join(pieces))
+            assert served.http.get("/health").json() == {"status": "ready"}
+        assert texts[0] == texts[1] and len(texts[0]) > 50
+        until(lambda: served.engine.counts.restarts == 1)
+        found = numbers(served)
+        assert found["onnxpar_continued_total", "0"] == 1
+        assert found["onnxpar_continued_total", "1"] == 0
+        assert found["onnxpar_replica_ready", "1"] == 1
+        assert ("onnxpar_steps_total",) not in found

@@ -226,12 +226,12 @@ Options = Callable[[], object]
     [
         ({"min_ranks": 2}, "--min-ranks is for runs with --elastic; give that too"),
         ({"max_restarts": 0}, "--max-restarts is for runs with --elastic"),
-        ({"model": "step.onnx"}, "--model is for runs with --elastic"),
+        ({"step": "step.onnx"}, "--step is for runs with --elastic"),
         ({"elastic": True, "min_ranks": 4}, "--min-ranks 4: must be from 1 to 3, the number of"),
         ({"elastic": True, "min_ranks": 0}, "--min-ranks 0: must be from 1 to 3"),
         ({"elastic": True, "max_restarts": -1}, "--max-restarts -1: must be at least 0"),
         ({"elastic": True, "every": 0}, "--elastic: a run goes on from its last checkpoint; give"),
-        ({"elastic": True, "model": "none.onnx"}, "none.onnx is not there, of which "),
+        ({"elastic": True, "step": "none.onnx"}, "none.onnx is not there, of which "),
         ({"elastic": True, "profile": "OUT/t.json"}, "--profile is for the ranks of one generati"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_step_that_cannot_be_sharded_again(step: Path, tmp_path: Path) -> None
         StepPlans(par, tmp_path)
     par = made(step, devices=2, preset="zero2")
     moved = step.rename(tmp_path / "moved.onnx")
-    with pytest.raises(InputError, match=r"step\.onnx is not there, of which .*; give it with --m"):
+    with pytest.raises(InputError, match=r"step\.onnx is not there, of which .*; give it with --s"):
         StepPlans(par, tmp_path)
     assert StepPlans(par, tmp_path, moved).at_most(1, 1) == tmp_path / "ranks_0001.par"
     plans = StepPlans(par, tmp_path / "others", moved)

@@ -23,6 +23,7 @@ from random_graphs.shrink import Draw, Recorded, Replayed, Unsuitable, failure, 
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import write_plan
 from onnxpar.cost.cost import Costs
+from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.ir.reshards import is_reshard
 from onnxpar.layout.layout import Product, dim_axes, leaves
 from onnxpar.layout.mesh import Mesh
@@ -131,7 +132,7 @@ def shard_randomly(model: Path, ops: Sequence[str], b: Builder, folder: Path) ->
     with any_cost(b.seed) if b.coin() else nullcontext():
         plan = run_passes(loaded, ctx, passes, watch, check=True)
     assert plan is not None
-    SplitRanks(folder).run(loaded.graph, ctx)
+    SplitRanks(DigestedFolder(folder)).run(loaded.graph, ctx)
     write_plan(folder, plan.to_json())
 
 

@@ -1,0 +1,219 @@
+"""Several workers with the same model, which share its requests: replicas of its ranks.
+
+A request goes to one of them. If ranks of that one die, the others go on with its requests, while
+its ranks start again.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from onnxpar.errors import InputError
+from onnxpar.llm.embedder import Embedder, EmbedderCounts, Embedding
+from onnxpar.llm.embedder import Listener as EmbeddingListener
+from onnxpar.llm.encoder import Tokens
+from onnxpar.llm.encoder_model import EncoderModel
+from onnxpar.llm.engine import Counts, Engine, Generation
+from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.requests import Busy, Limits, Listener
+from onnxpar.llm.tokenizer import Tokenizer
+from onnxpar.llm.worker import CLOSED, DRAINING, FAILED, READY, STARTING
+from onnxpar.runtime.closing import Closing
+
+W = TypeVar("W", Engine, Embedder)
+T = TypeVar("T")
+_ORDER = (READY, STARTING, DRAINING, FAILED, CLOSED)
+"""All that workers may be; of several, the first one that one of them is counts."""
+
+
+class Replicas(Closing, Generic[W]):
+    """Workers with the same model.
+
+    par       the folder that `onnxpar shard` wrote
+    replicas  the number of workers, each with as many processes as the model has ranks
+    tell      as of a worker
+    log_dir   a folder for the output of ranks, under replica.N/rank.M/
+    options   those of a worker
+
+    Errors: as of a worker; InputError for a number below 1.
+    """
+
+    def __init__(
+        self,
+        par: str | os.PathLike[str],
+        *,
+        replicas: int,
+        tell: Callable[[str], None] = lambda text: None,
+        log_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        if replicas < 1:
+            raise InputError(f"--replicas {replicas}: must be at least 1")
+        self.workers: list[W] = []
+        try:
+            for number in range(replicas):
+                own = self._own(number, replicas, tell, log_dir)
+                self.workers.append(self._make(par, **{**options, **own}))
+        except BaseException:
+            self.close()
+            raise
+        for worker in self.workers:
+            worker.hand_over = partial(self._hand_over, worker)
+
+    def _own(
+        self,
+        number: int,
+        replicas: int,
+        tell: Callable[[str], None],
+        log_dir: str | os.PathLike[str] | None,
+    ) -> dict[str, Any]:
+        """The options that differ between workers."""
+        logs = None if log_dir is None else Path(log_dir) / f"replica.{number}"
+        told = {"tell": lambda text: tell(f"replica {number}: {text}"), "log_dir": logs}
+        return {**told, "replica": number, "replicas": replicas}
+
+    @abstractmethod
+    def _make(self, par: str | os.PathLike[str], **options: Any) -> W:
+        """Makes a worker."""
+
+    @property
+    def status(self) -> str:
+        """ "ready" if any worker is; else "starting", "draining", "failed" or "closed"."""
+        found = {worker.status for worker in self.workers}
+        return next(status for status in _ORDER if status in found)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model. Errors: ModelError if it has none."""
+        return self.workers[0].tokenizer
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a text."""
+        return self.workers[0].longest
+
+    def drain(self, timeout: float) -> bool:
+        """Takes no more requests, and waits until all have ended; returns False if some have not
+        after `timeout` seconds."""
+        for worker in self.workers:
+            worker.drain(0)
+        return all(worker.drain(timeout) for worker in self.workers)
+
+    def close(self) -> None:
+        """Cancels all requests, and ends the ranks."""
+        for worker in self.workers:
+            worker.close()
+
+    def _submit(self, workers: Sequence[W], submit: Callable[[W], T]) -> T:
+        """Gives a request to the first worker that takes it. Errors: Busy if none does, and those
+        of a worker."""
+        refusal: Busy | None = None
+        for worker in workers:
+            try:
+                return submit(worker)
+            except Busy as error:
+                refusal = refusal or error
+        assert refusal is not None, "there is a worker"
+        raise refusal
+
+    def _hand_over(self, own: W, requests: Sequence[Any]) -> Sequence[Any]:
+        """Offers requests of a worker to the others; returns those that none takes."""
+        return [
+            request
+            for request in requests
+            if not any(worker.take_over(request) for worker in self._others(own, request))
+        ]
+
+    def _others(self, own: W, request: Any) -> Iterator[W]:
+        """Yields the workers but one, those first that have least to do for the request."""
+        yield from (worker for worker in self._in_order(request) if worker is not own)
+
+    @abstractmethod
+    def _in_order(self, request: Any) -> Sequence[W]:
+        """Returns the workers, those first that have least to do for a request."""
+
+
+class EngineReplicas(Replicas[Engine]):
+    """Engines with the same model; the interface is that of `Engine`. A request goes to the engine
+    that has least to compute for it, so that prompts with the same beginning come together."""
+
+    def _make(self, par: str | os.PathLike[str], **options: Any) -> Engine:
+        if self.workers:  # all have the same room, so that each can take over from any
+            options["kv_memory"] = self.workers[0].kv_memory
+        return Engine(par, **options)
+
+    @property
+    def model(self) -> LanguageModel:
+        """The roles of the model's ports."""
+        return self.workers[0].model
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens."""
+        return self.workers[0].vocabulary
+
+    def each(self) -> list[tuple[str, Counts]]:
+        """The status of each engine, and what it does and has done."""
+        return [(engine.status, engine.counts) for engine in self.workers]
+
+    @property
+    def counts(self) -> Counts:
+        """What all engines together do, and have done."""
+        return Counts(*_sums(counts for _, counts in self.each()))
+
+    def submit(self, prompt: Sequence[int], limits: Limits, listen: Listener) -> Generation:
+        """As that of `Engine`. Errors: Busy if no engine takes the request."""
+        tokens = [int(token) for token in prompt]
+        order = sorted(self.workers, key=lambda engine: engine.burden(tokens))
+        return self._submit(order, lambda engine: engine.submit(tokens, limits, listen))
+
+    def _in_order(self, request: Any) -> Sequence[Engine]:
+        return sorted(self.workers, key=lambda engine: engine.burden(request.tokens))
+
+
+class EmbedderReplicas(Replicas[Embedder]):
+    """Embedders with the same model; the interface is that of `Embedder`. A request goes to the one
+    where fewest texts wait."""
+
+    def _make(self, par: str | os.PathLike[str], **options: Any) -> Embedder:
+        return Embedder(par, **options)
+
+    @property
+    def model(self) -> EncoderModel:
+        """The roles of the model's ports."""
+        return self.workers[0].model
+
+    def each(self) -> list[tuple[str, EmbedderCounts]]:
+        """The status of each embedder, and what it does and has done."""
+        return [(embedder.status, embedder.counts) for embedder in self.workers]
+
+    @property
+    def counts(self) -> EmbedderCounts:
+        """What all embedders together do, and have done."""
+        return EmbedderCounts(*_sums(counts for _, counts in self.each()))
+
+    def tokens(self, text: str, second: str | None = None) -> Tokens:
+        """Returns the tokens of a text, or of a pair."""
+        return self.workers[0].tokens(text, second)
+
+    def check(self, text: Tokens) -> None:
+        """Errors: InputError for a text that the model cannot read."""
+        self.workers[0].check(text)
+
+    def submit(self, texts: Sequence[Tokens], listen: EmbeddingListener) -> Embedding:
+        """As that of `Embedder`. Errors: Busy if no embedder takes the request."""
+        return self._submit(self._in_order(None), lambda each: each.submit(texts, listen))
+
+    def _in_order(self, request: Any) -> Sequence[Embedder]:
+        return sorted(self.workers, key=lambda embedder: embedder.burden)
+
+
+def _sums(each: Iterable[Counts | EmbedderCounts]) -> Iterator[int]:
+    """Yields the sums of the fields."""
+    return map(sum, zip(*map(astuple, each), strict=True))

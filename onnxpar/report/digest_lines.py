@@ -1,0 +1,39 @@
+"""What `onnxpar inspect` prints of the digests of a sharded model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from onnxpar.files.bundle_names import PLAN
+from onnxpar.files.digests import file_sum
+from onnxpar.runtime.bundle import Bundle, with_encoder
+from onnxpar.runtime.bundle_files import ranks_text
+
+
+def verified_text(par: str | os.PathLike[str]) -> str:
+    """Says what was verified: the files and ranks in the folder, and the digest that stands for all
+    of them. Errors: ModelError."""
+    each = with_encoder(Bundle.load(par))
+    bundle = each[0]
+    count = sum(one.files.has(name) for one in each for name in one.files.listed)
+    absent = bundle.files.absent
+    there = f"; there are no files of {ranks_text(absent)}" if absent else ""
+    return (
+        f"verified: every byte of {count} files is what was written{there}\n"
+        f"plan.json, which lists them: SHA-256 {bundle.digest} (with zeros in its place)"
+    )
+
+
+def sum_lines(par: str | os.PathLike[str]) -> list[str]:
+    """Returns a line for each file in the folder, as `sha256sum` prints it. Errors: ModelError if a
+    file has changed since it was written."""
+    lines = []
+    for bundle in with_encoder(Bundle.load(par)):
+        bundle.files.check_whole()
+        for name in [PLAN, *filter(bundle.files.has, bundle.files.listed)]:
+            path = bundle.path / name
+            place = path.relative_to(Path(par)).as_posix()
+            line = f"{file_sum(path)}  {place}"
+            lines += [line] if line not in lines else []
+    return lines

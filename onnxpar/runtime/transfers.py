@@ -1,0 +1,60 @@
+"""Which rank sends which file to which ranks, in an order that all ranks compute alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+PIECE = 4 << 20
+"""Most bytes of a file that travel at a time: what a rank needs in memory."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A file that `source` sends to `receivers`, each of which writes it to another folder."""
+
+    name: str
+    bytes: int
+    source: int
+    receivers: tuple[int, ...]
+
+
+Part = tuple[Transfer, int, int]
+"""A transfer, and the offset and length of a piece of its file."""
+
+
+def planned(
+    sizes: Mapping[str, int],
+    holders: Mapping[str, Collection[int]],
+    needs: Mapping[str, Sequence[Collection[int]]],
+) -> list[Transfer]:
+    """Returns the transfers of all files that are needed. `sizes` are the bytes of each file,
+    `holders` the ranks that have it, and `needs` the places where it must go, each as the ranks
+    that can write there. Ranks send and write about equally many bytes."""
+    sent, written = Counter[int](), Counter[int]()
+    found = []
+    for name, places in needs.items():
+        source = min(holders[name], key=lambda rank: (sent[rank], rank))
+        receivers = tuple(min(place, key=lambda rank: (written[rank], rank)) for place in places)
+        sent[source] += sizes[name] * len(receivers)
+        written.update(dict.fromkeys(receivers, sizes[name]))
+        found.append(Transfer(name, sizes[name], source, receivers))
+    return found
+
+
+def waves(transfers: Sequence[Transfer]) -> Iterator[list[Part]]:
+    """Yields the pieces that travel at the same time; no rank receives two of them, so that none
+    waits long for another."""
+    done = dict.fromkeys(transfers, 0)
+    waiting = [one for one in transfers if one.bytes]
+    while waiting:
+        busy, wave = set[int](), list[Part]()
+        for one in waiting:
+            if busy.isdisjoint(one.receivers):
+                busy.update(one.receivers)
+                wave.append((one, done[one], min(PIECE, one.bytes - done[one])))
+        for one, _, length in wave:
+            done[one] += length
+        waiting = [one for one in waiting if done[one] < one.bytes]
+        yield wave
