@@ -28,6 +28,8 @@ TICK = 0.05
 GRACE = 3.0
 """Seconds that ranks get to end after SIGTERM, before SIGKILL."""
 HUB = "onnxpar-hub"
+LONGEST_LINE = 65536
+"""Bytes of a line after which it is passed on in parts."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -58,6 +60,7 @@ class Agent:
         self._told_hub = 0 not in asked["ranks"]
         self._lines = b""
         self._ending: float | None = None
+        self._unfinished: dict[tuple[int, int], bytes] = {}  # the last line of a rank's stream
         self._selector = selectors.DefaultSelector()
         os.set_blocking(0, False)
         self._selector.register(0, selectors.EVENT_READ, None)
@@ -131,13 +134,22 @@ class Agent:
         _say({"hub": self._hub.read_text()})
 
     def _pass_on(self, key: selectors.SelectorKey) -> None:
-        """Passes on what a rank has printed."""
+        """Passes on what a rank has printed, in whole lines: those of ranks do not mix."""
         data = os.read(key.fd, 65536)
         if not data:
             self._selector.unregister(key.fileobj)
-            return
-        rank, number = key.data
-        _say({"rank": rank, "stream": number, "text": base64.b64encode(data).decode()})
+            return self._tell(key.data, self._unfinished.pop(key.data, b""))
+        text = self._unfinished.get(key.data, b"") + data
+        end = 1 + max(text.rfind(b"\n"), text.rfind(b"\r"))
+        if len(text) - end > LONGEST_LINE:
+            end = len(text)
+        self._unfinished[key.data] = text[end:]
+        self._tell(key.data, text[:end])
+
+    def _tell(self, stream: tuple[int, int], text: bytes) -> None:
+        if text:
+            rank, number = stream
+            _say({"rank": rank, "stream": number, "text": base64.b64encode(text).decode()})
 
     def _look_at_ranks(self) -> None:
         """Tells which ranks have ended, and kills those that do not end in time."""
@@ -149,6 +161,8 @@ class Agent:
             if process.poll() is None or (rank in open_pipes and self._ending is None):
                 continue
             del self._ranks[rank]
+            for number in (1, 2):
+                self._tell((rank, number), self._unfinished.pop((rank, number), b""))
             _say({"ended": rank, "status": process.returncode})
 
     def _end(self) -> None:

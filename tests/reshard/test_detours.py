@@ -37,12 +37,16 @@ def kinds(start: FactorSharding, topology: Topology, factors: TensorFactors = MA
 @pytest.mark.parametrize(
     ("start", "steps"),
     [
-        (ROWS, ["LocalSlice tp", "AllGather dp", "AllGather tp"]),
-        (FactorSharding(((), ()), (DP,)), ["LocalSlice tp", "AllReduce dp", "AllGather tp"]),
-        (FactorSharding(((), ()), (DP, TP)), ["ReduceScatter tp", "AllReduce dp", "AllGather tp"]),
+        (ROWS, ["LocalSlice tp", "AllGather dp.tp"]),
+        (
+            FactorSharding(((), ()), (DP,)),
+            ["LocalSlice tp", "ReduceScatter dp", "AllToAll tp", "AllGather dp.tp"],
+        ),
+        (FactorSharding(((), ()), (DP, TP)), ["AllReduce dp.tp"]),
     ],
 )
 def test_hosts_send_each_other_parts(start: FactorSharding, steps: list[str]) -> None:
+    """Collectives over hosts do so themselves."""
     assert kinds(start, HOSTS) == steps
 
 

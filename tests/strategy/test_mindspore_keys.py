@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def test_in_strategy_is_the_list_of_inputs(step: Path) -> None:
         onnxpar.plan(step, strategy={"mesh": {"dp": 2, "tp": 2}, "shard": {"MatMul_h": entry}})
         for entry in ([[2, 1], [1, 2]], {"in_strategy": ((2, 1), (1, 2)), "recompute": False})
     ]
-    assert plans[0].text() == plans[1].text()
+    texts = [replace(plan, request=None).text() for plan in plans]  # that has the words of the user
+    assert texts[0] == texts[1]
     (weight,) = (p for p in plans[1].inputs if p.name == "w1")
     assert weight.layout is not None and weight.layout.text(plans[1].mesh) == "[-, tp]"
 

@@ -80,7 +80,7 @@ class Launcher:
             stderr=subprocess.PIPE,
             text=True,
             cwd=self.out,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, "ONNXPAR_BIND": "127.0.0.1"},
         )
         return self.processes[str(slot)]
 

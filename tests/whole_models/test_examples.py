@@ -76,7 +76,7 @@ def slurm(rank: int, folder: Path) -> Mapping[str, str]:
 def torchrun(rank: int, folder: Path) -> Mapping[str, str]:
     port = str(31000 + os.getpid() % 1000)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    return {**world, "RANK": str(rank)}
+    return {**world, "RANK": str(rank), "ONNXPAR_KEY": "a secret of this test"}
 
 
 def start(rank: Path, model: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
