@@ -12,11 +12,14 @@ from onnxpar.errors import InputError
 _DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
 onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
 keeps strangers out. The output of all ranks is that of this command. When a rank fails, all are
-ended, and the exit status is that of the rank."""
+ended, and the exit status is that of the rank; with --min-ranks or --max-restarts, those that are
+left start again."""
 
-_EXAMPLES = """examples:
+_EXAMPLES = r"""examples:
   onnxpar launch --hosts a:2,b:2 --tls-dir certificates -- run llm.par --inputs in.npz
   onnxpar launch --hostfile hosts --insecure -- python train.py
+  onnxpar launch --hosts a:2,b:2 --tls-dir certificates --min-ranks 2 -- \
+    train step.par --data train.npz --lr 1e-3 --checkpoint /shared/run --elastic
 
 On each host, `ssh HOST` must work without a password, Python with onnxpar must be at the same path
 (or at --python), and the command runs in the folder of the same name. --tls-dir, --insecure and
@@ -45,13 +48,30 @@ def add_launch(to: Any) -> None:
         metavar="PATH",
         help="Python with onnxpar on the hosts; default: %(default)s",
     )
+    launch.add_argument(
+        "--min-ranks",
+        type=int,
+        metavar="N",
+        help="when hosts are lost, start the ranks of the others again, if at least N are left; "
+        "add hosts that return: for commands that go on from a checkpoint, such as train "
+        "--elastic; default: the loss of a host is an error",
+    )
+    launch.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="how often to start ranks again that died although their hosts live, before going on "
+        "without them; default 3 with --min-ranks",
+    )
     launch.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
 def _launch(args: argparse.Namespace) -> int:
     from onnxpar.cli.parser import command_names
-    from onnxpar.launcher.launcher import Launcher, passed_on
-    from onnxpar.launcher.slots import parse_hosts, read_hostfile
+    from onnxpar.launcher.generations import Generations
+    from onnxpar.launcher.launcher import Command, Launcher, passed_on
+    from onnxpar.launcher.slots import parse_hosts, ranks_of, read_hostfile
+    from onnxpar.runtime.membership import MAX_RESTARTS
 
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if not words:
@@ -59,7 +79,11 @@ def _launch(args: argparse.Namespace) -> int:
     if words[0] in command_names():
         words = [args.python, "-m", "onnxpar", *words]
     slots = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
-    launcher = Launcher(
-        slots, words, folder=os.getcwd(), environment=passed_on(), python=args.python
-    )
-    return launcher.wait()
+    command = Command(words, os.getcwd(), passed_on(), args.python)
+    if args.min_ranks is not None or args.max_restarts is not None:
+        least = sum(each.count for each in slots) if args.min_ranks is None else args.min_ranks
+        restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
+        return Generations(slots, command, least, restarts).run()
+    ranks = {each.host: own for each, own in zip(slots, ranks_of(slots), strict=True)}
+    with Launcher(ranks, command) as launcher:
+        return launcher.wait()

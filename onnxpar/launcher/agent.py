@@ -1,9 +1,9 @@
 """Runs the ranks of one host for `onnxpar launch`: `python -m onnxpar.launcher.agent`.
 
 Reads and writes lines of JSON. The first line that it reads says what to run; the secret of the
-launch is in it, and so on no command line. It tells what ranks print and how they end. When its
-input ends, it ends its ranks. Rank 0 leaves the address of its hub in a folder of this process,
-from where it goes through the launcher to the same folder on other hosts.
+launch is in it, and so on no command line. It tells what ranks print and how they end, and sends
+them signals. When its input ends, it ends its ranks. Rank 0 leaves the address of its hub in a
+folder of this process, from where it goes through the launcher to the same folder on other hosts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from onnxpar.files.own_folder import OwnFolder
 
 TICK = 0.05
-GRACE = 3.0
-"""Seconds that ranks get to end after SIGTERM, before SIGKILL."""
+GRACE = 30.0
+"""Seconds that ranks get to end after SIGTERM, before SIGKILL: to save a checkpoint, or to finish
+requests."""
 HUB = "onnxpar-hub"
 LONGEST_LINE = 65536
 """Bytes of a line after which it is passed on in parts."""
@@ -57,7 +59,8 @@ class Agent:
 
     def __init__(self, asked: Mapping[str, Any], rest: bytes, folder: Path) -> None:
         self._hub = folder / HUB
-        self._told_hub = 0 not in asked["ranks"]
+        self._has_first = 0 in asked["ranks"]
+        self._told = ""
         self._lines = b""
         self._ending: float | None = None
         self._unfinished: dict[tuple[int, int], bytes] = {}  # the last line of a rank's stream
@@ -117,21 +120,32 @@ class Agent:
             message = json.loads(line)
             if "hub" in message:
                 self._write_hub(message["hub"])
+            for rank, number in message.get("signals", ()):
+                if rank in self._ranks:
+                    _kill(self._ranks[rank], number)
             if message.get("end"):
                 self._end()
 
     def _write_hub(self, text: str) -> None:
+        """Makes the file be like that of rank 0's host: with this text, or not there."""
         draft = self._hub.with_name("draft")
         draft.touch(0o600)
         draft.write_text(text)
         draft.rename(self._hub)
+        if not text:
+            self._hub.unlink()
 
     def _tell_hub(self) -> None:
-        """Passes on where rank 0 listens, as soon as it says so."""
-        if self._told_hub or not self._hub.exists():
+        """Passes on where rank 0 listens, as soon as it says so: each of its worlds has a place of
+        its own, which is there until all ranks have joined."""
+        if not self._has_first:
             return
-        self._told_hub = True
-        _say({"hub": self._hub.read_text()})
+        text = ""
+        with suppress(FileNotFoundError):
+            text = self._hub.read_text()
+        if text != self._told:
+            self._told = text
+            _say({"hub": text})
 
     def _pass_on(self, key: selectors.SelectorKey) -> None:
         """Passes on what a rank has printed, in whole lines: those of ranks do not mix."""
@@ -173,7 +187,7 @@ class Agent:
             _kill(process, signal.SIGTERM)
 
 
-def _kill(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _kill(process: subprocess.Popen[bytes], number: int) -> None:
     if process.poll() is None:
         try:
             os.killpg(process.pid, number)

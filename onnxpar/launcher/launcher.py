@@ -15,14 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from onnxpar.errors import RankError
-from onnxpar.launcher.slots import Slots, ranks_of
+from onnxpar.runtime.supervision import AGAIN, HOST_GONE
 
 GRACE = 5.0
 """Seconds that other ranks get to end by themselves, after one has failed: they know why."""
-END = 10.0
+END = 35.0
 """Seconds that hosts get to end their ranks."""
 TICK = 0.1
 SSH = (
@@ -34,17 +35,29 @@ PASSED_ON = ("ONNXPAR_", "OMP_")
 """Environment variables of these names go to all ranks."""
 
 
+@dataclass(frozen=True)
+class Command:
+    """What runs as each rank: `words`, in the folder `folder` of each host, with the variables
+    `environment` in addition to those of ssh's login; `python` is the Python with onnxpar there."""
+
+    words: Sequence[str]
+    folder: str
+    environment: Mapping[str, str]
+    python: str = sys.executable
+
+
 @dataclass
 class _Agent:
-    """What runs the ranks of a host."""
+    """What runs the ranks of a host; `lost` is why it does not any more."""
 
-    slots: Slots
+    host: str
     process: subprocess.Popen[bytes]
-    ranks: set[int]
+    ranks: Sequence[int]
     lines: bytes = b""
     said: bytes = b""  # on its standard error
     has_started: bool = False
     running: set[int] = field(default_factory=set)
+    lost: str = ""
 
     def send(self, message: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -54,51 +67,79 @@ class _Agent:
 
 
 class Launcher:
-    """A launch. `command` runs on each host of `slots` once for each of its ranks, in the folder
-    `folder`, with the variables `environment` in addition to those of ssh's login; `python` is the
-    Python with onnxpar on these hosts. The output of all ranks goes to that of this process."""
+    """A launch of a command as the ranks of each host, which together are 0 to their number.
+    The output of all ranks goes to that of this process. The end of the block ends the ranks."""
 
-    def __init__(
-        self,
-        slots: Sequence[Slots],
-        command: Sequence[str],
-        *,
-        folder: str,
-        environment: Mapping[str, str],
-        python: str = sys.executable,
-    ) -> None:
+    def __init__(self, ranks: Mapping[str, Sequence[int]], command: Command) -> None:
+        self.ends: dict[int, int] = {}
+        """The exit status of each rank that has ended: minus a signal that has killed it, or
+        HOST_GONE."""
         self._selector = selectors.DefaultSelector()
-        self._failure: tuple[int, int] | None = None  # a rank, and its status
-        self._until: float | None = None
-        size = sum(each.count for each in slots)
-        secret = {"ONNXPAR_KEY": os.environ.get("ONNXPAR_KEY") or secrets.token_hex(16)}
-        asked = {"command": list(command), "folder": folder, "size": size}
-        asked["environment"] = {**environment, **secret}
         self._agents: list[_Agent] = []
-        for each, ranks in zip(slots, ranks_of(slots), strict=True):
-            agent = _Agent(each, _start(each.host, python), set(ranks), running=set(ranks))
+        secret = {"ONNXPAR_KEY": os.environ.get("ONNXPAR_KEY") or secrets.token_hex(16)}
+        asked = {
+            "command": list(command.words),
+            "folder": command.folder,
+            "size": sum(map(len, ranks.values())),
+            "environment": {**command.environment, **secret},
+        }
+        for host, own in ranks.items():
+            agent = _Agent(host, start_agent(host, command.python), own, running=set(own))
             self._agents.append(agent)
             for pipe in (agent.process.stdout, agent.process.stderr):
                 assert pipe is not None
                 self._selector.register(pipe, selectors.EVENT_READ, agent)
-            agent.send({**asked, "ranks": ranks})
+            agent.send({**asked, "ranks": list(own)})
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why hosts are lost, by name."""
+        return {agent.host: agent.lost for agent in self._agents if agent.lost}
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Waits at most so long for something to happen on a host, and takes note of it. Errors:
+        RankError if a host cannot start its ranks."""
+        for key, _ in self._selector.select(seconds):
+            self._read(key)
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank that still runs."""
+        agent = next(agent for agent in self._agents if rank in agent.ranks)
+        if rank in agent.running:
+            agent.send({"signals": [[rank, number]]})
 
     def wait(self) -> int:
         """Returns 0 when all ranks have ended so; else the status of the first rank that failed,
         after the others have ended. Errors: RankError if a host cannot be reached or is lost."""
-        try:
-            while any(agent.running for agent in self._agents):
-                for key, _ in self._selector.select(TICK):
-                    self._read(key)
-                if self._until is not None and time.monotonic() > self._until:
-                    break
-        finally:
-            self._end()
-        if self._failure is None:
+        until = None
+        while any(agent.running for agent in self._agents):
+            self.look(TICK)
+            for reason in self.lost.values():
+                raise RankError(reason)
+            if until is None and any(self.ends.values()):
+                until = time.monotonic() + GRACE
+            if until is not None and time.monotonic() > until:
+                break
+        failed = ((rank, status) for rank, status in self.ends.items() if status != 0)
+        rank, status = next(failed, (0, 0))
+        if status == 0:
             return 0
-        rank, status = self._failure
+        self._end()
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        host = next(each.slots.host for each in self._agents if rank in each.ranks)
+        host = next(agent.host for agent in self._agents if rank in agent.ranks)
+        if status == AGAIN:
+            how += "; with --min-ranks, the ranks that are left start again"
         print(f"onnxpar: rank {rank} on host {host} {how}", file=sys.stderr)
         return status if status > 0 else 128 - status
 
@@ -118,19 +159,25 @@ class Launcher:
                 self._handle(agent, line)
 
     def _lose(self, agent: _Agent) -> None:
-        """Errors: RankError, always."""
-        agent.process.wait(END)
+        """Takes note that a host is lost, and why."""
+        try:
+            agent.process.wait(END)
+        except subprocess.TimeoutExpired:
+            agent.process.kill()
         assert agent.process.stderr is not None
         os.set_blocking(agent.process.stderr.fileno(), False)
         said = (agent.said + (agent.process.stderr.read() or b"")).decode(errors="replace").strip()
-        host, ranks = agent.slots.host, ", ".join(map(str, sorted(agent.running)))
+        host, ranks = agent.host, ", ".join(map(str, sorted(agent.running)))
         why = said.splitlines()[-1] if said else "the connection ended"
         if agent.has_started:
-            raise RankError(f"host {host}, with rank {ranks}, is lost: {why}")
-        raise RankError(
-            f"host {host}, for rank {ranks}, cannot be reached: {why}; `ssh {host}` must work "
-            "without a password, and Python with onnxpar must be there (--python)"
-        )
+            agent.lost = f"host {host}, with rank {ranks}, is lost: {why}"
+        else:
+            agent.lost = (
+                f"host {host}, for rank {ranks}, cannot be reached: {why}; `ssh {host}` must work "
+                "without a password, and Python with onnxpar must be there (--python)"
+            )
+        self.ends |= dict.fromkeys(sorted(agent.running), HOST_GONE)
+        agent.running.clear()
 
     def _handle(self, agent: _Agent, line: bytes) -> None:
         try:
@@ -149,28 +196,25 @@ class Launcher:
             stream.write(base64.b64decode(message["text"]).decode(errors="backslashreplace"))
             stream.flush()
         if "ended" in message:
-            self._note_end(agent, message["ended"], message["status"])
-
-    def _note_end(self, agent: _Agent, rank: int, status: int) -> None:
-        agent.running.discard(rank)
-        if status != 0 and self._failure is None:
-            self._failure = rank, status
-            self._until = time.monotonic() + GRACE
+            agent.running.discard(message["ended"])
+            self.ends.setdefault(message["ended"], message["status"])
 
     def _end(self) -> None:
-        """Ends all ranks that still run."""
+        """Ends all ranks that still run, and passes on what they print until then."""
         for agent in self._agents:
-            agent.send({"end": True})
             assert agent.process.stdin is not None
-            with suppress(BrokenPipeError):
-                agent.process.stdin.close()
-        end = time.monotonic() + END
+            if not agent.process.stdin.closed:
+                agent.send({"end": True})
+                with suppress(BrokenPipeError):
+                    agent.process.stdin.close()
+        until = time.monotonic() + END
+        while self._selector.get_map() and time.monotonic() < until:
+            with suppress(RankError):
+                self.look(TICK)
         for agent in self._agents:
-            try:
-                agent.process.communicate(timeout=max(0.1, end - time.monotonic()))
-            except (subprocess.TimeoutExpired, ValueError):
+            if self._selector.get_map():
                 agent.process.kill()
-                agent.process.wait()
+            agent.process.wait()
 
 
 def is_here(host: str) -> bool:
@@ -183,8 +227,8 @@ def passed_on() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
 
 
-def _start(host: str, python: str) -> subprocess.Popen[bytes]:
-    """Starts an agent on a host."""
+def start_agent(host: str, python: str) -> subprocess.Popen[bytes]:
+    """Starts an agent on a host. Errors: RankError if there is no ssh here."""
     words = [python, "-m", "onnxpar.launcher.agent"]
     if path := os.environ.get("PYTHONPATH"):
         words = ["env", f"PYTHONPATH={path}", *words]

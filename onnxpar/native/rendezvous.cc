@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -211,29 +212,33 @@ class OwnDirectory : public Directory {
   }
 };
 
-/// A rendezvous through the launcher of all ranks, by PMIx.
+/// A rendezvous through the launcher of all ranks, by PMIx. An entry cannot be replaced, because
+/// hosts keep a copy: each world of a process has its own, by its number, which is the same on all
+/// ranks.
 class Launcher : public Rendezvous {
  public:
-  explicit Launcher(std::string host) : host_(std::move(host)) {}
+  explicit Launcher(std::string host) : host_(std::move(host)) {
+    static std::atomic<int> worlds{0};
+    name_ = "onnxpar.hub." + std::to_string(worlds++);
+  }
 
   std::shared_ptr<Hub> Serve() override {
     const Served served = ServeAt(host_);
-    pmix_.Publish(kName, TextOf(served.where));
+    pmix_.Publish(name_, TextOf(served.where));
     own_ = HubOf(TextOf(served.where));
     return served.hub;
   }
 
   std::optional<HubAddress> Find() override {
     if (own_) return own_;
-    const auto text = pmix_.Find(0, kName, std::chrono::seconds(1));
+    const auto text = pmix_.Find(0, name_, std::chrono::seconds(1));
     return text ? HubOf(*text) : std::nullopt;
   }
 
  private:
-  static constexpr char kName[] = "onnxpar.hub";
-
   Pmix pmix_;
   const std::string host_;
+  std::string name_;
   std::optional<HubAddress> own_;
 };
 

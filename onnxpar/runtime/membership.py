@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from onnxpar.errors import InputError, RankError
 from onnxpar.runtime.launch import GENERATION
 
+MAX_RESTARTS = 3
+"""How often ranks that died start again, unless a user says otherwise."""
+
 
 @dataclass(frozen=True, order=True)
 class Slot:

@@ -15,7 +15,7 @@ from typing import Any
 from onnxpar.errors import InputError, RankError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
-from onnxpar.runtime.membership import Generation, Membership, slots_of
+from onnxpar.runtime.membership import MAX_RESTARTS, Generation, Membership, slots_of
 from onnxpar.trainer.checkpoint import checkpoints, tell
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Record, Run, records
@@ -37,7 +37,7 @@ class Elastic:
     """
 
     min_ranks: int = 1
-    max_restarts: int = 3
+    max_restarts: int = MAX_RESTARTS
     step: Path | None = None
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,41 @@ def test_mpirun(cluster: Cluster, expected: np.ndarray) -> None:
     status, _, errors = finish(cluster, [*words, "m.npz"])
     assert status != 0
     assert "other hosts can reach 0.0.0.0, and connections would not be encrypted" in errors
+
+
+SESSIONS = """
+import numpy as np, onnxpar
+feeds = dict(np.load("in.npz"))
+def session():
+    return onnxpar.InferenceSession("model.par", timeout=20)
+found = []
+for _ in range(3):
+    with session() as one:
+        found += one.run(None, feeds)
+with session() as one:
+    for _ in range(2):
+        with session() as other:
+            found += one.run(None, feeds) + other.run(None, feeds)
+assert all((each == found[0]).all() for each in found) and len(found) == 7
+np.savez("s.npz", logits=found[0])
+"""
+
+
+@pytest.mark.parametrize("launcher", ["launch", "mpirun"])
+def test_sessions_one_after_another(
+    cluster: Cluster, expected: np.ndarray, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds its own ranks, and so do those that are open together."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun")
+    (cluster.folder / "hosts").write_text("a slots=2\nb slots=2\n")
+    words = [*LAUNCH, "--hostfile", "hosts", "--insecure", "--"]
+    if launcher == "mpirun":
+        words = ["mpirun", "--allow-run-as-root", "-hostfile", "hosts", "-n", "4"]
+        words += ["-x", "ONNXPAR_INSECURE=1", "-x", "PYTHONPATH"]
+        monkeypatch.setitem(cluster.environment, "PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    assert finish(cluster, [*words, sys.executable, "-c", SESSIONS]) == (0, "", "")
+    check(cluster, "s.npz", expected)
 
 
 def test_a_host_file(cluster: Cluster, expected: np.ndarray) -> None:

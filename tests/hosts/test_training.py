@@ -33,8 +33,9 @@ def step(cluster: Cluster) -> None:
     )
 
 
-def losses(cluster: Cluster) -> dict[int, float]:
-    lines = (cluster.folder / "log" / "metrics.jsonl").read_text().splitlines()
+def losses(log: Path) -> dict[int, float]:
+    """The loss of each step of a run with this folder for logs."""
+    lines = (log / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     return {each["step"]: each["loss"] for each in found if "loss" in each}
 
@@ -44,7 +45,7 @@ def test_training_and_its_resumption(cluster: Cluster, step: None) -> None:
     command = ["onnxpar", "train", "step.par", *TRAIN, "2", "--checkpoint", "local"]
     status, _, errors = finish(cluster, command)
     assert status == 0, errors
-    expected = losses(cluster)
+    expected = losses(cluster.folder / "log")
     assert len(expected) == 16
     tls = ["--tls-dir", str(cluster.certificates)]
     found: dict[int, float] = {}
@@ -52,7 +53,7 @@ def test_training_and_its_resumption(cluster: Cluster, step: None) -> None:
         train = ["train", "step.par", *TRAIN, epochs, "--checkpoint", "shared", "--resume"]
         status, _, errors = finish(cluster, [*LAUNCH, "--hosts", hosts, *tls, "--", *train])
         assert status == 0, errors
-        found |= losses(cluster)
+        found |= losses(cluster.folder / "log")
     assert found.keys() == expected.keys()
     for each, loss in expected.items():
         assert found[each] == pytest.approx(loss, rel=1e-6), each
