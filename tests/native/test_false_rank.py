@@ -6,12 +6,12 @@ import random
 import socket
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 from native.frames import KEY, Kind, frame, hello
-from native.handshakes import connect, read
+from native.handshakes import Refused, connect, read
 
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime import collectives
@@ -23,16 +23,22 @@ START = struct.Struct("<6Q")
 
 
 class FalseRank:
-    """Rank 1 of 2, on a host of its own as it says, connected to rank 0."""
+    """A rank, on a host of its own as it says."""
 
-    def __init__(self, port: int) -> None:
+    wire: socket.socket
+
+    def __init__(self, port: int, rank: int = 1, size: int = 2) -> None:
+        self._rank = rank
         self._hub = connect(port, KEY)
-        self._hub.sendall(hello(1, 2))
-        self._set("memory/1", "0" * 32)
-        self._set("memory/reached/1", "-")
-        self._set("address/1", "127.0.0.1 1 none elsewhere")
+        self._hub.sendall(hello(rank, size))
+        self._set(f"memory/{rank}", "0" * 32)
+        self._set(f"memory/reached/{rank}", "-" * rank)
+        self._set(f"address/{rank}", "127.0.0.1 1 none elsewhere")
+
+    def connect(self) -> None:
+        """Connects to rank 0, which expects one connection; a later one takes its place."""
         _, listens, purpose, _ = self._get("address/0").split()
-        self.wire = connect(int(listens), KEY, purpose, "1 0")
+        self.wire = connect(int(listens), KEY, purpose, f"{self._rank} 0")
 
     def _set(self, key: str, value: str) -> None:
         self._hub.sendall(frame(Kind.SET, f"stream 0/{key}", value))
@@ -68,13 +74,13 @@ Says = Callable[[FalseRank], None]
 
 def what_rank_0_says(says: Says) -> str:
     """Its error in an all-reduce of three numbers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = _free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(
             World.create, f"false/{port}", 0, 2, f"tcp://127.0.0.1:{port}#{KEY}", timeout=5
         )
         false = pool.submit(_once_it_listens, port).result()
+        false.connect()
         world = first.result()
         running = pool.submit(collectives.all_reduce, world, np.ones(3, np.float32))
         says(false)
@@ -85,10 +91,15 @@ def what_rank_0_says(says: Says) -> str:
     return str(error.value)
 
 
-def _once_it_listens(port: int) -> FalseRank:
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _once_it_listens(port: int, rank: int = 1, size: int = 2) -> FalseRank:
     while True:
         try:
-            return FalseRank(port)
+            return FalseRank(port, rank, size)
         except ConnectionRefusedError:
             continue
 
@@ -174,3 +185,27 @@ def test_random_messages(seed: int) -> None:
         false.wire.close()
 
     assert "rank 1" in what_rank_0_says(says)
+
+
+def test_a_rank_that_connects_twice() -> None:
+    """Its second connection is not that of another rank: rank 0 waits for rank 2, and keeps the
+    second one, as the first may be one that its rank has given up."""
+    port = _free_port()
+    store = f"tcp://127.0.0.1:{port}#{KEY}"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(World.create, f"twice/{port}", 0, 3, store, timeout=10)
+        twice, once = (_once_it_listens(port, rank, 3) for rank in (1, 2))
+        twice.connect()
+        given_up = twice.wire
+        twice.connect()
+        with pytest.raises(Refused):
+            given_up.settimeout(5)
+            read(given_up, 1)
+        assert not wait([first], timeout=1).done
+        once.connect()
+        with first.result():
+            twice.wire.settimeout(0.2)
+            with pytest.raises(TimeoutError):  # it is open, and nothing was sent
+                read(twice.wire, 1)
+        twice.close()
+        once.close()
