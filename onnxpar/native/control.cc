@@ -148,11 +148,11 @@ bool Control::AskToJoin(const Address& hub, Clock::time_point until, std::string
   if (answer && Is<messages::Fail>(*answer)) {
     throw std::runtime_error(Read<messages::Fail>(*answer).message);
   }
-  *error =
-      "the hub on " + hub.Text() +
-      (Clock::now() < until ? " has ended"
-                            : " does not respond: it is stopped, its host is gone, or the link "
-                              "to it is cut");
+  *error = "the hub on " + hub.Text() +
+           (Clock::now() < until + kGrace
+                ? " has ended"
+                : " does not respond: it is stopped, its host is gone, or the link "
+                  "to it is cut");
   return false;
 }
 

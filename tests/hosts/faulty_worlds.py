@@ -190,7 +190,7 @@ def judge(case: Case, ends: Sequence[dict[str, Any]]) -> Ended:
         if how in found:
             return Ended(case, how, details)
     for end in ends:
-        if end["end"] == "error" and end["waited"] > _limit(end):
+        if end["end"] == "error" and end["waited"] > _limit(case, end):
             return Ended(case, "late", details)
         if end["leaving"] > MARGIN:
             return Ended(case, "late", details)
@@ -203,8 +203,10 @@ def judge(case: Case, ends: Sequence[dict[str, Any]]) -> Ended:
     return Ended(case, "error", details)
 
 
-def _limit(end: dict[str, Any]) -> float:
-    return START if end["phase"] == "start" else TIMEOUT + MARGIN
+def _limit(case: Case, end: dict[str, Any]) -> float:
+    if end["phase"] == "start":
+        return START
+    return PATIENCE if case.flows else TIMEOUT + MARGIN
 
 
 def _names_both_ends(case: Case, end: dict[str, Any]) -> bool:
