@@ -7,11 +7,12 @@ import socket
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from native.frames import KEY, Kind, frame, hello
-from native.handshakes import Refused, connect, read
+from native.handshakes import Refused, accept, connect, read
 
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime import collectives
@@ -70,6 +71,7 @@ class FalseRank:
 
 
 Says = Callable[[FalseRank], None]
+Made = TypeVar("Made")
 
 
 def what_rank_0_says(says: Says) -> str:
@@ -79,7 +81,7 @@ def what_rank_0_says(says: Says) -> str:
         first = pool.submit(
             World.create, f"false/{port}", 0, 2, f"tcp://127.0.0.1:{port}#{KEY}", timeout=5
         )
-        false = pool.submit(_once_it_listens, port).result()
+        false = _once_it_listens(lambda: FalseRank(port))
         false.connect()
         world = first.result()
         running = pool.submit(collectives.all_reduce, world, np.ones(3, np.float32))
@@ -96,10 +98,10 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _once_it_listens(port: int, rank: int = 1, size: int = 2) -> FalseRank:
+def _once_it_listens(make: Callable[[], Made]) -> Made:
     while True:
         try:
-            return FalseRank(port, rank, size)
+            return make()
         except ConnectionRefusedError:
             continue
 
@@ -194,7 +196,8 @@ def test_a_rank_that_connects_twice() -> None:
     store = f"tcp://127.0.0.1:{port}#{KEY}"
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(World.create, f"twice/{port}", 0, 3, store, timeout=10)
-        twice, once = (_once_it_listens(port, rank, 3) for rank in (1, 2))
+        twice = _once_it_listens(lambda: FalseRank(port, 1, 3))
+        once = FalseRank(port, 2, 3)
         twice.connect()
         given_up = twice.wire
         twice.connect()
@@ -209,3 +212,34 @@ def test_a_rank_that_connects_twice() -> None:
                 read(twice.wire, 1)
         twice.close()
         once.close()
+
+
+def test_a_rank_that_says_nothing_of_its_memory() -> None:
+    port = _free_port()
+    store = f"tcp://127.0.0.1:{port}#{KEY}"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(World.create, f"mute/{port}", 0, 2, store, timeout=1)
+        with _once_it_listens(lambda: connect(port, KEY)) as hub:
+            hub.sendall(hello(1, 2))
+            both = (
+                rf"rank 1 has not sent '.*/memory/1' to rank 0 on host {socket.gethostname()} "
+                r"within 1000 ms, through rank 0 \(pid \d+\), which serves the control channel"
+            )
+            with pytest.raises(OnnxparError, match=both):
+                first.result()
+
+
+def test_a_hub_that_takes_a_rank_and_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        store = f"tcp://127.0.0.1:{port}#{KEY}"
+        joins = pool.submit(World.create, f"silent/{port}", 1, 2, store, timeout=1)
+        with server.accept()[0] as wire:
+            accept(wire, KEY)
+            wire.sendall(frame(Kind.ACCEPT))
+            silent = (
+                rf"rank 1 on host {socket.gethostname()} has waited for 1000 ms to join the world: "
+                rf"the hub on 127.0.0.1:{port} does not respond: "
+            )
+            with pytest.raises(OnnxparError, match=silent):
+                joins.result()
