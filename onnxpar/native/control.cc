@@ -148,7 +148,11 @@ bool Control::AskToJoin(const Address& hub, Clock::time_point until, std::string
   if (answer && Is<messages::Fail>(*answer)) {
     throw std::runtime_error(Read<messages::Fail>(*answer).message);
   }
-  *error = "the hub on " + hub.Text() + " has ended, or is stopped";
+  *error = "the hub on " + hub.Text() +
+           (Clock::now() < until + kGrace
+                ? " has ended"
+                : " does not respond: it is stopped, its host is gone, or the link "
+                  "to it is cut");
   return false;
 }
 
@@ -219,7 +223,7 @@ void Control::Handle(const Frame& frame) {
     case Kind::kAsk: {
       const auto question = Read<messages::Ask>(frame);
       const Answer answer = listener_.HasBegun({question.ranks, question.stream}, question.run);
-      return Send(messages::Status{question.question, answer.begun, answer.doing});
+      return Send(messages::Status{question.question, answer.begun, answer.doing, answer.awaited});
     }
     case Kind::kFail:
       return Fail(Read<messages::Fail>(frame).message);
@@ -278,9 +282,17 @@ std::string Control::Get(const std::string& key) {
     const bool found = changed_.wait_for(
         lock, timeout_, [&] { return values_.count(key) > 0 || !failure_.empty(); });
     if (!failure_.empty()) throw std::runtime_error(failure_);
-    if (!found) throw std::runtime_error("no rank has sent '" + key + "' in time");
+    if (!found) throw std::runtime_error(WhyMissing(key));
   }
   return values_[key];
+}
+
+/// The text for a value that no rank has set; its key ends with the number of the rank that should.
+std::string Control::WhyMissing(const std::string& key) const {
+  return "rank " + key.substr(key.rfind('/') + 1) + " has not sent '" + key + "' to rank " +
+         std::to_string(scope_.rank) + " on host " + HostName() + " within " +
+         std::to_string(timeout_.count()) + " ms, through " + host_ +
+         ", which serves the control channel";
 }
 
 void Control::ThrowIfFailed() {

@@ -95,6 +95,7 @@ class Control : public Store {
   void Handle(const Frame& frame);
   void HandleValue(messages::Value value);
   void Fail(const std::string& reason);
+  std::string WhyMissing(const std::string& key) const;
 
   template <typename Message>
   Message Read(const Frame& frame) const {

@@ -18,6 +18,24 @@ std::string Joined(const std::vector<std::string>& clauses) {
   return text;
 }
 
+/// The most waits that an error lists.
+constexpr size_t kMostWaits = 4;
+
+/// Returns who waits for whom, those that wait for a rank of another host first.
+std::vector<std::string> Waits(const std::vector<Member>& members,
+                               const std::map<int, uint64_t>& awaited) {
+  std::vector<std::string> between, inside;
+  for (const auto& [rank, other] : awaited) {
+    if (other >= members.size() || static_cast<int>(other) == rank) continue;
+    const bool same = members[rank].host == members[other].host;
+    (same ? inside : between)
+        .push_back(members[rank].Name() + " waits for " + members[other].Name());
+  }
+  std::vector<std::string> all = between.empty() ? inside : between;
+  all.resize(std::min(all.size(), kMostWaits));
+  return all;
+}
+
 size_t IndexOf(const std::vector<int>& ranks, int rank) {
   return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
@@ -68,7 +86,8 @@ std::optional<std::string> FindDeserter(const std::vector<Member>& members, cons
 }  // namespace
 
 std::string Member::Name() const {
-  return "rank " + std::to_string(rank) + (process.empty() ? "" : " (" + process + ")");
+  const std::string where = names_host && !host.empty() ? " on " + host : "";
+  return "rank " + std::to_string(rank) + (process.empty() ? "" : " (" + process + where + ")");
 }
 
 std::string DescribeAbsent(const std::vector<Member>& members, double seconds) {
@@ -110,19 +129,27 @@ std::optional<std::string> FindDeserter(const std::vector<Member>& members, int 
 }
 
 std::string DescribeOverdue(const std::vector<Member>& members, const Report& report, int reporter,
-                            const std::map<int, Answer>& answers, double seconds) {
+                            const std::map<int, Answer>& answers, double seconds,
+                            const std::string& server) {
+  std::map<int, uint64_t> awaited = {{reporter, report.awaited}};
+  for (const auto& [rank, answer] : answers) awaited[rank] = answer.awaited;
   std::vector<std::string> late;
+  bool silent = false;
   for (int rank : report.ranks) {
     if (rank == reporter) continue;
     const auto answer = answers.find(rank);
     if (answer == answers.end()) {
-      late.push_back(members[rank].Name() +
-                     " does not respond: it is stopped, or its host is gone");
+      silent = true;
+      late.push_back(members[rank].Name() + " does not respond to " + server +
+                     ": it is stopped, its host is gone, or the link between the two is cut");
     } else if (!answer->second.begun) {
       late.push_back(members[rank].Name() + " has not arrived, it is " + answer->second.doing);
     }
   }
   if (late.empty()) late.push_back("all its ranks have arrived, but their messages have not");
+  if (!silent) {
+    for (std::string& wait : Waits(members, awaited)) late.push_back(std::move(wait));
+  }
   return report.name + " has waited for " + Seconds(seconds) + ": " + Joined(late);
 }
 

@@ -16,19 +16,22 @@ struct Member {
 
   int rank = 0;
   State state = State::kAbsent;
-  std::string process;                 // e.g. pid 4711 on host a
+  std::string process;                 // e.g. pid 4711
+  std::string host;                    // its name
+  bool names_host = false;             // if the ranks are on several
   bool is_ready = false;               // it has left the interrupted run
   std::map<uint64_t, Report> waiting;  // its last report of each stream, which may be outdated
   Runs ran;                            // at the time when it left
 
-  /// E.g. "rank 2 (pid 4711)".
+  /// E.g. "rank 2 (pid 4711)", or "rank 2 (pid 4711 on b)".
   std::string Name() const;
 };
 
 /// A rank's answer to the question whether it has begun a collective.
 struct Answer {
   bool begun = false;
-  std::string doing;  // e.g. "in AllReduce 'n' (tag 3)"
+  std::string doing;           // e.g. "in AllReduce 'n' (tag 3)"
+  uint64_t awaited = kNobody;  // the rank for which it waits there
 };
 
 /// Returns which ranks are missing, e.g. "rank 2 has not joined the world within 5 s".
@@ -46,8 +49,9 @@ std::optional<std::string> FindDisagreement(const std::vector<Member>& members, 
 std::optional<std::string> FindDeserter(const std::vector<Member>& members, int rank);
 
 /// Returns which ranks delay the collective of `report`, given the `answers` of the ranks that
-/// replied.
+/// replied to `server`, which asked.
 std::string DescribeOverdue(const std::vector<Member>& members, const Report& report, int reporter,
-                            const std::map<int, Answer>& answers, double seconds);
+                            const std::map<int, Answer>& answers, double seconds,
+                            const std::string& server);
 
 }  // namespace onnxpar

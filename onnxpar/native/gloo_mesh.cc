@@ -47,13 +47,19 @@ std::shared_ptr<Device> CreateDevice() {
   return device;
 }
 
+/// Gloo's text without the place in its source with which it begins: "[file:line] ".
+std::string WithoutPlace(const std::string& text) {
+  const size_t end = text.find("] ");
+  return text.empty() || text[0] != '[' || end == std::string::npos ? text : text.substr(end + 2);
+}
+
 /// Adds the number of the other rank to Gloo's errors.
 template <typename Body>
 void NameRank(int rank, const Body& body) {
   try {
     body();
   } catch (const gloo::Exception& error) {
-    throw TransportError("rank " + std::to_string(rank) + " (" + error.what() + ")");
+    throw TransportError("rank " + std::to_string(rank) + " (" + WithoutPlace(error.what()) + ")");
   }
 }
 
@@ -125,12 +131,14 @@ void GlooMesh::Flight::PostPart(gloo::transport::Context& connections, const Mes
 
 void GlooMesh::Flight::Wait() {
   for (const Posted& message : posted_) {
+    mesh_.awaited_ = message.rank;
     NameRank(message.rank, [&] {
       const bool complete = message.outgoing ? message.buffer->waitSend(mesh_.timeout_)
                                              : message.buffer->waitRecv(mesh_.timeout_);
       if (!complete) throw TransportError("aborted");
     });
   }
+  mesh_.awaited_ = -1;
 }
 
 void GlooMesh::Abort() {

@@ -4,6 +4,7 @@
 #include <gloo/transport/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
+#include <atomic>
 #include <chrono>
 #include <list>
 #include <memory>
@@ -65,9 +66,14 @@ class GlooMesh {
   /// Makes the current flights, and all later ones, throw. Any thread may call it.
   void Abort();
 
+  /// The rank for whose message this rank waits, or has waited in vain; -1 if there is none.
+  int awaited() const { return awaited_; }
+
  private:
   std::vector<std::shared_ptr<gloo::transport::Context>> contexts_;  // by number of connection
   const std::chrono::milliseconds timeout_;
+
+  std::atomic<int> awaited_{-1};
 
   std::mutex mutex_;
   bool aborted_ = false;

@@ -225,7 +225,9 @@ void Hub::HandleHello(Peer& peer, const Frame& frame) {
   Member& member = members_[hello.rank];
   member.state = Member::State::kJoined;
   member.process = hello.process;
-  if (hello.host != HostName()) member.process += " on " + hello.host;
+  member.host = hello.host;
+  on_several_hosts_ = on_several_hosts_ || hello.host != HostName();
+  for (Member& each : members_) each.names_host = on_several_hosts_;
   peer.rank = member.rank;
   peer.connection.Send(messages::Accept{});
   WelcomeIfComplete();
@@ -258,7 +260,13 @@ void Hub::WelcomeIfComplete() {
     if (each.state != Member::State::kJoined) return;
   }
   welcomed_ = true;
-  Tell(messages::Welcome{host_rank_ < 0 ? "the launcher" : members_[host_rank_].Name()});
+  Tell(messages::Welcome{Server()});
+}
+
+/// The process that serves this hub.
+std::string Hub::Server() const {
+  if (host_rank_ >= 0) return members_[host_rank_].Name();
+  return on_several_hosts_ ? "the launcher on " + HostName() : "the launcher";
 }
 
 void Hub::HandleSet(Peer& peer, messages::Set set) {
@@ -326,14 +334,14 @@ void Hub::HandleOverdue(int rank, Report report) {
 void Hub::HandleStatus(int rank, const messages::Status& status) {
   if (!inquiry_ || status.question != inquiry_->question) return;
   if (inquiry_->asked.count(rank) == 0) throw ProtocolError("an answer to no question");
-  inquiry_->answers[rank] = {status.begun, status.doing};
+  inquiry_->answers[rank] = {status.begun, status.doing, status.awaited};
   if (inquiry_->answers.size() == inquiry_->asked.size()) ConcludeInquiry();
 }
 
 void Hub::ConcludeInquiry() {
   const std::unique_ptr<Inquiry> inquiry = std::move(inquiry_);
   Fail(DescribeOverdue(members_, inquiry->report, inquiry->reporter, inquiry->answers,
-                       timeout_seconds_));
+                       timeout_seconds_, Server()));
 }
 
 void Hub::HandleInterrupt(const messages::Interrupt& interrupt) {
@@ -402,7 +410,9 @@ void Hub::CheckDeadlines() {
     const std::string why = acceptor_.is_starved()
                                 ? "; the hub could not accept all ranks: " + OutOfDescriptors()
                                 : std::string();
-    Fail(DescribeAbsent(members_, timeout_seconds_) + why);
+    const std::string where =
+        IsLoopback(address_) ? std::string() : "; " + Server() + " waits at " + address_.Text();
+    Fail(DescribeAbsent(members_, timeout_seconds_) + where + why);
   }
   if (ready_until_ && now >= *ready_until_) Fail(DescribeUnready(members_, timeout_seconds_));
   for (const auto& peer : peers_) {

@@ -84,6 +84,7 @@ class Hub {
   std::string WhyRefused(const messages::Hello& hello, bool* again) const;
   void Begin(const messages::Hello& hello);
   void WelcomeIfComplete();
+  std::string Server() const;
   void HandleSet(Peer& peer, messages::Set set);
   void HandleGet(Peer& peer, const std::string& key);
   void HandleWaiting(int rank, Report report);
@@ -123,6 +124,7 @@ class Hub {
   Clock::time_point join_until_;
   double timeout_seconds_ = 0;
   bool welcomed_ = false;
+  bool on_several_hosts_ = false;
   std::string failure_;
   uint64_t epoch_ = 0;                            // how many runs were interrupted
   std::optional<std::string> interruption_;       // why the run of this epoch ended, if it did

@@ -28,6 +28,11 @@ Links::Links(int rank, int size, Store& store, const Network& network,
   gloo = std::make_unique<GlooMesh>(rank, size, store, network, timeout);
 }
 
+int Links::Awaited() const {
+  const int elsewhere = gloo ? gloo->awaited() : -1;
+  return elsewhere < 0 ? shared.awaited() : elsewhere;
+}
+
 void Links::Abort() {
   shared.Abort();
   if (gloo) gloo->Abort();

@@ -35,6 +35,9 @@ struct Links {
 
   void Abort();
 
+  /// The rank for whose message this rank waits, or has waited in vain; -1 if there is none.
+  int Awaited() const;
+
   SharedMesh shared;
   std::unique_ptr<GlooMesh> gloo;  // null if shared memory reaches all ranks
   const int rank;

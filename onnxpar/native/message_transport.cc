@@ -43,6 +43,7 @@ class MessageTransport : public Transport {
   void Abort() override { links_.Abort(); }
   bool SharesMemoryWith(int rank) const override { return links_.shared.Reaches(rank); }
   Crossing LastCrossing() const override { return links_.crossing; }
+  int Awaited() const override { return links_.Awaited(); }
 
  private:
   GroupHosts Begin(const Call& call);

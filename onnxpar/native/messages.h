@@ -13,9 +13,11 @@
 namespace onnxpar {
 
 /// The version of the protocol; increase it with every change to the messages.
-constexpr uint64_t kProtocol = 4;
+constexpr uint64_t kProtocol = 5;
 /// The largest number of ranks in a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
+/// In place of a rank that another one waits for: it waits for none.
+constexpr uint64_t kNobody = UINT64_MAX;
 /// The largest number of streams of a rank.
 constexpr uint64_t kMaxStreams = 64;
 /// The largest number of bytes in a description or a reason. The sender cuts longer texts.
@@ -200,6 +202,7 @@ struct Report {
   std::vector<int64_t> receives;  // elements from each member
   std::string name;
   std::string description;
+  uint64_t awaited = kNobody;  // the rank with which it exchanges a message, and waits
 
   template <typename Fields>
   void Visit(Fields& fields) {
@@ -212,6 +215,7 @@ struct Report {
     fields.PerMember(receives, ranks);
     fields.Text(name);
     fields.Text(description);
+    fields.Number(awaited);
   }
 };
 
@@ -225,18 +229,21 @@ struct Overdue : Report {
   static constexpr Kind kKind = Kind::kOverdue;
 };
 
-/// Answers Ask: whether the rank has begun the collective, and what it is doing.
+/// Answers Ask: whether the rank has begun the collective, what it is doing, and for which rank it
+/// waits there.
 struct Status {
   static constexpr Kind kKind = Kind::kStatus;
   uint64_t question = 0;
   bool begun = false;
   std::string doing;
+  uint64_t awaited = kNobody;
 
   template <typename Fields>
   void Visit(Fields& fields) {
     fields.Number(question);
     fields.Flag(begun);
     fields.Text(doing);
+    fields.Number(awaited);
   }
 };
 

@@ -133,6 +133,7 @@ void SharedMesh::Wait(int rank, const std::atomic<uint32_t>& word, const HasCome
   if (arrived()) return;
   const Clock::time_point start = Clock::now();
   if (Look(spins_, arrived, [&] { return aborted_.load(); })) return;
+  awaited_ = rank;
   std::atomic<uint32_t>& sleeping = own_.lane(rank).sleeping;
   const Clock::time_point until = start + timeout_;
   for (;;) {
@@ -147,6 +148,7 @@ void SharedMesh::Wait(int rank, const std::atomic<uint32_t>& word, const HasCome
     Sleep(word, value, kNap);
   }
   sleeping.store(0, std::memory_order_relaxed);
+  awaited_ = -1;
 }
 
 void SharedMesh::Throw(int rank) const {

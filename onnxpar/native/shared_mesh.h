@@ -53,6 +53,9 @@ class SharedMesh {
   /// Makes Send, Receive and WaitUntilReleased throw, now and later.
   void Abort();
 
+  /// The rank for which this rank waits, or has waited in vain; -1 if there is none.
+  int awaited() const { return awaited_; }
+
   /// The most bytes that a piece of a message may have if a collective sends so many pieces in each
   /// of its steps, and goes on while those of three steps are unreleased. Equal on all ranks.
   size_t MaxBytes(size_t pieces) const;
@@ -91,6 +94,7 @@ class SharedMesh {
   std::vector<Peer> peers_;
   std::deque<Region> regions_;  // oldest first
   std::atomic<bool> aborted_{false};
+  std::atomic<int> awaited_{-1};
 };
 
 }  // namespace onnxpar

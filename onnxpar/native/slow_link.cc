@@ -121,6 +121,7 @@ class SlowedTransport : public Transport {
 
   bool SharesMemoryWith(int rank) const override { return transport_->SharesMemoryWith(rank); }
   Crossing LastCrossing() const override { return transport_->LastCrossing(); }
+  int Awaited() const override { return transport_->Awaited(); }
 
  private:
   void Delay() {

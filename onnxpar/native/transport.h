@@ -72,6 +72,10 @@ class Transport {
   /// Returns what the last collective of this rank exchanged with other hosts.
   virtual Crossing LastCrossing() const = 0;
 
+  /// Returns the rank of the world for which the collective that runs waits, or has failed; -1 if
+  /// there is none. Any thread may call it.
+  virtual int Awaited() const = 0;
+
   /// True if messages to this rank of the world go through memory that both ranks share.
   virtual bool SharesMemoryWith(int rank) const = 0;
 };

@@ -122,7 +122,7 @@ void World::Fail(const Stream& stream, const Operation& operation, const std::st
   std::unique_lock<std::mutex> lock(mutex_);
   const bool overdue = Clock::now() - stream.began >= config_.timeout;
   if (failure_.empty() && !control_->ended()) {
-    const Report report = ReportOf(operation);
+    const Report report = ReportOf(stream, operation);
     overdue ? control_->Overdue(report) : control_->Waiting(report);
     changed_.wait_for(lock, kVerdictTime, [&] { return !failure_.empty(); });
   }
@@ -134,7 +134,8 @@ void World::Fail(const Stream& stream, const Operation& operation, const std::st
                     ? "; the cause is unknown, because " + host +
                           ", which served the control channel, has left"
                     : "; " + host + ", which serves the control channel, does not respond: it is " +
-                          "stopped, or its host is gone";
+                          "stopped, its host is gone, or its link to rank " +
+                          std::to_string(rank()) + " on host " + HostName() + " is cut";
     control_->Abort("rank " + std::to_string(rank()) + " failed in " + operation.name + ": " +
                     failure_);
   }
@@ -146,7 +147,7 @@ std::string World::FailureOf(const Operation& operation) const {
   return named ? failure_ : operation.name + ": " + failure_;
 }
 
-Report World::ReportOf(const Operation& operation) const {
+Report World::ReportOf(const Stream& stream, const Operation& operation) const {
   Report report;
   report.epoch = epoch_;
   report.ranks = operation.group.ranks;
@@ -157,7 +158,14 @@ Report World::ReportOf(const Operation& operation) const {
   if (operation.receives != nullptr) report.receives = *operation.receives;
   report.name = operation.name;
   report.description = operation.Describe();
+  report.awaited = AwaitedIn(stream);
   return report;
+}
+
+/// The rank for which a stream waits.
+uint64_t World::AwaitedIn(const Stream& stream) {
+  const int other = stream.transport ? stream.transport->Awaited() : -1;
+  return other < 0 ? kNobody : static_cast<uint64_t>(other);
 }
 
 void World::Reject(const std::string& name, const std::string& reason) {
@@ -288,7 +296,7 @@ std::vector<Report> World::NewlySlow() {
     if (stream->running == nullptr || stream->reported) continue;
     if (Clock::now() - stream->began < kSlow) continue;
     stream->reported = true;
-    slow.push_back(ReportOf(*stream->running));
+    slow.push_back(ReportOf(*stream, *stream->running));
   }
   return slow;
 }
@@ -300,6 +308,7 @@ Answer World::HasBegun(const GroupId& id, uint64_t run) {
   answer.begun = group != groups_.end() && group->second->runs > run;
   for (const auto& stream : streams_) {
     if (stream->running == nullptr) continue;
+    if (stream->running->group.ranks == id.first) answer.awaited = AwaitedIn(*stream);
     answer.doing += (answer.doing.empty() ? "in " : " and in ") + stream->running->Describe();
   }
   if (answer.doing.empty()) answer.doing = "not in a collective";

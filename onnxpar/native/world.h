@@ -140,7 +140,8 @@ class World : public ControlListener {
   [[noreturn]] void Fail(const Stream& stream, const Operation& operation,
                          const std::string& error);
   std::string FailureOf(const Operation& operation) const;
-  Report ReportOf(const Operation& operation) const;
+  Report ReportOf(const Stream& stream, const Operation& operation) const;
+  static uint64_t AwaitedIn(const Stream& stream);
   onnxpar::Runs Runs();
 
   const WorldConfig config_;

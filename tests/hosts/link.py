@@ -3,7 +3,7 @@
 Each host gets an interface, `link0` (a TUN device), and this process moves packets between them: it
 reads a packet when the sender's link is free, as a network card does, and hands it to its receiver
 when its bytes and the latency have passed. Packets are as large as IP allows, so that Python
-is fast enough for 1 Gbit/s in both directions.
+is fast enough for 1 Gbit/s in both directions; `mtu` makes them smaller.
 """
 
 from __future__ import annotations
@@ -61,17 +61,24 @@ class Network:
     """The network of some hosts; each has the address `addresses[i]` on it."""
 
     def __init__(
-        self, hosts: Sequence[Host], quality: Quality = Quality(), queue: int = 500, seed: int = 0
+        self,
+        hosts: Sequence[Host],
+        quality: Quality = Quality(),
+        queue: int = 500,
+        seed: int = 0,
+        mtu: int = MTU,
     ) -> None:
-        """`queue` is the number of packets that may wait at each host; further ones are lost."""
+        """`queue` is the number of packets that may wait at each host; further ones are lost. `mtu`
+        is the number of bytes in the largest packet."""
         self._hosts, self._quality, self._queue, self._seed = hosts, quality, queue, seed
+        self._mtu = mtu
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(len(hosts))]
 
     def __enter__(self) -> Network:
         devices = [_device_of(host) for host in self._hosts]
         for host, address in zip(self._hosts, self.addresses, strict=True):
             host.run(["ip", "address", "add", f"{address}/24", "dev", INTERFACE])
-            size = ["mtu", str(MTU), "txqueuelen", str(self._queue)]
+            size = ["mtu", str(self._mtu), "txqueuelen", str(self._queue)]
             host.run(["ip", "link", "set", INTERFACE, *size, "up"])
         words = [sys.executable, "-m", "hosts.link", str(self._seed), *map(str, devices)]
         self._process = subprocess.Popen(

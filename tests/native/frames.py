@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 KEY = "0123456789abcdef0123456789abcdef"
-PROTOCOL = 4
+PROTOCOL = 5
 EXTREMES = [0, 1, 2, 3, 7, 255, 2**20, 2**30, 2**31, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 
 
@@ -39,7 +39,7 @@ class Kind(IntEnum):
 
 Field = int | str | Sequence[int]
 
-REPORT = "nlnnnlltt"
+REPORT = "nlnnnllttn"
 ENDING = {  # what ends a run or the world, by design, where it is well formed
     Kind.ABORT: "t",
     Kind.INTERRUPT: "nnt",
@@ -71,14 +71,25 @@ def hello(rank: int, size: int) -> bytes:
 
 def from_rank(rank: int, size: int) -> list[bytes]:
     """One good frame of each kind that a rank sends."""
-    report = (0, list(range(size)), 0, 3, 99, [1] * size, [1] * size, "AllReduce 'x'", "AllReduce")
+    report = (
+        0,
+        list(range(size)),
+        0,
+        3,
+        99,
+        [1] * size,
+        [1] * size,
+        "AllReduce 'x'",
+        "AllReduce",
+        1,
+    )
     return [
         hello(rank, size),
         frame(Kind.SET, f"key of {rank}", "value" * 20),
         frame(Kind.GET, "a key that nobody sets"),
         frame(Kind.WAITING, *report),
         frame(Kind.OVERDUE, *report),
-        frame(Kind.STATUS, 1, 1, "in AllReduce"),
+        frame(Kind.STATUS, 1, 1, "in AllReduce", 0),
         frame(Kind.ABORT, "the reason"),
         frame(Kind.INTERRUPT, 0, 0, "the reason"),
         frame(Kind.READY, 0),

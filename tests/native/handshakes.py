@@ -84,3 +84,14 @@ def shake_hands(wire: socket.socket, key: str, purpose: str = "hub", identity: s
     except ConnectionResetError as error:
         raise Refused from error
     assert answer == proof(key, "accepts", purpose, first, second, identity)
+
+
+def accept(wire: socket.socket, key: str, purpose: str = "hub") -> str:
+    """Shakes hands as the end that listens; returns the identity of the other one."""
+    first = os.urandom(NONCE)
+    wire.sendall(MAGIC + first)
+    second = read(wire, NONCE)
+    identity = read(wire, read(wire, 1)[0]).decode()
+    assert read(wire, NONCE) == proof(key, "connects", purpose, first, second, identity)
+    wire.sendall(proof(key, "accepts", purpose, first, second, identity))
+    return identity

@@ -6,12 +6,13 @@ import random
 import socket
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from native.frames import KEY, Kind, frame, hello
-from native.handshakes import connect, read
+from native.handshakes import Refused, accept, connect, read
 
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime import collectives
@@ -23,16 +24,22 @@ START = struct.Struct("<6Q")
 
 
 class FalseRank:
-    """Rank 1 of 2, on a host of its own as it says, connected to rank 0."""
+    """A rank, on a host of its own as it says."""
 
-    def __init__(self, port: int) -> None:
+    wire: socket.socket
+
+    def __init__(self, port: int, rank: int = 1, size: int = 2) -> None:
+        self._rank = rank
         self._hub = connect(port, KEY)
-        self._hub.sendall(hello(1, 2))
-        self._set("memory/1", "0" * 32)
-        self._set("memory/reached/1", "-")
-        self._set("address/1", "127.0.0.1 1 none elsewhere")
+        self._hub.sendall(hello(rank, size))
+        self._set(f"memory/{rank}", "0" * 32)
+        self._set(f"memory/reached/{rank}", "-" * rank)
+        self._set(f"address/{rank}", "127.0.0.1 1 none elsewhere")
+
+    def connect(self) -> None:
+        """Connects to rank 0, which expects one connection; a later one takes its place."""
         _, listens, purpose, _ = self._get("address/0").split()
-        self.wire = connect(int(listens), KEY, purpose, "1 0")
+        self.wire = connect(int(listens), KEY, purpose, f"{self._rank} 0")
 
     def _set(self, key: str, value: str) -> None:
         self._hub.sendall(frame(Kind.SET, f"stream 0/{key}", value))
@@ -64,17 +71,18 @@ class FalseRank:
 
 
 Says = Callable[[FalseRank], None]
+Made = TypeVar("Made")
 
 
 def what_rank_0_says(says: Says) -> str:
     """Its error in an all-reduce of three numbers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = _free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(
             World.create, f"false/{port}", 0, 2, f"tcp://127.0.0.1:{port}#{KEY}", timeout=5
         )
-        false = pool.submit(_once_it_listens, port).result()
+        false = _once_it_listens(lambda: FalseRank(port))
+        false.connect()
         world = first.result()
         running = pool.submit(collectives.all_reduce, world, np.ones(3, np.float32))
         says(false)
@@ -85,10 +93,15 @@ def what_rank_0_says(says: Says) -> str:
     return str(error.value)
 
 
-def _once_it_listens(port: int) -> FalseRank:
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _once_it_listens(make: Callable[[], Made]) -> Made:
     while True:
         try:
-            return FalseRank(port)
+            return make()
         except ConnectionRefusedError:
             continue
 
@@ -174,3 +187,59 @@ def test_random_messages(seed: int) -> None:
         false.wire.close()
 
     assert "rank 1" in what_rank_0_says(says)
+
+
+def test_a_rank_that_connects_twice() -> None:
+    """Its second connection is not that of another rank: rank 0 waits for rank 2, and keeps the
+    second one, as the first may be one that its rank has given up."""
+    port = _free_port()
+    store = f"tcp://127.0.0.1:{port}#{KEY}"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(World.create, f"twice/{port}", 0, 3, store, timeout=10)
+        twice = _once_it_listens(lambda: FalseRank(port, 1, 3))
+        once = FalseRank(port, 2, 3)
+        twice.connect()
+        given_up = twice.wire
+        twice.connect()
+        with pytest.raises(Refused):
+            given_up.settimeout(5)
+            read(given_up, 1)
+        assert not wait([first], timeout=1).done
+        once.connect()
+        with first.result():
+            twice.wire.settimeout(0.2)
+            with pytest.raises(TimeoutError):  # it is open, and nothing was sent
+                read(twice.wire, 1)
+        twice.close()
+        once.close()
+
+
+def test_a_rank_that_says_nothing_of_its_memory() -> None:
+    port = _free_port()
+    store = f"tcp://127.0.0.1:{port}#{KEY}"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(World.create, f"mute/{port}", 0, 2, store, timeout=1)
+        with _once_it_listens(lambda: connect(port, KEY)) as hub:
+            hub.sendall(hello(1, 2))
+            both = (
+                rf"rank 1 has not sent '.*/memory/1' to rank 0 on host {socket.gethostname()} "
+                r"within 1000 ms, through rank 0 \(pid \d+\), which serves the control channel"
+            )
+            with pytest.raises(OnnxparError, match=both):
+                first.result()
+
+
+def test_a_hub_that_takes_a_rank_and_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        store = f"tcp://127.0.0.1:{port}#{KEY}"
+        joins = pool.submit(World.create, f"silent/{port}", 1, 2, store, timeout=1)
+        with server.accept()[0] as wire:
+            accept(wire, KEY)
+            wire.sendall(frame(Kind.ACCEPT))
+            silent = (
+                rf"rank 1 on host {socket.gethostname()} has waited for 1000 ms to join the world: "
+                rf"the hub on 127.0.0.1:{port} does not respond: "
+            )
+            with pytest.raises(OnnxparError, match=silent):
+                joins.result()
