@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from onnxpar.errors import InputError
+from onnxpar.runtime.checks import LONGEST
 
 _DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
 onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
@@ -45,6 +46,14 @@ def add_launch(to: Any) -> None:
         metavar="PATH",
         help="Python with onnxpar on the hosts; default: %(default)s",
     )
+    launch.add_argument(
+        "--grace",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="after SIGTERM or SIGINT, ranks get SIGTERM, and S seconds to end before they are "
+        "killed; default %(default)g; more than serve's --drain-timeout lets it finish requests",
+    )
     launch.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
@@ -58,8 +67,15 @@ def _launch(args: argparse.Namespace) -> int:
         raise InputError("launch needs a command, as in: onnxpar launch --hosts a:2,b:2 -- run ...")
     if words[0] in command_names():
         words = [args.python, "-m", "onnxpar", *words]
+    if not 0 <= args.grace <= LONGEST:
+        raise InputError(f"--grace {args.grace:g}: give a number of seconds of at least 0")
     slots = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
     launcher = Launcher(
-        slots, words, folder=os.getcwd(), environment=passed_on(), python=args.python
+        slots,
+        words,
+        folder=os.getcwd(),
+        environment=passed_on(),
+        python=args.python,
+        grace=args.grace,
     )
     return launcher.wait()

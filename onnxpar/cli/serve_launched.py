@@ -77,13 +77,13 @@ class _Following:
     def __init__(self, orders: Orders, par: Path) -> None:
         self._orders, self._par = orders, par
         self._found: int | BaseException = 0
-        self._thread = threading.Thread(target=self._run, name="onnxpar-follow", daemon=True)
-        self._thread.start()
+        self._is_over = threading.Event()  # a thread whose `join` a signal ends counts as ended
+        threading.Thread(target=self._run, name="onnxpar-follow", daemon=True).start()
 
     def wait(self) -> int:
         """Returns the exit status. Errors: those of `follow`."""
-        while self._thread.is_alive():
-            self._thread.join(1.0)
+        while not self._is_over.wait(1.0):
+            pass
         if isinstance(self._found, BaseException):
             raise self._found
         return self._found
@@ -96,3 +96,4 @@ class _Following:
             self._found = follow(self._orders)
         except BaseException as error:  # the main thread raises it
             self._found = error
+        self._is_over.set()

@@ -26,7 +26,7 @@ from onnxpar.files.own_folder import OwnFolder
 
 TICK = 0.05
 GRACE = 3.0
-"""Seconds that ranks get to end after SIGTERM, before SIGKILL."""
+"""Seconds that ranks get to end after SIGTERM, before SIGKILL, unless the launcher says more."""
 HUB = "onnxpar-hub"
 LONGEST_LINE = 65536
 """Bytes of a line after which it is passed on in parts."""
@@ -118,7 +118,7 @@ class Agent:
             if "hub" in message:
                 self._write_hub(message["hub"])
             if message.get("end"):
-                self._end()
+                self._end(message["grace"])
 
     def _write_hub(self, text: str) -> None:
         draft = self._hub.with_name("draft")
@@ -165,10 +165,10 @@ class Agent:
                 self._tell((rank, number), self._unfinished.pop((rank, number), b""))
             _say({"ended": rank, "status": process.returncode})
 
-    def _end(self) -> None:
+    def _end(self, grace: float = GRACE) -> None:
         if self._ending is not None:
             return
-        self._ending = time.monotonic() + GRACE
+        self._ending = time.monotonic() + grace
         for process in self._ranks.values():
             _kill(process, signal.SIGTERM)
 

@@ -17,7 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from onnxpar.base.interrupts import Terminated
 from onnxpar.errors import RankError
+from onnxpar.launcher.agent import GRACE as AGENT_GRACE
 from onnxpar.launcher.slots import Slots, ranks_of
 
 GRACE = 5.0
@@ -56,7 +58,8 @@ class _Agent:
 class Launcher:
     """A launch. `command` runs on each host of `slots` once for each of its ranks, in the folder
     `folder`, with the variables `environment` in addition to those of ssh's login; `python` is the
-    Python with onnxpar on these hosts. The output of all ranks goes to that of this process."""
+    Python with onnxpar on these hosts. The output of all ranks goes to that of this process. After
+    a signal, ranks have `grace` seconds to end."""
 
     def __init__(
         self,
@@ -66,7 +69,9 @@ class Launcher:
         folder: str,
         environment: Mapping[str, str],
         python: str = sys.executable,
+        grace: float = AGENT_GRACE,
     ) -> None:
+        self._grace = grace
         self._selector = selectors.DefaultSelector()
         self._failure: tuple[int, int] | None = None  # a rank, and its status
         self._until: float | None = None
@@ -86,14 +91,18 @@ class Launcher:
     def wait(self) -> int:
         """Returns 0 when all ranks have ended so; else the status of the first rank that failed,
         after the others have ended. Errors: RankError if a host cannot be reached or is lost."""
+        grace = AGENT_GRACE
         try:
             while any(agent.running for agent in self._agents):
                 for key, _ in self._selector.select(TICK):
                     self._read(key)
                 if self._until is not None and time.monotonic() > self._until:
                     break
+        except (KeyboardInterrupt, Terminated):
+            grace = self._grace
+            raise
         finally:
-            self._end()
+            self._end(grace)
         if self._failure is None:
             return 0
         rank, status = self._failure
@@ -157,18 +166,25 @@ class Launcher:
             self._failure = rank, status
             self._until = time.monotonic() + GRACE
 
-    def _end(self) -> None:
-        """Ends all ranks that still run."""
+    def _end(self, grace: float) -> None:
+        """Ends all ranks that still run, and passes on what they print meanwhile."""
         for agent in self._agents:
-            agent.send({"end": True})
+            agent.send({"end": True, "grace": grace})
+        end = time.monotonic() + END + grace
+        while any(agent.running for agent in self._agents) and time.monotonic() < end:
+            for key, _ in self._selector.select(TICK):
+                try:
+                    self._read(key)
+                except RankError:  # it is being ended anyway
+                    key.data.running.clear()
+        for agent in self._agents:
             assert agent.process.stdin is not None
             with suppress(BrokenPipeError):
                 agent.process.stdin.close()
-        end = time.monotonic() + END
         for agent in self._agents:
             try:
-                agent.process.communicate(timeout=max(0.1, end - time.monotonic()))
-            except (subprocess.TimeoutExpired, ValueError):
+                agent.process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 agent.process.kill()
                 agent.process.wait()
 

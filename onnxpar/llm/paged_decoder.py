@@ -32,7 +32,6 @@ from onnxpar.llm.scheduler import Piece
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.host_memory import HostMemory
 from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.lead import Lead
 from onnxpar.runtime.session import Session
 
 LONGEST = 4096
@@ -170,9 +169,12 @@ def count_pages(
 def _hosts(bundle: Bundle, options: Mapping[str, Any]) -> Sequence[HostMemory]:
     """The memory of the hosts of a session's ranks."""
     start = options.get("start_ranks")
-    if isinstance(start, Lead):
-        return start.hosts
-    if start is None and launched_rank() is not None:
+    if start is not None:
+        from onnxpar.runtime.lead import Lead  # most programs do not need it
+
+        if isinstance(start, Lead):
+            return start.hosts
+    elif launched_rank() is not None:
         # All processes must find the same number of pages, and other hosts have other memory free.
         return [replace(HostMemory.here(1), free=sys.maxsize)]
     return [HostMemory.here(bundle.mesh.size * int(options.get("replicas", 1)))]
