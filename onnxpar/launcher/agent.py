@@ -2,8 +2,8 @@
 
 Reads and writes lines of JSON. The first line that it reads says what to run; the secret of the
 launch is in it, and so on no command line. It tells what ranks print and how they end. When its
-input ends, it ends its ranks. Rank 0 leaves the address of its hub in a folder of this process,
-from where it goes through the launcher to the same folder on other hosts.
+input ends, it ends its ranks. Rank 0 leaves the address of each of its hubs in a folder of this
+process, from where it goes through the launcher to the same folder on other hosts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Agent:
 
     def __init__(self, asked: Mapping[str, Any], rest: bytes, folder: Path) -> None:
         self._hub = folder / HUB
-        self._told_hub = 0 not in asked["ranks"]
+        self._told_hub: str | None = "" if 0 in asked["ranks"] else None
         self._lines = b""
         self._ending: float | None = None
         self._unfinished: dict[tuple[int, int], bytes] = {}  # the last line of a rank's stream
@@ -121,17 +121,26 @@ class Agent:
                 self._end(message["grace"])
 
     def _write_hub(self, text: str) -> None:
+        if not text:
+            self._hub.unlink(missing_ok=True)
+            return
         draft = self._hub.with_name("draft")
         draft.touch(0o600)
         draft.write_text(text)
         draft.rename(self._hub)
 
     def _tell_hub(self) -> None:
-        """Passes on where rank 0 listens, as soon as it says so."""
-        if self._told_hub or not self._hub.exists():
+        """Passes on where rank 0 listens, as soon as it says so: for each world of the ranks at
+        another place, and nowhere once all have joined."""
+        if self._told_hub is None:
             return
-        self._told_hub = True
-        _say({"hub": self._hub.read_text()})
+        try:
+            text = self._hub.read_text()
+        except FileNotFoundError:
+            text = ""
+        if text != self._told_hub:
+            self._told_hub = text
+            _say({"hub": text})
 
     def _pass_on(self, key: selectors.SelectorKey) -> None:
         """Passes on what a rank has printed, in whole lines: those of ranks do not mix."""
