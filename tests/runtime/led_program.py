@@ -16,6 +16,8 @@ from onnxpar.runtime.lead import Lead
 from onnxpar.runtime.orders import Orders
 from onnxpar.runtime.session import InferenceSession
 
+PROMPTS = ([5, 6, 7], [8, 9])
+
 
 def say(*words: object) -> None:
     """Prints a line at once."""
@@ -82,6 +84,15 @@ def two(lead: Lead, *pars: str) -> None:
         say(*(float(s.run(["y"], {"x": x})[0].sum()) for s in (third, second)))
 
 
+def generate(lead: Lead, par: str) -> None:
+    """Generates with a language model, whose encoder and decoder are sessions of their own."""
+    from onnxpar.llm.generator import Generator
+
+    with Generator(par, start_ranks=lead, timeout=float(sys.argv[2])) as generator:
+        for prompt in PROMPTS:
+            say(*generator.generate(prompt, max_new_tokens=12)[0].tokens)
+
+
 def idle(lead: Lead, par: str) -> None:
     """Makes no call until a rank is lost."""
     with open_led(lead, par) as session:
@@ -100,7 +111,9 @@ def busy(lead: Lead, par: str) -> None:
             session.run(None, {"x": x})
 
 
-WHAT: dict[str, Callable[..., None]] = {f.__name__: f for f in (answers, calls, two, idle, busy)}
+WHAT: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (answers, calls, two, generate, idle, busy)
+}
 
 
 def main() -> int:

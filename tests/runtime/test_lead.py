@@ -14,11 +14,14 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
+from committed import MODELS
 from runtime.bad_requests import STRATEGIES, decoder
 from runtime.bundles import k_split, weight_of_k_split
+from runtime.led_program import PROMPTS
 
 import onnxpar
 from onnxpar.errors import RankError
+from onnxpar.llm.generator import Generator
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.host_memory import HostMemory, memory_of_hosts
 from onnxpar.runtime.launch import Launched
@@ -126,6 +129,18 @@ def test_two_sessions(tmp_path: Path, start: Start) -> None:
     total = float((x @ weight_of_k_split()).sum())
     wanted = [total, total, 2 * total, 2 * total, total, total, total]
     assert [float(word) for word in said.split()] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_a_language_model(tmp_path: Path, start: Start, name: str) -> None:
+    """Its tokens are those without a launcher."""
+    par = tmp_path / "m.par"
+    onnxpar.shard(MODELS / "llm" / name, par, devices=2, preset="tensor-parallel")
+    (status, said), other = start("generate", par).ends()
+    assert (status, other) == (0, (0, "")), said
+    with Generator(par) as generator:
+        wanted = [generator.generate(p, max_new_tokens=12)[0].tokens for p in PROMPTS]
+    assert [[int(word) for word in line.split()] for line in said.splitlines()] == wanted
 
 
 @pytest.mark.usefixtures("medium")
