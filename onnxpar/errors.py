@@ -65,6 +65,11 @@ class RankError(OnnxparError):
     lost: tuple[int, ...] = ()
 
 
+class LaunchError(RankError):
+    """A failure of ranks that a launcher has started: no session can start again in this
+    process."""
+
+
 class RunError(RankError):
     """A run that failed because of its feeds. The session stays usable, with the states from before
     the run."""

@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
         },
     ),
     # starts commands, which Python programs are
-    "launch": ([], {"hosts", "hostfile", "python", "words"}),
+    "launch": ([], {"grace", "hosts", "hostfile", "max_restarts", "min_ranks", "python", "words"}),
     "check": ([onnxpar.check], set()),
     "inspect": ([onnxpar.inspect], {"sha256sums"}),
     "grad": ([onnxpar.training.grad], set()),

@@ -94,6 +94,19 @@ def is_deferred(number: int) -> bool:
     return number == signal.SIGTERM and bool(_deferring)
 
 
+def end_at_next_signal() -> None:
+    """Makes the next signal end the command, after one that only asked for the end, and the one
+    behind it kill the command."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, end_now)
+        raise_for(number)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, end)
+
+
 def end_now(number: int, frame: FrameType | None) -> None:
     """Ends the process at once: a signal handler for times when there is nothing to clean up."""
     word, status = STATUSES[signal.Signals(number)]

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from onnxpar.errors import InputError
+from onnxpar.runtime.checks import LONGEST
 
 _DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
 onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
@@ -63,6 +64,14 @@ def add_launch(to: Any) -> None:
         help="how often to start ranks again that died although their hosts live, before going on "
         "without them; default 3 with --min-ranks",
     )
+    launch.add_argument(
+        "--grace",
+        type=float,
+        default=40.0,
+        metavar="S",
+        help="ranks that are to end get SIGTERM, and S seconds until they are killed: to save a "
+        "checkpoint, or to finish requests; default %(default)g",
+    )
     launch.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
@@ -78,8 +87,10 @@ def _launch(args: argparse.Namespace) -> int:
         raise InputError("launch needs a command, as in: onnxpar launch --hosts a:2,b:2 -- run ...")
     if words[0] in command_names():
         words = [args.python, "-m", "onnxpar", *words]
+    if not 0 <= args.grace <= LONGEST:
+        raise InputError(f"--grace {args.grace:g}: give a number of seconds of at least 0")
     slots = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)
-    command = Command(words, os.getcwd(), passed_on(), args.python)
+    command = Command(words, os.getcwd(), passed_on(), args.python, args.grace)
     if args.min_ranks is not None or args.max_restarts is not None:
         least = sum(each.count for each in slots) if args.min_ranks is None else args.min_ranks
         restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts

@@ -19,7 +19,8 @@ _ENGINE = ("kv_memory", "max_running", "max_waiting", "step_tokens")
 _GENERATING = ("kv_memory", "max_running", "max_tokens")
 """Options that embedding models and rerankers do not have."""
 _LIMITS = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests", "request_timeout")
-_RANKS = ("timeout", "log_dir", "verify", "threads", "bind", "ranks_per_numa")
+_RANKS_ELSEWHERE = ("timeout", "verify", "threads")
+_RANKS = (*_RANKS_ELSEWHERE, "log_dir", "bind", "ranks_per_numa")
 
 
 def add_serve(to: Any) -> None:
@@ -31,7 +32,8 @@ def add_serve(to: Any) -> None:
         description="Serve a sharded language model over HTTP, in the API of OpenAI: "
         "/v1/chat/completions and /v1/completions; of an embedding model /v1/embeddings, of a "
         "reranker /v1/rerank; /v1/models, /health and /metrics; a page to chat at /. SIGTERM "
-        "and SIGINT end it once running requests are finished; a second one ends it at once.",
+        "and SIGINT end it once running requests are finished; a second one ends it at once. "
+        "Under a launcher such as `onnxpar launch`, each process is one rank, and rank 0 serves.",
     )
     command.set_defaults(command=serve)
     command.add_argument("par", metavar="model.par", help="folder that shard wrote")
@@ -151,6 +153,22 @@ def serve(args: argparse.Namespace) -> int:
     """Runs `serve`. Returns the exit status."""
     _check(args)
     keys = _keys(args)
+    launched = launched_rank()
+    if launched is None:
+        _serve(args, keys, {option: getattr(args, option) for option in _RANKS})
+        return 0
+    from onnxpar.cli.serve_launched import check_launched, serve_launched
+
+    check_launched(args)
+    own = {option: getattr(args, option) for option in _RANKS_ELSEWHERE}
+    return serve_launched(
+        args, launched, lambda lead: _serve(args, keys, {**own, "start_ranks": lead})
+    )
+
+
+def _serve(args: argparse.Namespace, keys: tuple[bytes, ...], options: dict[str, Any]) -> None:
+    """Serves until a signal comes, on ranks with these options of a session. Errors:
+    OnnxparError."""
     try:
         with quick_imports():
             from onnxpar.serve.serve_model import serve_model
@@ -169,19 +187,17 @@ def serve(args: argparse.Namespace) -> int:
         **{limit: getattr(args, limit) for limit in _LIMITS},
     )
     bound = bind(args.host, args.port)
-    serve_model(bound, lambda: _started(args), settings, args.drain_timeout)
-    return 0
+    serve_model(bound, lambda: _started(args, options), settings, args.drain_timeout)
 
 
-def _started(args: argparse.Namespace) -> Any:
+def _started(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     """What runs the requests: an engine or an embedder, or replicas. Errors: OnnxparError."""
     from onnxpar.llm.embedder import Embedder
     from onnxpar.llm.encoder_model import is_encoder
     from onnxpar.llm.engine import Engine
     from onnxpar.llm.replicas import EmbedderReplicas, EngineReplicas
 
-    options: dict[str, Any] = {option: getattr(args, option) for option in _RANKS}
-    options["tell"] = tell
+    options = {**options, "tell": tell}
     given = {option: getattr(args, option) for option in _ENGINE}
     options |= {option: value for option, value in given.items() if value is not None}
     is_alone = args.replicas == 1
@@ -202,8 +218,6 @@ def _started(args: argparse.Namespace) -> Any:
 
 def _check(args: argparse.Namespace) -> None:
     """Errors: InputError."""
-    if launched_rank() is not None:
-        raise InputError("serve starts its ranks itself; run it without a launcher")
     if args.drain_timeout < 0:
         raise InputError(f"--drain-timeout {args.drain_timeout:g}: it must be at least 0")
     if not 0 <= args.port < 2**16:

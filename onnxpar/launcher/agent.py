@@ -26,9 +26,6 @@ from typing import Any
 from onnxpar.files.own_folder import OwnFolder
 
 TICK = 0.05
-GRACE = 30.0
-"""Seconds that ranks get to end after SIGTERM, before SIGKILL: to save a checkpoint, or to finish
-requests."""
 HUB = "onnxpar-hub"
 LONGEST_LINE = 65536
 """Bytes of a line after which it is passed on in parts."""
@@ -59,6 +56,7 @@ class Agent:
 
     def __init__(self, asked: Mapping[str, Any], rest: bytes, folder: Path) -> None:
         self._hub = folder / HUB
+        self._grace = float(asked.get("grace", 0.0))
         self._has_first = 0 in asked["ranks"]
         self._told = ""
         self._lines = b""
@@ -182,7 +180,7 @@ class Agent:
     def _end(self) -> None:
         if self._ending is not None:
             return
-        self._ending = time.monotonic() + GRACE
+        self._ending = time.monotonic() + self._grace
         for process in self._ranks.values():
             _kill(process, signal.SIGTERM)
 

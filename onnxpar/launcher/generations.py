@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from onnxpar.launcher.launcher import END, Command, Launcher, start_agent
+from onnxpar.launcher.launcher import Command, Launcher, start_agent
 from onnxpar.launcher.slots import Slots
 from onnxpar.runtime.launch import GENERATION
 from onnxpar.runtime.membership import Generation, Membership, Slot, slots_of
@@ -66,7 +66,12 @@ class Generations:
         """Returns 0 when all ranks of a generation are done, or the status of a rank that failed.
         Errors: RankError if too few ranks are left, or a host cannot start its own."""
         supervisor = Supervisor(
-            self._members, self._start, self._launched, look=self._look, tell=_tell, grace=END
+            self._members,
+            self._start,
+            self._launched,
+            look=self._look,
+            tell=_tell,
+            grace=self._command.grace,
         )
         try:
             return supervisor.run()

@@ -23,8 +23,8 @@ from onnxpar.runtime.supervision import AGAIN, HOST_GONE
 
 GRACE = 5.0
 """Seconds that other ranks get to end by themselves, after one has failed: they know why."""
-END = 35.0
-"""Seconds that hosts get to end their ranks."""
+END = 5.0
+"""Seconds that hosts get beyond that of their ranks to end."""
 TICK = 0.1
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
@@ -38,12 +38,14 @@ PASSED_ON = ("ONNXPAR_", "OMP_")
 @dataclass(frozen=True)
 class Command:
     """What runs as each rank: `words`, in the folder `folder` of each host, with the variables
-    `environment` in addition to those of ssh's login; `python` is the Python with onnxpar there."""
+    `environment` in addition to those of ssh's login; `python` is the Python with onnxpar there.
+    Ranks that are to end get SIGTERM, and `grace` seconds until they are killed."""
 
     words: Sequence[str]
     folder: str
     environment: Mapping[str, str]
     python: str = sys.executable
+    grace: float = 40.0
 
 
 @dataclass
@@ -76,12 +78,14 @@ class Launcher:
         HOST_GONE."""
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
+        self._grace = command.grace
         secret = {"ONNXPAR_KEY": os.environ.get("ONNXPAR_KEY") or secrets.token_hex(16)}
         asked = {
             "command": list(command.words),
             "folder": command.folder,
             "size": sum(map(len, ranks.values())),
             "environment": {**command.environment, **secret},
+            "grace": command.grace,
         }
         for host, own in ranks.items():
             agent = _Agent(host, start_agent(host, command.python), own, running=set(own))
@@ -207,7 +211,7 @@ class Launcher:
                 agent.send({"end": True})
                 with suppress(BrokenPipeError):
                     agent.process.stdin.close()
-        until = time.monotonic() + END
+        until = time.monotonic() + self._grace + END
         while self._selector.get_map() and time.monotonic() < until:
             with suppress(RankError):
                 self.look(TICK)

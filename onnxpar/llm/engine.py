@@ -110,8 +110,7 @@ class Engine(Worker[Text, Step, Batching]):
                 "and `generate` still works"
             )
         self.vocabulary = self.model.vocabulary
-        sessions = int(options.get("replicas", 1))
-        self._pages = count_pages(self._bundle, self.model, kv_memory, max_running, sessions)
+        self._pages = count_pages(self._bundle, self.model, kv_memory, max_running, options)
         self._max_running, self._max_waiting = max_running, max_waiting
         self._step_tokens = step_tokens
         self._before = Counts()

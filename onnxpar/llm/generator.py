@@ -87,7 +87,7 @@ class Generator(Closing):
         self, par: str | os.PathLike[str], *, kv_memory: float | str | None = None, **options: Any
     ) -> None:
         self._session, (bundle, self.model, pages, encoder) = open_session(
-            InferenceSession, par, lambda bundle: _read(bundle, kv_memory), **options
+            InferenceSession, par, lambda bundle: _read(bundle, kv_memory, options), **options
         )
         self._folder = bundle.path
         self._room = pages * self.model.page_size
@@ -317,12 +317,12 @@ def _token(given: Any) -> int:
 
 
 def _read(
-    bundle: Bundle, kv_memory: float | str | None
+    bundle: Bundle, kv_memory: float | str | None, options: Mapping[str, Any]
 ) -> tuple[Bundle, LanguageModel, int, Bundle | None]:
     """The model, its roles, the number of pages of its caches, and its encoder, if any. Errors:
     ModelError; InputError for too little memory."""
     model = LanguageModel.of(bundle)
-    pages = count_pages(bundle, model, kv_memory, _TOGETHER) if model.page_size else 0
+    pages = count_pages(bundle, model, kv_memory, _TOGETHER, options) if model.page_size else 0
     return bundle, model, pages, read_encoder(bundle) if model.has_encoder else None
 
 

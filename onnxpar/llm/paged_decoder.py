@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
+import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +30,7 @@ from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.scheduler import Piece
 from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.host_memory import HostMemory
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.session import Session
 
@@ -56,14 +60,15 @@ class PagedDecoder:
         caches = {name: self._ports[name].shape or () for name in model.caches}
         session.states.clear({n: (pages, *map(_fixed, s[1:])) for n, s in caches.items()})
         carried = next_of(bundle.inputs, bundle.outputs)
-        alone = all(map(session.is_whole, (*carried, *carried.values())))
-        self._carried = carried if alone and launched_rank() is None else {}
+        are_whole = all(map(session.is_whole, (*carried, *carried.values())))
+        is_alone = len(session.exchange(b"")) == 1
+        self._carried = carried if are_whole and is_alone else {}
         self._seconds: dict[int, float] = {}  # the shortest step, by its tokens
 
     def most_steps(self, tokens: int) -> int:
         """How many steps may follow each other in a call, for so many tokens in each, if they take
-        as long as the shortest one did. Under a launcher 1, because all processes must make the
-        same calls."""
+        as long as the shortest one did; 1 if the processes of all ranks must make the same
+        calls."""
         return max(int(MOMENT / self._seconds.get(tokens, math.inf)), 1) if self._carried else 1
 
     def run(
@@ -138,22 +143,21 @@ def count_pages(
     model: LanguageModel,
     kv_memory: float | str | None,
     texts: int,
-    sessions: int = 1,
+    options: Mapping[str, Any],
 ) -> int:
-    """Returns how many pages fit into `kv_memory` bytes on each rank of one of several sessions on
-    this host; by default, enough for some texts, within a share of the free memory. Errors:
-    InputError if they do not hold two pages."""
+    """Returns how many pages fit into `kv_memory` bytes on each rank of a session with these
+    options; by default, enough for some texts, within a share of the memory that is free on each
+    host. Errors: InputError if they do not hold two pages."""
     each, size = page_bytes(bundle, model), model.page_size
-    ranks = bundle.mesh.size * sessions
+    hosts = _hosts(bundle, options)
     if kv_memory is not None:
         pages = int(_bytes(kv_memory)) // each
-        _check_memory(pages * each, 1 if launched_rank() else ranks)
+        for host in hosts:
+            _check_memory(pages * each, host)
     else:
         longest = min(model.context or LONGEST, LONGEST)
-        pages = -(-longest // size) * texts
-        if launched_rank() is None:  # under a launcher, all processes must find the same number
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            pages = min(pages, int(free * SHARE) // (each * ranks))
+        rooms = [int(host.free * SHARE) // (each * host.ranks) for host in hosts]
+        pages = min(-(-longest // size) * texts, *rooms)
     if pages < 2:
         raise InputError(
             f"--kv-memory has room for {pages} pages of {size} tokens, which take {each:,} bytes "
@@ -162,13 +166,27 @@ def count_pages(
     return pages
 
 
-def _check_memory(size: int, ranks: int) -> None:
-    """Errors: InputError if the caches of this host's ranks take more than all of its memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size * ranks > memory:
+def _hosts(bundle: Bundle, options: Mapping[str, Any]) -> Sequence[HostMemory]:
+    """The memory of the hosts of a session's ranks."""
+    start = options.get("start_ranks")
+    if start is not None:
+        from onnxpar.runtime.lead import Lead  # most programs do not need it
+
+        if isinstance(start, Lead):
+            return start.hosts
+    elif launched_rank() is not None:
+        # All processes must find the same number of pages, and other hosts have other memory free.
+        return [replace(HostMemory.here(1), free=sys.maxsize)]
+    return [HostMemory.here(bundle.mesh.size * int(options.get("replicas", 1)))]
+
+
+def _check_memory(size: int, host: HostMemory) -> None:
+    """Errors: InputError if the caches of a host's ranks take more than all of its memory."""
+    if size * host.ranks > host.total:
+        name = "this host" if host.host == socket.gethostname() else f"host {host.host}"
         raise InputError(
-            f"--kv-memory is {size / 1e9:.1f} GB a rank, {size * ranks / 1e9:.1f} GB in all, and "
-            f"this host has {memory / 1e9:.1f} GB of memory; give less"
+            f"--kv-memory is {size / 1e9:.1f} GB a rank, {size * host.ranks / 1e9:.1f} GB in all, "
+            f"and {name} has {host.total / 1e9:.1f} GB of memory; give less"
         )
 
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from onnxpar.errors import ModelError, OnnxparError, RankError, RunError
+from onnxpar.errors import LaunchError, ModelError, OnnxparError, RankError, RunError
 from onnxpar.llm.requests import Busy
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
@@ -240,7 +240,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     def _restart(self, error: RankError) -> None:
         """Moves the requests to other workers, and starts new ranks, on which those go on that
-        nobody took; fails these if no ranks start."""
+        nobody took; fails these if no ranks start, as after a LaunchError."""
         with self._changed:
             if self._status == READY:
                 self._status = STARTING
@@ -251,6 +251,9 @@ class Worker(Closing, Generic[Request, Work, Made]):
         self._fail_all(lost, error)
         self._continued += len(running) - len(lost)
         self._session.close()
+        if isinstance(error, LaunchError):
+            self._adopt_started(error)
+            return
         self._tell(f"{_first_line(error)}; new ranks start")
         self._move()
         self._adopt_started(self._started_again())

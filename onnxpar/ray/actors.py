@@ -21,7 +21,7 @@ from onnxpar.ray.actor_ranks import ActorRanks
 from onnxpar.ray.calls import CONTROL, Actor, Calls
 from onnxpar.ray.rank_actor import INSECURE, TLS_DIR, Joining, RankActor
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.launch import LOOPBACK
+from onnxpar.runtime.launch import LOOPBACK, launched_rank
 from onnxpar.runtime.options import SessionSpec
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -70,7 +70,13 @@ class Actors:
 
     def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> ActorRanks:
         """Starts the ranks of a bundle. Errors: RankError if the cluster has no room for them
-        within `timeout` seconds, or if one does not start."""
+        within `timeout` seconds, if one does not start, or under a launcher."""
+        launched = launched_rank()
+        if launched is not None:
+            raise RankError(
+                f"a launcher started this process as rank {launched.rank} of {launched.size}, "
+                "and start_ranks starts ranks elsewhere: leave out one of them"
+            )
         connect()
         size = bundle.mesh.size
         group = placement_group([self._of_rank] * size, strategy=self.strategy)

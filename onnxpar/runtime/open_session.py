@@ -21,9 +21,10 @@ def open_session(
     returns the session, and what `read` returns for the model.
 
     `read` is called before ranks start, as it may find that the model is not what the caller wants;
-    under a launcher after that, as ranks may have to fetch the folder. Errors: those of both.
+    after that if this process is a rank of a launcher, as ranks may have to fetch the folder.
+    Errors: those of both.
     """
-    if launched_rank() is None:
+    if launched_rank() is None or options.get("start_ranks") is not None:
         found = read(Bundle.load(par))
         return make(par, **options), found
     session = make(par, **options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError, OnnxparError, RankError, RunError
+from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
@@ -426,7 +426,7 @@ class InferenceSession(Session):
             raise InputError("read_config_from_model: give sess_options instead")
         check_timeout(timeout)
         check_replica(replica, replicas)
-        launched = launch.launched_rank()
+        launched = launch.launched_rank() if start_ranks is None else None
         path = Path(path_or_bytes)
         bundle = Bundle.load(path) if launched is None else None  # a rank may have to fetch it
         spec = SessionSpec.of(
@@ -449,11 +449,6 @@ class InferenceSession(Session):
             spec = replace(spec, fields=fields)
 
         if start_ranks is not None:
-            if launched is not None:
-                raise RankError(
-                    f"a launcher started this process as rank {launched.rank} of {launched.size}, "
-                    "and start_ranks starts ranks elsewhere: leave out one of them"
-                )
             of_host = {"log_dir": log_dir, "bind_address": bind_address}
             check_elsewhere({**of_host, "ranks_per_numa": ranks_per_numa}, bind)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
-from onnxpar.base.interrupts import Terminated, end_now, raise_for
+from onnxpar.base.interrupts import Terminated, end_at_next_signal
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.files.write_file import cause
 from onnxpar.serve.service import Service
@@ -74,25 +72,13 @@ def run_server(
         ready()
         server.join(service)
     except (KeyboardInterrupt, Terminated):
-        _end_at_next_signal()
+        end_at_next_signal()
         service.gate.close()
         service.gate.wait(drain_timeout)
     finally:
         service.gate.stop(ENDING)
         service.gate.wait(_GRACE)
         server.end()
-
-
-def _end_at_next_signal() -> None:
-    """Makes the next signal end the command, and the one behind it kill it."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, end_now)
-        raise_for(number)
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, end)
 
 
 class _Server:

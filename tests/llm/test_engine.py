@@ -24,8 +24,13 @@ import onnxpar
 from onnxpar.errors import InputError, ModelError, RunError
 from onnxpar.llm.engine import DRAINING, FAILED, READY, Engine, Generation
 from onnxpar.llm.generator import Generator
+from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.paged_decoder import count_pages, page_bytes
 from onnxpar.llm.requests import Busy, End, Event, Failure, Limits, Token
 from onnxpar.llm.sampling import Sampling
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.host_memory import HostMemory
+from onnxpar.runtime.lead import Lead
 
 TIMEOUT = 30.0
 Make = Callable[..., Engine]
@@ -180,6 +185,24 @@ def test_a_text_ends_where_the_cache_does(make: Make, alone: Callable[..., list[
         InputError, match=r"--kv-memory is 9000.0 GB a rank, 18000.0 GB in all, and this"
     ):
         make(kv_memory="9TB")
+
+
+def test_the_room_of_hosts(par: Path) -> None:
+    """Under a launcher, the caches fit on each host of the ranks."""
+
+    class Led(Lead):
+        def __init__(self) -> None: ...
+
+        hosts = (HostMemory("a", 1, 4_000_000, 8_000_000), HostMemory("b", 2, 2_000_000, 3_000_000))
+
+    bundle = Bundle.load(par)
+    model = LanguageModel.of(bundle)
+    each = page_bytes(bundle, model)
+    pages = count_pages(bundle, model, None, 10_000, {"start_ranks": Led()})
+    assert pages == 500_000 // (2 * each) > 2
+    with pytest.raises(InputError, match=r"0\.0 GB in all, and host b has 0\.0 GB of memory"):
+        count_pages(bundle, model, 1_600_000, 16, {"start_ranks": Led()})
+    assert count_pages(bundle, model, 1_400_000, 16, {"start_ranks": Led()}) == 1_400_000 // each
 
 
 def test_cancelled_requests_leave_at_once(make: Make, alone: Callable[..., list[int]]) -> None:

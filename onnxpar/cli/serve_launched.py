@@ -1,0 +1,99 @@
+"""`serve` under a launcher: rank 0 serves, and the other ranks follow it."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnxpar.base.interrupts import Terminated, end_at_next_signal
+from onnxpar.base.quick_imports import quick_imports
+from onnxpar.errors import InputError, OnnxparError
+from onnxpar.runtime.checks import check_timeout
+from onnxpar.runtime.cores import BINDINGS
+from onnxpar.runtime.launch import Launched
+from onnxpar.runtime.redirect import redirect_output
+
+if TYPE_CHECKING:
+    from onnxpar.runtime.lead import Lead
+    from onnxpar.runtime.orders import Orders
+
+
+def check_launched(args: argparse.Namespace) -> None:
+    """Checks the options of ranks, on each of them. Errors: InputError for one that only ranks can
+    have which this process starts."""
+    check_timeout(args.timeout)
+    given = (
+        ("--replicas", args.replicas != 1, "each replica needs ranks of its own"),
+        ("--ranks-per-numa", args.ranks_per_numa is not None, "the launcher places ranks"),
+        ("--bind", args.bind != BINDINGS[0], "the launcher binds ranks"),
+    )
+    for flag, is_given, why in given:
+        if is_given:
+            raise InputError(f"{flag}: a launcher has started the ranks, and {why}; leave it out")
+
+
+def serve_launched(
+    args: argparse.Namespace, launched: Launched, serve: Callable[[Lead], None]
+) -> int:
+    """Calls `serve` in rank 0, and follows its orders in the others; returns the exit status, the
+    same on all ranks. Errors: those of `serve`; RankError."""
+    if args.log_dir is not None:
+        redirect_output(args.log_dir, launched.rank, stdout=launched.rank != 0)
+    with quick_imports():
+        from onnxpar.runtime.lead import Lead
+        from onnxpar.runtime.orders import Orders
+
+    orders = Orders(launched, args.timeout)
+    if launched.rank:
+        return _follow(orders, Path(args.par))
+    orders.fetch(Path(args.par))
+    with Lead(orders) as lead:
+        try:
+            serve(lead)
+        except OnnxparError:
+            lead.check()  # says more than what comes of it
+            raise
+        lead.check()
+    return 0
+
+
+def _follow(orders: Orders, par: Path) -> int:
+    """Follows rank 0 until it ends, which a signal makes it do that comes to all processes; a
+    second one ends this process at once."""
+    following = _Following(orders, par)
+    try:
+        return following.wait()
+    except (KeyboardInterrupt, Terminated):
+        end_at_next_signal()
+        return following.wait()
+
+
+class _Following:
+    """The following of rank 0 in a thread, so that signals stay with the main thread."""
+
+    def __init__(self, orders: Orders, par: Path) -> None:
+        self._orders, self._par = orders, par
+        self._found: int | BaseException = 0
+        self._is_over = threading.Event()  # a thread whose `join` a signal ends counts as ended
+        threading.Thread(target=self._run, name="onnxpar-follow", daemon=True).start()
+
+    def wait(self) -> int:
+        """Returns the exit status. Errors: those of `follow`."""
+        while not self._is_over.wait(1.0):
+            pass
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
+
+    def _run(self) -> None:
+        from onnxpar.runtime.follow import follow
+
+        try:
+            self._orders.fetch(self._par)
+            self._found = follow(self._orders)
+        except BaseException as error:  # the main thread raises it
+            self._found = error
+        self._is_over.set()

@@ -1,0 +1,103 @@
+"""A rank of a launch that does what rank 0 does, in the same order."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxpar.errors import OnnxparError, RankError, RunError
+from onnxpar.files.own_folder import OwnFolder
+from onnxpar.runtime.executor import Request
+from onnxpar.runtime.launched_rank import LaunchedRank
+from onnxpar.runtime.log import describe
+from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.orders import CLOSE, END, IDLE, START, Order, Orders
+
+
+def follow(orders: Orders) -> int:
+    """Does what rank 0 orders until that ends; returns the exit status that it gives. A run that
+    fails on all ranks ends nothing. Errors: RankError, which all ranks get soon."""
+    follower = _Follower(orders)
+    try:
+        while (status := follower.obey(orders.hear())) is None:
+            pass
+        return status
+    except Exception as error:  # the outermost boundary of a rank: the others wait for it
+        orders.abort(f"rank {orders.launched.rank} failed: {describe(error)}")
+        raise
+    finally:
+        follower.close()
+        orders.close()
+
+
+class _Follower:
+    """The sessions of this rank, by their numbers, and the folders for their recordings."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._sessions: dict[int, LaunchedRank] = {}
+        self._folders: dict[int, OwnFolder] = {}
+
+    def obey(self, order: Order) -> int | None:
+        """Does what is ordered; returns the exit status if all is over. Errors: RankError."""
+        try:
+            if order.do == END:
+                (status,) = order.given
+                return int(status)
+            if order.do == START:
+                self._start(order.session, *order.given)
+            elif order.do == CLOSE:
+                self._close(order.session)
+            elif order.do != IDLE:
+                _CALLS[order.do](self._sessions[order.session], *order.given)
+        except RunError:  # rank 0 has the same one, and goes on
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            text = f"{type(error).__name__}: {error}"
+            raise RankError(f"rank 0 gave an order that there is not: {text}") from error
+        return None
+
+    def close(self) -> None:
+        """Ends all sessions."""
+        for number in list(self._sessions):
+            self._close(number)
+
+    def _start(self, number: int, path: str, spec: Mapping[str, Any], timeout: float) -> None:
+        own = SessionSpec.from_json(spec)
+        if own.profile:  # a folder of rank 0
+            self._folders[number] = OwnFolder()
+            own = SessionSpec.from_json({**spec, "profile": str(self._folders[number].path)})
+        self._sessions[number] = LaunchedRank(Path(path), own, self._orders.launched, timeout)
+
+    def _close(self, number: int) -> None:
+        self._sessions.pop(number).close()
+        if number in self._folders:
+            self._folders.pop(number).close()
+
+
+def _run(session: LaunchedRank, request: Mapping[str, Any], feeds: Mapping[str, Any]) -> None:
+    session.run(Request(**request), feeds)
+
+
+def _write_log(session: LaunchedRank, text: str) -> None:
+    try:
+        session.write_log(text)
+    except OnnxparError as error:  # of a file that rank 0 does not write
+        warnings.warn(str(error), stacklevel=2)
+
+
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "run": _run,
+    "read_state": LaunchedRank.read_state,
+    "write_state": LaunchedRank.write_state,
+    "clear_state": LaunchedRank.clear_state,
+    "save_states": LaunchedRank.save_states,
+    "save_states_later": LaunchedRank.save_states_later,
+    "load_states": LaunchedRank.load_states,
+    "write_log": _write_log,
+    "reset_states": LaunchedRank.reset_states,
+    "end_profile": LaunchedRank.end_profile,
+}
+"""The calls of a session that rank 0 may order."""
