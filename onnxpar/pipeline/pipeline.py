@@ -303,7 +303,8 @@ def shard(
     if ranks is not None:
         mesh = wanted_mesh(options)
         check_chosen_ranks(ranks, mesh.size if mesh is not None else options.devices)
-        options = replace(options, host=unknown_host, on_any_host=True)
+        request = options.request and dict(sorted({**options.request, "measure": False}.items()))
+        options = replace(options, host=unknown_host, on_any_host=True, request=request)
     made, ctx = plan(path, options, watch, reckoning)
     if ranks is not None:
         check_chosen_ranks(ranks, made.mesh.size)

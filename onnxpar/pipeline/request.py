@@ -31,10 +31,11 @@ Request = Mapping[str, Any]
 
 
 def request_of(asked: Mapping[str, Any]) -> Request | None:
-    """Returns the options that a user gave, with what is in files instead of their names; None if
-    some are objects of Python, which JSON lacks. The files must be readable."""
+    """Returns the options that a user gave, in the order of names, with what is in files instead
+    of their paths; None if some are objects of Python, which JSON lacks. The files must be
+    readable."""
     found: dict[str, Any] = {}
-    for name, value in asked.items():
+    for name, value in sorted(asked.items()):
         if value is None or name in _NOT_KEPT:
             continue
         if name in _IN_FILES and isinstance(value, (str, os.PathLike)):

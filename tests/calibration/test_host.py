@@ -99,7 +99,7 @@ def test_what_is_given_is_not_measured(
     file = tmp_path / "racks.yaml"
     file.write_text(Topology.default().text())
     assert main([*PLAN, "--topology", str(file)]) == 0
-    assert f"costs: {file}" in capsys.readouterr().out
+    assert f"costs: {file.name}" in capsys.readouterr().out
     assert main([*PLAN, "--no-measure"]) == 0
     assert f"costs: {CONSTANTS}" in capsys.readouterr().out
     assert onnxpar.plan(MODEL, devices=2, measure=False).costs == CONSTANTS

@@ -129,7 +129,7 @@ def through(relay: Relay) -> bytes:
 
     def each(rank: int) -> World:
         port = relay.port if rank else relay._hub
-        return World.create(f"relay/{port}", rank, 2, f"tcp://127.0.0.1:{port}#{KEY}", timeout=10)
+        return World.create(f"relay/{port}", rank, 2, f"tcp://127.0.0.1:{port}#{KEY}", timeout=30)
 
     with ThreadPoolExecutor(2) as pool:
         close(list(pool.map(each, range(2))))

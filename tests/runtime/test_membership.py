@@ -190,9 +190,9 @@ def test_an_error_ends_the_run() -> None:
 
 
 def test_too_few_are_left() -> None:
-    launcher = scripted({(0, "a:0"): DIES, (0, "a:1"): DIES}, {0: OBEDIENT})
-    with pytest.raises(RankError, match="ranks left: 1, fewer than --min-ranks 2"):
-        launcher.run(members(min_ranks=2))
+    launcher = scripted({(0, "a:0"): DIES}, {0: OBEDIENT})
+    with pytest.raises(RankError, match="ranks left: 2, fewer than --min-ranks 3"):
+        launcher.run(members(min_ranks=3))
 
 
 def test_generations_that_end_for_no_known_reason() -> None:

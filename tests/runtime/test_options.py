@@ -156,6 +156,6 @@ def test_wrong_cores(doubling: Path, given: dict[str, Any], says: str) -> None:
 def test_ranks_are_bound_to_their_share(doubling: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = own_cores()[0].threads[0], own_cores()[-1].threads[-1]
     bound = [Share((first,), 1, True), Share((last,), 1, True)]
-    monkeypatch.setattr(ranks, "shares", lambda size, bind, per_node: bound)
+    monkeypatch.setattr(ranks, "shares_of_replica", lambda *given: bound)
     with InferenceSession(doubling) as session:
         assert [os.sched_getaffinity(pid) for pid in pids(session)] == [{first}, {last}]
