@@ -12,7 +12,7 @@ from onnxpar.runtime.checks import LONGEST
 
 _DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
 onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
-keeps strangers out. The output of all ranks is that of this command. When a rank fails, all are
+keeps strangers out. It prints what all ranks print. When a rank fails, all are
 ended, and the exit status is that of the rank; with --min-ranks or --max-restarts, those that are
 left start again."""
 
@@ -24,7 +24,8 @@ _EXAMPLES = r"""examples:
 
 On each host, `ssh HOST` must work without a password, Python with onnxpar must be at the same path
 (or at --python), and the command runs in the folder of the same name. --tls-dir, --insecure and
---interface hold for all ranks, as do environment variables whose names begin with ONNXPAR_."""
+--interface hold for all ranks, as do environment variables whose names begin with ONNXPAR_ or
+OMP_."""
 
 
 def add_launch(to: Any) -> None:
@@ -47,7 +48,8 @@ def add_launch(to: Any) -> None:
         "--python",
         default=sys.executable,
         metavar="PATH",
-        help="Python with onnxpar on the hosts; default: %(default)s",
+        help="Python with onnxpar on the hosts; its folder comes first in PATH there; default: the "
+        "Python that runs launch",
     )
     launch.add_argument(
         "--min-ranks",

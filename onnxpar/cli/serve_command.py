@@ -152,23 +152,21 @@ def _add_engine(command: Any) -> None:
 def serve(args: argparse.Namespace) -> int:
     """Runs `serve`. Returns the exit status."""
     _check(args)
-    keys = _keys(args)
     launched = launched_rank()
     if launched is None:
-        _serve(args, keys, {option: getattr(args, option) for option in _RANKS})
+        _serve(args, {option: getattr(args, option) for option in _RANKS})
         return 0
     from onnxpar.cli.serve_launched import check_launched, serve_launched
 
     check_launched(args)
     own = {option: getattr(args, option) for option in _RANKS_ELSEWHERE}
-    return serve_launched(
-        args, launched, lambda lead: _serve(args, keys, {**own, "start_ranks": lead})
-    )
+    return serve_launched(args, launched, lambda lead: _serve(args, {**own, "start_ranks": lead}))
 
 
-def _serve(args: argparse.Namespace, keys: tuple[bytes, ...], options: dict[str, Any]) -> None:
+def _serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Serves until a signal comes, on ranks with these options of a session. Errors:
     OnnxparError."""
+    keys = _keys(args)
     try:
         with quick_imports():
             from onnxpar.serve.serve_model import serve_model

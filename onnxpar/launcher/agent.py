@@ -81,8 +81,10 @@ class Agent:
             self._look_at_ranks()
 
     def _start(self, rank: int, asked: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+        path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
         environment = {
             **os.environ,
+            "PATH": os.pathsep.join(path),
             **asked["environment"],
             "ONNXPAR_RANK": str(rank),
             "ONNXPAR_WORLD_SIZE": str(asked["size"]),

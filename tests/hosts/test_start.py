@@ -119,10 +119,12 @@ def test_a_host_file(cluster: Cluster, expected: np.ndarray) -> None:
 
 
 def test_programs_and_their_status(cluster: Cluster) -> None:
+    """`python` is that of onnxpar."""
     program = (
-        "import os, sys; print(os.uname().nodename); sys.exit(3 * int(os.environ['ONNXPAR_RANK']))"
+        "import onnxpar, os, sys; print(os.uname().nodename);"
+        "sys.exit(3 * int(os.environ['ONNXPAR_RANK']))"
     )
-    words = [*LAUNCH, "--hosts", "a:1,b:1", "--", sys.executable, "-c", program]
+    words = [*LAUNCH, "--hosts", "a:1,b:1", "--", "python", "-c", program]
     status, output, errors = finish(cluster, words)
     assert (status, sorted(output.split())) == (3, ["a", "b"])
     assert errors == "onnxpar: rank 1 on host b ended with status 3\n"
