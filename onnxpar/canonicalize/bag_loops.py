@@ -17,7 +17,9 @@ from onnxpar.canonicalize.padded_bags import padded_bags
 
 def bags_of(node: NodeProto, names: Names) -> Bags | None:
     """The bags that a loop adds up; None for another node."""
-    if node.op_type != "Loop" or not names.is_value(node.input[1], 1):
+    if node.op_type != "Loop" or node.domain not in ("", "ai.onnx"):
+        return None
+    if not names.is_value(node.input[1], 1):
         return None
     body = next(a.g for a in node.attribute if a.name == "body")
     if len(node.input) == 2 and len(node.output) == 1:

@@ -44,8 +44,8 @@ def _places(graph: gs.Graph) -> tuple[dict[int, int], dict[int, gs.Node]]:
     order: dict[int, int] = {}
     guards: dict[int, gs.Node] = {}
     for node in graph.nodes:
-        if node.op == "If" and len(node.outputs) == 1:
-            branch = node.attrs["then_branch"]
+        branch = node.attrs.get("then_branch")  # an op of another domain may be called If, too
+        if node.op == "If" and len(node.outputs) == 1 and isinstance(branch, gs.Graph):
             guards[id(branch.outputs[0])] = node
             for inner in branch.nodes:
                 order[id(inner)] = len(order)

@@ -104,7 +104,7 @@ class LanguageModel:
             tuple(bundle.states),
             frozenset(token_ids(settings.get("eos_token_id"))),
             next(iter(token_ids(settings.get("bos_token_id"))), None),
-            next((settings[name] for name in contexts if name in settings), None),
+            first_number(settings, contexts),
             length == 1,
             not paging and _has_grouped_attention(bundle),
             _page_size(bundle) if paging else 0,
@@ -169,6 +169,11 @@ def settings_of(folder: Path, only_generation: bool = False) -> Mapping[str, Any
             own = read_config(file)
             found |= {k: v for k, v in own.get("text_config", own).items() if v is not None}
     return found
+
+
+def first_number(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Returns the first setting of these that is a whole number."""
+    return next((settings[name] for name in names if isinstance(settings.get(name), int)), None)
 
 
 def token_ids(value: object) -> tuple[int, ...]:

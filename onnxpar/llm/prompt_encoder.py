@@ -10,7 +10,7 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.bundle_names import ENCODER_PART
-from onnxpar.llm.language_model import ENCODER_MASK, check_ids, settings_of
+from onnxpar.llm.language_model import ENCODER_MASK, check_ids, first_number, settings_of
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.session import Session
 
@@ -61,7 +61,7 @@ class PromptModel:
             mask,
             features,
             int(known[1]) if known else settings.get("vocab_size", 1 << 31),
-            next((settings[name] for name in _LENGTHS if name in settings), None),
+            first_number(settings, _LENGTHS),
             padding if isinstance(padding, int) and padding >= 0 else 0,
         )
 

@@ -3,6 +3,7 @@ what was written."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,8 +35,8 @@ class BundleFiles:
 
     @cached_property
     def absent(self) -> list[int]:
-        """The ranks of which no file is in the folder, because it was written for others."""
-        return [rank for rank in range(self.size) if not any(map(self.has, self._alone(rank)))]
+        """The ranks of which nothing is in the folder, because it was written for others."""
+        return [rank for rank in range(self.size) if not any(map(self._names, self._alone(rank)))]
 
     def has(self, name: str) -> bool:
         """True if a file is in the folder."""
@@ -110,6 +111,10 @@ class BundleFiles:
     def _check(self, wanted: Mapping[str, Digests], whole: bool) -> None:
         self.check_sizes(wanted)
         check_files(self.folder, wanted, whole, WRITE_AGAIN)
+
+    def _names(self, name: str) -> bool:
+        """True if the folder has such a name, if only of a link to nothing."""
+        return os.path.lexists(self.folder / name)
 
     def _alone(self, rank: int) -> list[str]:
         """The files that only this rank reads."""

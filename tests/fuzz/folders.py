@@ -76,6 +76,8 @@ def _checkpoint(base: Path, folder: Path, chance: random.Random) -> Case:
 
 def _accepted(file: Path, original: Path) -> str:
     """What is wrong where a folder was accepted: a file of it is not as it was written."""
+    if file.name.startswith("rank_") and not os.path.lexists(file):
+        return ""  # as if written for other ranks alone
     if file.is_file() and file.stat().st_size < HUGE and file.read_bytes() == original.read_bytes():
         return ""
     return f"accepted: {file.parent.name}/{file.name} is not as it was written"

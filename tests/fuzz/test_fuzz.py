@@ -208,6 +208,18 @@ def test_broken_models(
     assert not Path("m.par").exists()
 
 
+@pytest.mark.parametrize("kind", ["If", "Loop", "Scan"])
+def test_ops_of_others_may_have_names_of_onnx(kind: str, tmp_path: Path) -> None:
+    """They stay as they are, for a library of the user's."""
+    model = CORPUS["product"]()
+    node = model.graph.node[-1]
+    node.op_type, node.domain = kind, "own"
+    del node.attribute[:]
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    onnx.save(model, tmp_path / "m.onnx")
+    assert main(["plan", str(tmp_path / "m.onnx"), "--devices", "2"]) == 0
+
+
 def test_what_the_runtime_refuses_is_refused(tmp_path: Path, capsys: Capture) -> None:
     model = CORPUS["product"]()
     model.graph.output.add(name="gone").type.CopyFrom(

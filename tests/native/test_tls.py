@@ -102,7 +102,11 @@ class Relay:
         with suppress(OSError):
             while True:
                 near, _ = self._server.accept()
-                far = socket.create_connection(("127.0.0.1", self._hub))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._hub))
+                except ConnectionRefusedError:  # rank 0 does not listen yet
+                    near.close()
+                    continue
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._pass, args=ends, daemon=True).start()
 
