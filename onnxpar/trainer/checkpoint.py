@@ -242,6 +242,8 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
         layouts = {name: Layout.from_json(tree) for name, tree in data["layouts"].items()}
         for layout in layouts.values():
             layout.check_axes(mesh)
+            if any(size < 0 for size in layout.shape):
+                raise ValueError(f"a layout has a negative size: {layout.shape}")
         slots = [Slot(**slot) for slot in data["slots"]]
         progress = Progress(**data["progress"])
         files: Mapping[str, Digests] = {} if is_old else data["files"]

@@ -306,3 +306,13 @@ def test_a_link_to_a_checkpoint(made: Path, folder: Path) -> None:
         trainer.keep(folder, Progress(6), 1)
         assert [path.name for path in folder.glob("*step*")] == ["step_00000006"]
     assert Checkpoint.load(moved).progress.step == 5
+
+
+def test_sizes_below_zero(folder: Path) -> None:
+    """In a record whose own digest is right."""
+    record = at(folder, 5) / "checkpoint.json"
+    data = json.loads(record.read_text())
+    next(layout for layout in data["layouts"].values() if layout["dims"])["dims"][0]["size"] = -1
+    record.write_text(digests.sealed(data))
+    with pytest.raises(ModelError, match="negative size"):
+        Checkpoint.load(at(folder, 5))
