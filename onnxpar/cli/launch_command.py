@@ -12,9 +12,9 @@ from onnxpar.runtime.checks import LONGEST
 
 _DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
 onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
-keeps strangers out. It prints what all ranks print. When a rank fails, all are
-ended, and the exit status is that of the rank; with --min-ranks or --max-restarts, those that are
-left start again."""
+keeps strangers out. This command prints what all ranks print. When a rank fails, all are ended, and
+the exit status is that of the rank; with --min-ranks or --max-restarts, the ranks that are left
+start again."""
 
 _EXAMPLES = r"""examples:
   onnxpar launch --hosts a:2,b:2 --tls-dir certificates -- run llm.par --inputs in.npz

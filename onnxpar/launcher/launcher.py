@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from onnxpar.errors import RankError
+from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.supervision import AGAIN, HOST_GONE
 
 GRACE = 5.0
@@ -68,7 +68,7 @@ class _Agent:
             self.process.stdin.flush()
 
 
-class Launcher:
+class Launcher(Closing):
     """A launch of a command as the ranks of each host, which together are 0 to their number.
     The output of all ranks goes to that of this process. The end of the block ends the ranks."""
 
@@ -94,17 +94,6 @@ class Launcher:
                 assert pipe is not None
                 self._selector.register(pipe, selectors.EVENT_READ, agent)
             agent.send({**asked, "ranks": list(own)})
-
-    def __enter__(self) -> Launcher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
 
     @property
     def lost(self) -> dict[str, str]:
@@ -139,7 +128,7 @@ class Launcher:
         rank, status = next(failed, (0, 0))
         if status == 0:
             return 0
-        self._end()
+        self.close()
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         host = next(agent.host for agent in self._agents if rank in agent.ranks)
         if status == AGAIN:
@@ -203,7 +192,7 @@ class Launcher:
             agent.running.discard(message["ended"])
             self.ends.setdefault(message["ended"], message["status"])
 
-    def _end(self) -> None:
+    def close(self) -> None:
         """Ends all ranks that still run, and passes on what they print until then."""
         for agent in self._agents:
             assert agent.process.stdin is not None

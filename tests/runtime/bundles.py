@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from agreement import TIMEOUT
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, save
 
 from onnxpar.compiler.plan import write_plan
+from onnxpar.errors import OnnxparError
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.runtime.bundle import FORMAT
+from onnxpar.runtime.bundle import FORMAT, Bundle
+from onnxpar.runtime.executor import Executor
+from onnxpar.runtime.groups import thread_worlds
+from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.session import Session
 
 ELEMENTS = {
@@ -171,3 +177,22 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def started(folders: Sequence[Path], **options: Any) -> list[str]:
+    """Each rank's error at a start from a folder of its own."""
+    worlds = thread_worlds(len(folders), TIMEOUT)
+
+    def start(rank: int) -> str:
+        try:
+            spec = SessionSpec.of(None, **options)
+            Executor(Bundle.load(folders[rank]), worlds[rank], spec)
+        except OnnxparError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        said = list(pool.map(start, range(len(folders))))
+    for world in worlds:
+        world.close()
+    return said

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 from agreement import TIMEOUT, feeds_for
 from committed import MODELS
 from onnx import numpy_helper
+from runtime.bundles import started
 
 from onnxpar.cli.command_line import main
 from onnxpar.errors import ModelError, OnnxparError, RankError
@@ -22,9 +21,6 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.executor import Executor
-from onnxpar.runtime.groups import thread_worlds
-from onnxpar.runtime.options import SessionSpec
 from onnxpar.runtime.threads import ThreadSession
 
 MODEL = MODELS / "llama.dynamo.static.onnx"
@@ -138,24 +134,6 @@ def test_digests_are_those_of_sha256sum(par: Path) -> None:
         "sha256": [hashlib.sha256(data).hexdigest()],
         "ranks": [0],
     }
-
-
-def started(folders: Sequence[Path]) -> list[str]:
-    """Each rank's error at a start from a folder of its own."""
-    worlds = thread_worlds(len(folders), TIMEOUT)
-
-    def start(rank: int) -> str:
-        try:
-            Executor(Bundle.load(folders[rank]), worlds[rank], SessionSpec.of(None))
-        except OnnxparError as error:
-            return str(error)
-        return ""
-
-    with ThreadPoolExecutor(len(folders)) as pool:
-        said = list(pool.map(start, range(len(folders))))
-    for world in worlds:
-        world.close()
-    return said
 
 
 @pytest.mark.usefixtures("medium")

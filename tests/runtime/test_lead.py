@@ -143,19 +143,26 @@ def test_a_language_model(tmp_path: Path, start: Start, name: str) -> None:
     assert [[int(word) for word in line.split()] for line in said.splitlines()] == wanted
 
 
+def lose(led: Led, lost: int, number: int) -> list[str]:
+    """Sends a signal to a rank of three; returns what the others say at their end, which comes
+    within the timeout, with exit status 2."""
+    led.wait_until_up()
+    time.sleep(0.5)
+    led.processes[lost].send_signal(number)
+    begin = time.monotonic()
+    others = [led.processes[rank] for rank in range(3) if rank != lost]
+    said = [process.communicate(timeout=60)[0] for process in others]
+    assert time.monotonic() - begin < 2 * TIMEOUT + 5
+    assert [process.returncode for process in others] == [2, 2]
+    return said
+
+
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("what", ["idle", "busy"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_follower_is_lost(tmp_path: Path, start: Start, what: str, number: int) -> None:
     """The others end with an error that names it."""
-    led = start(what, k_split(tmp_path / "m.par", ranks=3), ranks=3)
-    led.wait_until_up()
-    time.sleep(0.5)
-    led.processes[2].send_signal(number)
-    begin = time.monotonic()
-    said = [led.processes[rank].communicate(timeout=60)[0] for rank in (0, 1)]
-    assert time.monotonic() - begin < 2 * TIMEOUT + 5
-    assert [led.processes[rank].returncode for rank in (0, 1)] == [2, 2]
+    said = lose(start(what, k_split(tmp_path / "m.par", ranks=3), ranks=3), 2, number)
     assert said[0].startswith("LaunchError ") and "rank 2" in said[0], said
     assert "RankError" in said[1] and "rank 2" in said[1], said
 
@@ -165,16 +172,8 @@ def test_a_follower_is_lost(tmp_path: Path, start: Start, what: str, number: int
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_is_lost(tmp_path: Path, start: Start, what: str, number: int) -> None:
     """All others end with an error that names it."""
-    led = start(what, k_split(tmp_path / "m.par", ranks=3), ranks=3)
-    led.wait_until_up()
-    time.sleep(0.5)
-    led.processes[0].send_signal(number)
-    begin = time.monotonic()
-    said = [led.processes[rank].communicate(timeout=60)[0] for rank in (1, 2)]
-    assert time.monotonic() - begin < 2 * TIMEOUT + 5
-    assert [led.processes[rank].returncode for rank in (1, 2)] == [2, 2]
-    for text in said:
-        assert text.startswith("RankError ") and "rank 0" in text, said
+    for text in lose(start(what, k_split(tmp_path / "m.par", ranks=3), ranks=3), 0, number):
+        assert text.startswith("RankError ") and "rank 0" in text, text
 
 
 def test_another_number_of_ranks(tmp_path: Path, start: Start) -> None:

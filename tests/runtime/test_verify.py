@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from agreement import TIMEOUT, feeds_for
 from committed import MODELS
+from runtime.bundles import started
 
 import onnxpar
 from onnxpar.cli.command_line import main
@@ -27,9 +27,7 @@ from onnxpar.llm.generator import Generator
 from onnxpar.runtime import check_start
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.bundle_files import BundleFiles
-from onnxpar.runtime.executor import Executor
 from onnxpar.runtime.groups import thread_worlds
-from onnxpar.runtime.options import SessionSpec
 
 LLAMA = MODELS / "llama.dynamo.static.onnx"
 
@@ -146,25 +144,6 @@ def test_a_change_between_samples_is_found_by_every_byte(
     assert started([tmp_path / "m.par"] * 2) == ["", ""]
     for said in started([tmp_path / "m.par"] * 2, verify=True):
         assert "rank_0001.weights has changed since it was written" in said
-
-
-def started(folders: list[Path], **options: Any) -> list[str]:
-    """Each rank's error at a start from a folder of its own."""
-    worlds = thread_worlds(len(folders), TIMEOUT)
-
-    def start(rank: int) -> str:
-        try:
-            spec = SessionSpec.of(None, **options)
-            Executor(Bundle.load(folders[rank]), worlds[rank], spec)
-        except OnnxparError as error:
-            return str(error)
-        return ""
-
-    with ThreadPoolExecutor(len(folders)) as pool:
-        said = list(pool.map(start, range(len(folders))))
-    for world in worlds:
-        world.close()
-    return said
 
 
 @pytest.mark.usefixtures("medium")
