@@ -20,6 +20,7 @@ _TYPED = (
     "uint64_data",
 )
 """Fields that may have a tensor's elements instead of raw_data."""
+_FLAGS = ("keepdims", "noop_with_empty_axes", "ceil_mode")
 
 
 def restate(model: onnx.ModelProto) -> None:
@@ -39,6 +40,16 @@ def restate(model: onnx.ModelProto) -> None:
     _return_once(model.graph)
     for graph in _graphs(model.graph):
         _restate_graph(graph)
+
+
+def restate_flags(graph: GraphProto) -> None:
+    """Writes flags of reductions and pools that are neither 0 nor 1 as 0, in place, also in
+    subgraphs: onnxruntime reads them so."""
+    for node in nodes_of(graph):
+        if node.op_type.startswith(("Reduce", "Arg")) or node.op_type.endswith("Pool"):
+            for attribute in node.attribute:
+                if attribute.name in _FLAGS and attribute.i not in (0, 1):
+                    attribute.i = 0
 
 
 def _keep_one_value(tensor: TensorProto) -> None:
@@ -75,9 +86,10 @@ def _return_once(graph: GraphProto) -> None:
 
 
 def _restate_graph(graph: GraphProto) -> None:
+    refused = [t for t in graph.initializer if not t.name and not t.data_type]
     stored = {t.name: t for t in graph.initializer if t.name}  # of equal names, the last counts
     if len(stored) < len(graph.initializer):
-        _replace(graph.initializer, list(stored.values()))
+        _replace(graph.initializer, [*stored.values(), *refused])
     typed = {p.name: p for p in graph.value_info if p.name and p.type.WhichOneof("value")}
     if len(typed) < len(graph.value_info):
         _replace(graph.value_info, list(typed.values()))

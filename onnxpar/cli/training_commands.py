@@ -153,6 +153,7 @@ def _train(
                     logs.mkdir(parents=True, exist_ok=True)
                 _follow(generations, data, run, held_out, logs)
         except RankError as error:
+            generations.trainer.close()  # may complete a checkpoint
             first, *others = str(error).split("\n")
             error.args = ("\n".join([f"{first}; {last_checkpoint(run)}", *others]),)
             raise

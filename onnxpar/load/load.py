@@ -23,7 +23,7 @@ from onnxpar.canonicalize.page_caches import page_caches
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
-from onnxpar.canonicalize.tolerated import restate
+from onnxpar.canonicalize.tolerated import restate, restate_flags
 from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
 from onnxpar.canonicalize.upgrade import raise_opset, upgrade
@@ -170,6 +170,7 @@ def load(
         add_bodies(proto)
         show("bodies-for-training", proto)
     proto = inlined(proto, path)
+    restate_flags(proto.graph)
     show("inline-functions", proto)
     if page_size:
         states = [*states, *page_caches(proto, page_size, kv_dtype)]

@@ -20,7 +20,7 @@ from onnxpar.ir.tensors import Size, constant, tensor_shape
 from onnxpar.rules.indexing import finish_held, is_summable, joined_by, lookup
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
+from onnxpar.rules.rule import Local, Lowering, Rule, einsum, invalid, names, rule
 from onnxpar.rules.scattering import can_pad, meeting_updates, scatter_padded
 
 _PICKED = "the indices into it are not consecutive"
@@ -113,10 +113,16 @@ def gather_nd(node: gs.Node) -> Rule:
     does not hold, unless constant indices count up along t and u. Tuples of one index are lowered
     as in Gather."""
     data, indices = (tensor_shape(t) or () for t in node.inputs)
-    batch = node.attrs.get("batch_dims", 0)
+    batch, width = node.attrs.get("batch_dims", 0), indices[-1] or 0
+    if not 0 <= batch < len(indices) or batch + width > len(data):
+        raise invalid(
+            node,
+            f"batch_dims={batch} and tuples of {width} indices, for data of {len(data)} and "
+            f"indices of {len(indices)} dimensions",
+        )
     shared = names("b", batch)
     at = [*shared, *names("i", len(indices) - batch - 1)]
-    rest = names("d", len(data) - batch - (indices[-1] or 0))
+    rest = names("d", len(data) - batch - width)
     out = dims_text([*at, *rest])
     columns = Columns(node.inputs[1], data[batch:], at)
     if columns.runs == [None]:

@@ -10,11 +10,20 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
 from onnxpar.ir.tensors import Size, constant, given, tensor_shape
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.notation import ONE, Expr, Prod, Spec, Var
-from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule
+from onnxpar.rules.rule import (
+    FIRST,
+    Local,
+    Lowering,
+    Rule,
+    einsum,
+    invalid,
+    names,
+    rule,
+    whole_rule,
+)
 
 PERMUTES: dict[str, Any] = {"linear": (FIRST,), "monotone": FIRST}
 """Fields of rules for ops that only move elements of operand 0: it may be partial in any way."""
@@ -120,9 +129,8 @@ def transpose(node: gs.Node) -> Rule:
     dims = names("d", rank)
     perm = node.attrs.get("perm") or range(rank)[::-1]
     if sorted(perm) != list(range(rank)):
-        raise ModelError(
-            f"Transpose '{node.name}' has perm={list(perm)}, which does not order the {rank} "
-            "dimensions of its operand; export the model again"
+        raise invalid(
+            node, f"perm={list(perm)}, which does not order the {rank} dimensions of its operand"
         )
     return einsum(
         node, f"{' '.join(dims) or '()'} -> {' '.join(dims[p] for p in perm) or '()'}", **PERMUTES

@@ -16,7 +16,7 @@ from onnx import TensorProto
 from onnxpar.ir.tensors import Size, constant, dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import where_held
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule
+from onnxpar.rules.rule import Lowering, Rule, einsum, invalid, names, rule
 
 
 @rule("QuantizeLinear DequantizeLinear")
@@ -35,6 +35,9 @@ def quantize(node: gs.Node) -> Rule:
     whole: dict[str, str] = {}
     sizes: dict[str, Size] = {}
     block = node.attrs.get("block_size", 0)
+    rank = len(tensor_shape(node.inputs[1]) or ())
+    if block < 0 or rank not in ([len(shape)] if block else [0, 1]):
+        raise invalid(node, f"block_size={block} and a scale of {rank} dimensions")
     if not block:
         rest = [_per_axis(t, dims[axis] if dims else "1") for t in node.inputs[1:]]
     else:

@@ -8,11 +8,10 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
 from onnxpar.rules import recurrence_lowering
 from onnxpar.rules.communicate import communicating
 from onnxpar.rules.recurrence_lowering import GATES
-from onnxpar.rules.rule import Local, Rule, einsum, given_specs, rule
+from onnxpar.rules.rule import Local, Rule, einsum, given_specs, invalid, rule
 
 _STEP = "every step of the recurrence needs all of it"
 _INPUT = "the kernel multiplies it by W; a Scan without the kernel takes longer than to gather it"
@@ -39,10 +38,7 @@ def recurrence(node: gs.Node) -> Rule:
         whole["d"] = "the slopes of its activations are listed for all directions together"
     units = node.attrs.get("hidden_size")
     if not units:
-        raise ModelError(
-            f"{node.op} '{node.name}' has no hidden_size, which onnxruntime requires; export the "
-            "model again"
-        )
+        raise invalid(node, "no hidden_size, which onnxruntime requires")
     fields = communicating(node, "h", [units], recurrence_lowering.lower)
     return einsum(
         node,

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.errors import ModelError, OnnxparError, StrategyError
 from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.lowering_interface import Local as Local
 from onnxpar.rules.lowering_interface import Lowering as Lowering
@@ -106,6 +106,11 @@ def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
     for old in _RENAMED.keys() & fields.keys():
         warnings.warn(f"{old}= is now {_RENAMED[old]}=", DeprecationWarning, stacklevel=3)
     return {_RENAMED.get(name, name): value for name, value in fields.items()}
+
+
+def invalid(node: gs.Node, what: str) -> ModelError:
+    """The error for a node whose attributes no runtime takes."""
+    return ModelError(f"{node.op} '{node.name}' has {what}; export the model again")
 
 
 def einsum(

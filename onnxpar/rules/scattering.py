@@ -14,7 +14,7 @@ from onnxpar.ir.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.indexing import SELECTED, local_rows, uncovered
 from onnxpar.rules.movement import output_shape
 from onnxpar.rules.notation import dims_text
-from onnxpar.rules.rule import Local, Lowering, Rule, einsum, names, rule
+from onnxpar.rules.rule import Local, Lowering, Rule, einsum, invalid, names, rule
 
 _ZERO, _ONE = np.array(0, np.int64), np.array(1, np.int64)
 _MEETS = "several updates may hit one element, and the last one wins"
@@ -211,7 +211,10 @@ class _Writes:
 def reverse_sequence(node: gs.Node) -> Rule:
     """`t b d, b -> t b d`; t must stay whole."""
     dims = names("d", len(tensor_shape(node.inputs[0]) or ()))
-    time, batch = dims[node.attrs.get("time_axis", 0)], dims[node.attrs.get("batch_axis", 1)]
+    axes = node.attrs.get("time_axis", 0), node.attrs.get("batch_axis", 1)
+    if sorted(axes) != [0, 1]:
+        raise invalid(node, f"time_axis={axes[0]} and batch_axis={axes[1]}, not 0 and 1")
+    time, batch = dims[axes[0]], dims[axes[1]]
     text = dims_text(dims)
     return einsum(
         node,

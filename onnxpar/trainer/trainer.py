@@ -155,13 +155,14 @@ class Trainer(Closing):
     def finish_save(self) -> Progress | None:
         """Waits until the checkpoint that `async_save` began is complete and on disk; returns its
         progress, or None if there is none. Errors: OnnxparError if it cannot be written, or if
-        nothing is written for a long time."""
+        nothing is written for a long time; RankError if a rank has died."""
         if self._unfinished is None:
             return None
         folder, progress = self._unfinished
         self._unfinished = None
         has_told = False
         while not self.together.first(self._is_finished):
+            self.session.check_alive()
             if self.leads and not has_told:
                 has_told = True
                 tell(f"waiting for {folder / progress.name}, which is still being written")

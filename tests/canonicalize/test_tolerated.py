@@ -15,6 +15,7 @@ from small_models import write_text
 from tiny_models import BOOL, INT, RANDOM, TP, W, X, agree, model, port, product, write
 
 import onnxpar
+from onnxpar.base.arrays import Array
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.runtime.threads import ThreadSession
 
@@ -184,6 +185,40 @@ def function_of_an_ops_name(_: Path) -> onnx.ModelProto:
     opset = [helper.make_opsetid("", 18)]
     proto.functions.append(helper.make_function("", "Relu", ["a"], ["b"], body, opset))
     return proto
+
+
+@case
+def keepdims_of_two(_: Path) -> onnx.ModelProto:
+    """Onnxruntime keeps the dimension only where it is 1."""
+    proto = product()
+    proto.graph.node[1].CopyFrom(
+        helper.make_node("ReduceSum", ["h", "axes"], ["y"], "sum", keepdims=2)
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axes"))
+    proto.graph.output[0].CopyFrom(port("y", [6]))
+    return proto
+
+
+@case
+def noop_of_two(_: Path) -> onnx.ModelProto:
+    """It sums all: only 1 leaves the operand as it is."""
+    proto = product()
+    sum_ = helper.make_node("ReduceSum", ["h"], ["y"], "sum", noop_with_empty_axes=2, keepdims=0)
+    proto.graph.node[1].CopyFrom(sum_)
+    proto.graph.output[0].CopyFrom(port("y", []))
+    return proto
+
+
+@case
+def ceil_mode_of_two(_: Path) -> onnx.ModelProto:
+    """It rounds down: only 1 rounds up."""
+    pool = {"kernel_shape": [3, 1], "strides": [2, 1], "ceil_mode": 2}
+    nodes = [
+        helper.make_node("Constant", [], ["axes"], value_ints=[0, 1]),
+        helper.make_node("Unsqueeze", ["x", "axes"], ["h"]),
+        helper.make_node("MaxPool", ["h"], ["y"], **pool),
+    ]
+    return model(nodes, [port("x", [6, 4])], [port("y", [1, 1, 2, 4])], opset=22, ir=10)
 
 
 @case
@@ -430,18 +465,43 @@ def of_no_type(tensor: TensorProto) -> None:
     tensor.data_type = 0
 
 
+def of_no_type_and_name(tensor: TensorProto) -> None:
+    tensor.CopyFrom(TensorProto())
+
+
 def untyped_input() -> onnx.ModelProto:
     proto = product()
     proto.graph.input[0].type.tensor_type.elem_type = 0
     return proto
 
 
+def single(op: str, weight: Array, **attributes: int) -> onnx.ModelProto:
+    """y = op(x, w), for x of 6 by 4."""
+    node = helper.make_node(op, ["x", "w"], ["y"], "odd", **attributes)
+    kind = TensorProto.UINT8 if op == "QuantizeLinear" else TensorProto.FLOAT
+    result = helper.make_tensor_value_info("y", kind, None)
+    return model([node], [port("x", [6, 4])], [result], {"w": weight}, opset=21)
+
+
+def at(*shape: int) -> Array:
+    return np.ones(shape, np.int64)
+
+
+SCALE = np.ones(4, np.float32)
+
+
 @pytest.mark.parametrize(
     ("proto", "reason"),
     [
+        (single("GatherND", at(2, 1), batch_dims=-1), "GatherND 'odd' has batch_dims=-1 and"),
+        (single("ReverseSequence", at(4), time_axis=-1), "time_axis=-1 and batch_axis=1, not"),
+        (single("ReverseSequence", at(4), batch_axis=2), "time_axis=0 and batch_axis=2, not"),
+        (single("QuantizeLinear", SCALE, block_size=-1), "block_size=-1 and a scale of 1 dim"),
+        (single("QuantizeLinear", SCALE, block_size=2), "block_size=2 and a scale of 1 dim"),
         (broken(longer), "'w' has 100 bytes, but its shape and type need 96"),
         (broken(longer_list), "'w' has 25 elements, but its shape and type need 24"),
         (broken(of_no_type), "'w' has data type 0"),
+        (broken(of_no_type_and_name), "'' has data type 0"),
         (elsewhere(location=""), "external data '' of 'w' is missing"),
         (elsewhere(location="w.bin", offset=""), "weight 'w' is not a number"),
         (elsewhere(location="w.bin", offset="-4"), "too short for 'w'"),

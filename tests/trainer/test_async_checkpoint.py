@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.bundles import wait_until
+from runtime.bundles import pids, wait_until
 from trainer.disk import Disk, Killed
 from training.steps import MLP, ThreadTrainer, newest, same, shard, states, write_step
 from training.test_lazy import MODEL as LOOKUPS
 
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.errors import InputError, OnnxparError, RankError
 from onnxpar.files.digests import DigestWriter
 from onnxpar.runtime.snapshot import marker
 from onnxpar.trainer import pending_checkpoint
@@ -24,6 +26,7 @@ from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Record, Run, records
 from onnxpar.trainer.pending_checkpoint import PendingCheckpoint
 from onnxpar.trainer.together import ALONE
+from onnxpar.trainer.trainer import Trainer
 
 WAIT = 60.0
 
@@ -197,6 +200,19 @@ def test_a_disk_that_hangs(
     with pytest.raises(OnnxparError, match=r"rank 0 has not finished its files, and no rank has"):
         trainer.finish_save()
     assert newest(tmp_path) is None
+
+
+def test_a_rank_that_dies_before_it_has_written(
+    par: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends the wait long before a disk that hangs does."""
+    monkeypatch.setattr(PendingCheckpoint, "_look", lambda _: 0)
+    with Trainer(par) as trainer:
+        trainer.async_save(tmp_path, Progress(3))
+        os.kill(pids(trainer.session)[1], signal.SIGKILL)
+        with pytest.raises(RankError, match=r"^a check of .*: rank 1 was killed by SIGKILL"):
+            trainer.finish_save()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("has_time", [True, False])
