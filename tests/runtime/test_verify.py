@@ -70,6 +70,12 @@ def link_out(par: Path) -> None:
     (par / "rank_0001.weights").symlink_to("../elsewhere")
 
 
+def link_to_nothing(par: Path) -> None:
+    for file in [*par.glob("rank_0001.*")]:
+        file.unlink()
+        file.symlink_to("nothing")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (
         lambda par: flip(par / "rank_0001.weights"),
@@ -90,6 +96,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda par: (par / "encoder").mkdir(),
         r"encoder is not in the list of files of plan\.json; remove it",
     ),
+    "links to nothing": (link_to_nothing, r"m\.par lacks rank_0001\.onnx, though its plan has 2"),
     "a link out of the folder": (link_out, r"rank_0001\.weights is a link to .*elsewhere, outside"),
 }
 
