@@ -56,9 +56,9 @@ def _replace(graph: gs.Graph, node: gs.Node) -> None:
 
 def _place(reader: gs.Node, count: int) -> int | None:
     """The position of the sequence element that a node picks, from 0 to count - 1; None if the node
-    does anything else, or if the position is not constant."""
+    does anything else, or if the position is no constant scalar."""
     number = constant(reader.inputs[1]) if reader.op == "SequenceAt" else None
-    place = count if number is None else int(number)
+    place = count if number is None or number.shape else int(number)
     return place % count if -count <= place < count else None
 
 

@@ -25,7 +25,7 @@ def taken_apart(*readers: NodeProto, outputs: int = 1, **attrs: Any) -> Any:
         node("SplitToSequence", split, "s", **{k: v for k, v in attrs.items() if k != "by"}),
         *readers,
     ]
-    weights = {f"at{i}": np.array(i) for i in range(-2, 3)}
+    weights = {f"at{i}": np.array(i) for i in range(-2, 3)} | {"list": np.array([1])}
     if "by" in attrs:
         weights["by"] = np.array(attrs["by"])
     results = [port(f"y{i}", None) for i in range(outputs)]
@@ -47,6 +47,7 @@ SPLIT = {
 }
 KEPT = {
     "a place that is fed": taken_apart(node("SequenceAt", "s any", "y0"), axis=1, by=2),
+    "a place in a list": taken_apart(node("SequenceAt", "s list", "y0"), axis=1, by=2),
     "joined": taken_apart(node("ConcatFromSequence", "s", "y0", axis=0), axis=1, by=2),
 }
 
