@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import AttributeProto, NodeProto, TensorProto, numpy_helper
+from onnx import AttributeProto, NodeProto, TensorProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnxpar.base.arrays import Array
+from onnxpar.ir.stored import read_stored
 from onnxpar.runtime.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
@@ -179,7 +180,7 @@ def _open_weights(
         size = math.prod(tensor.dims)
         is_small = 1 < size <= min(_READ_AT_MOST, left) and len(tensor.dims) > 0
         if is_small and tensor.name in read - ports and tensor.data_type in _FLOATS:
-            found[tensor.name] = numpy_helper.to_array(tensor, str(folder or ""))
+            found[tensor.name] = read_stored(tensor, Path(folder or ""))
             left -= size
             info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             proto.graph.input.append(info)

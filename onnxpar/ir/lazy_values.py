@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
+
+from onnxpar.ir.stored import read_stored
 
 
 class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
@@ -20,7 +22,7 @@ class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
 
     def load(self) -> np.ndarray[Any, Any]:
         """Reads the values."""
-        return numpy_helper.to_array(self.tensor, str(self.folder))
+        return read_stored(self.tensor, self.folder)
 
 
 class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
@@ -43,7 +45,7 @@ class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
 
     def load(self) -> np.ndarray[Any, Any]:
         """Reads the values."""
-        return np.stack([numpy_helper.to_array(p, str(self.folder)) for p in self.parts])
+        return np.stack([read_stored(p, self.folder) for p in self.parts])
 
 
 def stack_of(tensor: gs.Constant) -> StackedValues | None:

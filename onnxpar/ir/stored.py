@@ -19,6 +19,7 @@ from onnx import (
     numpy_helper,
 )
 
+from onnxpar.base.arrays import Array
 from onnxpar.base.packing import stored_bits
 from onnxpar.errors import ModelError
 
@@ -89,6 +90,17 @@ _KEYS = ("location", "offset", "length", "checksum")
 """Keys of external data that the runtime knows."""
 
 
+def read_stored(tensor: TensorProto, folder: Path) -> Array:
+    """Returns the values of a tensor, also from external data in a folder."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return np.asarray(numpy_helper.to_array(tensor))
+    exact = TensorProto.FromString(tensor.SerializeToString())
+    for entry in [e for e in exact.external_data if e.key == "length"]:
+        exact.external_data.remove(entry)
+    exact.external_data.add(key="length", value=str(stored_bytes(tensor)))
+    return np.asarray(numpy_helper.to_array(exact, str(folder)))
+
+
 def check_stored(tensor: TensorProto, model: Path) -> None:
     """Errors: ModelError if the size of a tensor's data does not match its type and shape, or if
     the data is missing, outside the model's folder, or a segment."""
@@ -128,6 +140,34 @@ _VALUES = {
     "value_string", "value_strings",
 }  # fmt: skip
 """The attributes of which a Constant has exactly one."""
+
+
+_HELD = {
+    AttributeProto.FLOAT: "f", AttributeProto.FLOATS: "floats",
+    AttributeProto.INT: "i", AttributeProto.INTS: "ints",
+    AttributeProto.STRING: "s", AttributeProto.STRINGS: "strings",
+    AttributeProto.TENSOR: "t", AttributeProto.TENSORS: "tensors",
+    AttributeProto.GRAPH: "g", AttributeProto.GRAPHS: "graphs",
+    AttributeProto.SPARSE_TENSOR: "sparse_tensor", AttributeProto.SPARSE_TENSORS: "sparse_tensors",
+    AttributeProto.TYPE_PROTO: "tp", AttributeProto.TYPE_PROTOS: "type_protos",
+}  # fmt: skip
+"""The field that holds the value of an attribute, by its type."""
+
+
+def check_attributes(graph: GraphProto, model: Path) -> None:
+    """Errors: ModelError for an attribute that holds a value of another type than it states:
+    onnxruntime goes by the type, and reads 0 or nothing."""
+    fields = set(_HELD.values())
+    for node in nodes_of(graph):
+        for attribute in node.attribute:
+            held = fields & {field.name for field, _ in attribute.ListFields()}
+            if attribute.type and held - {_HELD.get(attribute.type)}:
+                kind = AttributeProto.AttributeType.Name(attribute.type)
+                raise ModelError(
+                    f"{model}: attribute {attribute.name!r} of {node.op_type} "
+                    f"{node.name or next(iter(node.output), '')!r} is stated to be {kind}, but "
+                    f"holds {', '.join(sorted(held))}; export the model again"
+                )
 
 
 def check_constants(graph: GraphProto, model: Path) -> None:
@@ -170,7 +210,7 @@ def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
             f"type {at.data_type}; it must have a vector of values, and an int64 index for each; "
             "export the model again"
         )
-    places = numpy_helper.to_array(at, str(model.parent))
+    places = read_stored(at, model.parent)
     most = dims if places.ndim == 2 else [math.prod(dims)]
     if (places < 0).any() or (places >= most).any():
         raise ModelError(f"{what} has a value outside of its shape; export the model again")
@@ -209,6 +249,11 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
         )
     need = stored_bytes(tensor)
     have = data.stat().st_size - offset if length is None else length
+    if length is not None and length > need:
+        raise ModelError(
+            f"{model}: external data {location!r} of {tensor.name!r} has {length} bytes, but its "
+            f"shape and type need {need}; export the model again"
+        )
     if have < need or data.stat().st_size < offset + need or offset < 0:
         raise ModelError(
             f"{model}: external data {location!r} is too short for {tensor.name!r}, which needs "
@@ -375,8 +420,8 @@ def densify(graph: GraphProto, folder: Path) -> None:
 
 
 def _dense(sparse: SparseTensorProto, folder: Path) -> TensorProto:
-    values = numpy_helper.to_array(sparse.values, str(folder))
-    at = numpy_helper.to_array(sparse.indices, str(folder))
+    values = read_stored(sparse.values, folder)
+    at = read_stored(sparse.indices, folder)
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     if at.ndim == 2:
         dense[tuple(at.T)] = values

@@ -26,6 +26,8 @@ from typing import Any
 from onnxpar.files.own_folder import OwnFolder
 
 TICK = 0.05
+DRAIN = 1.0
+"""Most seconds for which a pipe is read that somebody holds open after its rank has ended."""
 HUB = "onnxpar-hub"
 LONGEST_LINE = 65536
 """Bytes of a line after which it is passed on in parts."""
@@ -61,9 +63,9 @@ class Agent:
         self._told = ""
         self._lines = b""
         self._ending: float | None = None
+        self._drained: dict[int, float] = {}  # when the output of a rank that has ended is over
         self._unfinished: dict[tuple[int, int], bytes] = {}  # the last line of a rank's stream
         self._selector = selectors.DefaultSelector()
-        os.set_blocking(0, False)
         self._selector.register(0, selectors.EVENT_READ, None)
         self._ranks = {rank: self._start(rank, asked, folder) for rank in asked["ranks"]}
         self._take(rest)
@@ -151,8 +153,7 @@ class Agent:
         """Passes on what a rank has printed, in whole lines: those of ranks do not mix."""
         data = os.read(key.fd, 65536)
         if not data:
-            self._selector.unregister(key.fileobj)
-            return self._tell(key.data, self._unfinished.pop(key.data, b""))
+            return self._close(key)
         text = self._unfinished.get(key.data, b"") + data
         end = 1 + max(text.rfind(b"\n"), text.rfind(b"\r"))
         if len(text) - end > LONGEST_LINE:
@@ -160,23 +161,34 @@ class Agent:
         self._unfinished[key.data] = text[end:]
         self._tell(key.data, text[:end])
 
+    def _close(self, key: selectors.SelectorKey) -> None:
+        """Passes on the rest of a stream, and reads no more of it."""
+        self._selector.unregister(key.fileobj)
+        self._tell(key.data, self._unfinished.pop(key.data, b""))
+
     def _tell(self, stream: tuple[int, int], text: bytes) -> None:
         if text:
             rank, number = stream
             _say({"rank": rank, "stream": number, "text": base64.b64encode(text).decode()})
 
     def _look_at_ranks(self) -> None:
-        """Tells which ranks have ended, and kills those that do not end in time."""
+        """Tells which ranks have ended, and kills those that do not end in time, and what a rank
+        leaves behind."""
         if self._ending is not None and time.monotonic() > self._ending:
             for process in self._ranks.values():
                 _kill(process, signal.SIGKILL)
-        open_pipes = {key.data[0] for key in self._selector.get_map().values() if key.data}
         for rank, process in list(self._ranks.items()):
-            if process.poll() is None or (rank in open_pipes and self._ending is None):
+            if process.poll() is None:
                 continue
+            if rank not in self._drained:
+                self._drained[rank] = time.monotonic() + DRAIN
+                _kill(process, signal.SIGKILL)
+            pipes = [k for k in self._selector.get_map().values() if k.data and k.data[0] == rank]
+            if pipes and time.monotonic() < self._drained[rank]:
+                continue
+            for pipe in pipes:
+                self._close(pipe)
             del self._ranks[rank]
-            for number in (1, 2):
-                self._tell((rank, number), self._unfinished.pop((rank, number), b""))
             _say({"ended": rank, "status": process.returncode})
 
     def _end(self) -> None:
@@ -188,11 +200,9 @@ class Agent:
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is None:
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
+    """Sends a signal to a rank and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _end_with_parent() -> None:

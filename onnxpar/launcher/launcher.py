@@ -63,6 +63,8 @@ class _Agent:
 
     def send(self, message: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
+        if self.process.stdin.closed:
+            return
         with suppress(BrokenPipeError):  # how it ends says why
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
@@ -175,7 +177,9 @@ class Launcher(Closing):
     def _handle(self, agent: _Agent, line: bytes) -> None:
         try:
             message = json.loads(line)
-        except ValueError:  # printed by a login script
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):  # printed by a login script
             return
         agent.has_started = True
         if "error" in message:
@@ -186,28 +190,30 @@ class Launcher(Closing):
                     other.send({"hub": message["hub"]})
         if "text" in message:
             stream = sys.stdout if message["stream"] == 1 else sys.stderr
-            stream.write(base64.b64decode(message["text"]).decode(errors="backslashreplace"))
             stream.flush()
+            stream.buffer.write(base64.b64decode(message["text"]))
+            stream.buffer.flush()
         if "ended" in message:
             agent.running.discard(message["ended"])
             self.ends.setdefault(message["ended"], message["status"])
 
     def close(self) -> None:
         """Ends all ranks that still run, and passes on what they print until then."""
-        for agent in self._agents:
-            assert agent.process.stdin is not None
-            if not agent.process.stdin.closed:
+        try:
+            for agent in self._agents:
                 agent.send({"end": True})
+                assert agent.process.stdin is not None
                 with suppress(BrokenPipeError):
                     agent.process.stdin.close()
-        until = time.monotonic() + self._grace + END
-        while self._selector.get_map() and time.monotonic() < until:
-            with suppress(RankError):
-                self.look(TICK)
-        for agent in self._agents:
-            if self._selector.get_map():
-                agent.process.kill()
-            agent.process.wait()
+            until = time.monotonic() + self._grace + END
+            while self._selector.get_map() and time.monotonic() < until:
+                with suppress(RankError):
+                    self.look(TICK)
+        finally:
+            for agent in self._agents:
+                if self._selector.get_map():
+                    agent.process.kill()
+                agent.process.wait()
 
 
 def is_here(host: str) -> bool:

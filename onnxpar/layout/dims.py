@@ -339,8 +339,8 @@ def dim_of_json(data: Mapping[str, Any]) -> Dim:
     elif "parts" in data:
         parts = tuple(data["parts"])
     for number in (data["size"], *(parts if isinstance(parts, tuple) else ())):
-        if not isinstance(number, int):
-            raise TypeError(f"a size is {number!r:.60}")
+        if type(number) is not int:
+            raise ValueError(f"a size is {number!r:.60}")
     return Factor(data["size"], tuple(Axis(*a) for a in data.get("axes", [])), parts)
 
 

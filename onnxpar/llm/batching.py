@@ -10,7 +10,7 @@ from onnxpar.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder
-from onnxpar.llm.requests import End, Event, Failure, Token
+from onnxpar.llm.requests import End, Event, Failure, Token, tell
 from onnxpar.llm.scheduler import Piece, Scheduler, Step, Text
 
 Choice = tuple[Text, Token | Failure | None]
@@ -70,7 +70,7 @@ class Batching:
     def end(self, text: Text, event: Event) -> None:
         """Removes a text, and tells its listener."""
         self.scheduler.remove(text)
-        text.listen(event)
+        tell(text, event)
 
     def next(self) -> Step | None:
         """Returns the next step; None if there is no text."""
@@ -145,7 +145,7 @@ class Batching:
                 continue
             self.done.generated_tokens += 1
             text.tokens.append(token.id)
-            text.listen(token)
+            tell(text, token)
             if text.is_cancelled:
                 continue  # by its listener
             if token.id in text.limits.ends:

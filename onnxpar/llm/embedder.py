@@ -16,7 +16,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.llm.encoder import Encoder, Tokens
 from onnxpar.llm.encoder_model import EncoderModel
-from onnxpar.llm.requests import Busy, End, Failure
+from onnxpar.llm.requests import Busy, End, Failure, tell
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import READY, Worker
 from onnxpar.runtime.bundle import Bundle
@@ -26,7 +26,7 @@ _SEEN = 4096
 """Texts of the queue's beginning of which a batch is chosen."""
 Listener = Callable[[Array | End | Failure], None]
 """Called once, with the results of a request, (texts, width), or why there are none; in the
-embedder's own thread. It must return soon, and not raise."""
+embedder's own thread. It must return soon."""
 
 
 @dataclass(frozen=True)
@@ -300,11 +300,11 @@ class Embedder(Worker[Job, Sequence[Row], Encoder]):
             row.job.results[row.index] = result
             row.job.left -= 1
             if not row.job.left:
-                row.job.listen(row.job.results)
+                tell(row.job, row.job.results)
 
     def _end(self, job: Job, event: End | Failure) -> None:
         self._queue.remove(job)
-        job.listen(event)
+        tell(job, event)
 
 
 def scores(logits: Array) -> Array:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from onnxpar.canonicalize.candidates import BEST
 from onnxpar.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.sampling import Sampling
+from onnxpar.runtime.log import describe
+
+E = TypeVar("E", contravariant=True)
 
 
 class Constraint(Protocol):
@@ -104,5 +108,22 @@ class Failure:
 
 Event = Token | End | Failure
 Listener = Callable[[Event], None]
-"""Called with each event of a request, in order, in the engine's own thread. It must return soon,
-and not raise."""
+"""Called with each event of a request, in order, in the engine's own thread. It must return soon. A
+request whose listener raises an error is cancelled."""
+
+
+class Heard(Protocol[E]):
+    """A request with a listener."""
+
+    is_cancelled: bool
+
+    def listen(self, event: E, /) -> None: ...
+
+
+def tell(request: Heard[E], event: E) -> None:
+    """Calls the listener of a request; if it fails, cancels the request: others go on."""
+    try:
+        request.listen(event)
+    except Exception as error:  # of whoever uses the engine
+        request.is_cancelled = True
+        warnings.warn(f"a request ends, as its listener failed: {describe(error)}", stacklevel=2)

@@ -14,6 +14,7 @@ from onnxpar.errors import LaunchError, ModelError, OnnxparError, RankError, Run
 from onnxpar.llm.requests import Busy
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.log import describe
 from onnxpar.runtime.session import InferenceSession
 
 READY, STARTING, DRAINING, FAILED, CLOSED = "ready", "starting", "draining", "failed", "closed"
@@ -28,13 +29,14 @@ MOST_LOSSES = 2
 """How often a request goes on after its ranks died: it may itself be what they die of."""
 
 
-class Loses(Protocol):
-    """A request that notes how often ranks died that computed it."""
+class Submitted(Protocol):
+    """A request: whether it is to end, and how often ranks died that computed it."""
 
+    is_cancelled: bool
     losses: int
 
 
-Request = TypeVar("Request", bound=Loses)
+Request = TypeVar("Request", bound=Submitted)
 Work = TypeVar("Work")
 Made = TypeVar("Made")
 
@@ -44,8 +46,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
     next run computes, and what it makes of a new session.
 
     If a rank dies, all requests are offered to other workers of the same model, if there are any,
-    and new ranks are started, on which those go on that nobody took. The thread holds the lock,
-    `_changed`, whenever it calls a method of the subclass but `_open` and `_run`.
+    and new ranks are started, which compute the rest. The thread holds the lock, `_changed`,
+    whenever it calls a method of the subclass but `_open` and `_run`.
 
     par      a folder that `onnxpar shard` wrote
     options  those of `InferenceSession`
@@ -153,6 +155,9 @@ class Worker(Closing, Generic[Request, Work, Made]):
         """The requests that have not ended, also while they are offered to others."""
         return [*self._requests(), *self._moving]
 
+    def _is_closed(self) -> bool:
+        return self._status == CLOSED
+
     def _start_ranks(self) -> Made:
         """Starts the first ranks; returns what `_open` made. Errors: RankError if a rank does not
         start."""
@@ -170,7 +175,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
         if self._status in (DRAINING, FAILED, CLOSED):
             raise Busy(f"the server is {self._status}; send the request to another one")
 
-    def _cancel(self, request: Any) -> None:
+    def _cancel(self, request: Request) -> None:
         """Ends a request before its next run, whichever worker has it then. Takes no lock: a
         listener that holds that of another worker may call it."""
         request.is_cancelled = True
@@ -302,18 +307,23 @@ class Worker(Closing, Generic[Request, Work, Made]):
         """Tries again to start ranks."""
         try:
             started: tuple[InferenceSession, Made] | OnnxparError = self._start()
-        except OnnxparError as error:
-            started = error
+        except Exception as error:  # of the disk, too: the thread goes on
+            started = _reported(error)
         self._adopt_started(started)
 
     def _started_again(self) -> tuple[InferenceSession, Made] | OnnxparError:
-        """Starts new ranks; returns the last error if they do not start."""
+        """Starts new ranks, unless the worker is closed; returns the last error if they do not
+        start."""
+        failed = OnnxparError("the server is closed")
         for attempt in range(1, _STARTS + 1):
+            if self._is_closed():
+                break
             try:
                 return self._start()
-            except OnnxparError as error:
-                failed = error
-                time.sleep(attempt / 2)
+            except Exception as error:  # of the disk, too: the thread goes on
+                failed = _reported(error)
+            with self._changed:
+                self._changed.wait_for(self._is_closed, attempt / 2)
         return failed
 
 
@@ -325,4 +335,4 @@ def _reported(error: Exception) -> OnnxparError:
     """An error as the listeners get it."""
     if isinstance(error, OnnxparError):
         return error
-    return OnnxparError(f"internal error: {type(error).__name__}: {error}")
+    return OnnxparError(f"internal error: {describe(error)}")

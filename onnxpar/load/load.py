@@ -31,6 +31,7 @@ from onnxpar.errors import ModelError
 from onnxpar.files.unreadable import cannot_read
 from onnxpar.ir.exported import exported_kinds
 from onnxpar.ir.stored import (
+    check_attributes,
     check_constants,
     check_sparse,
     check_stored,
@@ -238,6 +239,7 @@ def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
     """The names of initializers. Errors: ModelError for one whose data cannot be used."""
     for tensor in stored_tensors(proto.graph):
         check_stored(tensor, path)
+    check_attributes(proto.graph, path)
     check_constants(proto.graph, path)
     for sparse in sparse_tensors(proto.graph):
         check_sparse(sparse, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +43,30 @@ class _Follower:
 
     def obey(self, order: Order) -> int | None:
         """Does what is ordered; returns the exit status if all is over. Errors: RankError."""
-        try:
-            if order.do == END:
-                (status,) = order.given
-                return int(status)
-            if order.do == START:
-                self._start(order.session, *order.given)
-            elif order.do == CLOSE:
-                self._close(order.session)
-            elif order.do != IDLE:
-                _CALLS[order.do](self._sessions[order.session], *order.given)
-        except RunError:  # rank 0 has the same one, and goes on
-            return None
-        except (KeyError, TypeError, ValueError) as error:
-            text = f"{type(error).__name__}: {error}"
-            raise RankError(f"rank 0 gave an order that there is not: {text}") from error
+        if order.do == END:
+            (status,) = order.given
+            return int(status)
+        if order.do == START:
+            self._start(order.session, *order.given)
+        elif order.do != IDLE:
+            self._call(order)
         return None
 
     def close(self) -> None:
         """Ends all sessions."""
         for number in list(self._sessions):
             self._close(number)
+
+    def _call(self, order: Order) -> None:
+        """Makes a call of a session, or ends the session."""
+        call, session = _CALLS.get(order.do), self._sessions.get(order.session)
+        if session is None or (call is None and order.do != CLOSE):
+            what = f"{order.do!r} of session {order.session}"
+            raise RankError(f"rank 0 gave an order that there is not: {what}")
+        if call is None:
+            return self._close(order.session)
+        with suppress(RunError):  # rank 0 has the same one, and goes on
+            call(session, *order.given)
 
     def _start(self, number: int, path: str, spec: Mapping[str, Any], timeout: float) -> None:
         own = SessionSpec.from_json(spec)

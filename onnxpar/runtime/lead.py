@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import deque
@@ -52,7 +53,7 @@ class Lead:
         self._orders = orders
         self._lock = threading.RLock()  # the garbage collector may close sessions anywhere
         self._inside: int | None = None  # the thread that is in a call
-        self._sessions = 0
+        self._sessions = itertools.count(1)
         self._left: deque[tuple[int, LaunchedRank]] = deque()
         self._failure: str | None = None
         self._over = threading.Event()
@@ -66,8 +67,7 @@ class Lead:
 
     def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> LedRanks:
         """Starts a session on all ranks. Errors: RankError."""
-        self._sessions += 1
-        number = self._sessions
+        number = next(self._sessions)
         given = os.fspath(bundle.path), asdict(spec), timeout
 
         def start() -> LaunchedRank:
@@ -124,6 +124,7 @@ class Lead:
             if not is_free:
                 self._fail("rank 0 has ended in a call")
             elif self._failure is None:
+                self._inside = threading.get_ident()
                 self._close_left()
                 self._orders.tell(Order(END, given=(status,)).pack())
         except RankError as error:

@@ -25,10 +25,11 @@ from onnxpar.runtime.membership import Generation, Membership, Slot
 
 AGAIN = 75
 """The exit status of a rank that asks for the next generation: EX_TEMPFAIL of sysexits.h."""
-HOST_GONE = 255
-"""The exit status of ssh if the connection is lost."""
+HOST_GONE = 256
+"""Stands for the exit status of a rank whose host is lost: no process ends with this number."""
 _BY_SIGNAL = 128
 """What a shell adds to the number of the signal that killed its command."""
+_SIGNALS = range(_BY_SIGNAL + 1, _BY_SIGNAL + signal.NSIG)
 _LOOK = 0.05
 """Seconds between two looks at the processes."""
 
@@ -156,7 +157,7 @@ class _End:
     @property
     def was_killed(self) -> bool:
         """True if a signal of somebody else killed it, here or on another host."""
-        is_signal = self.status < 0 or _BY_SIGNAL < self.status < HOST_GONE
+        is_signal = self.status < 0 or self.status in _SIGNALS
         return is_signal and not self.was_stuck and not self._has_obeyed
 
     @property

@@ -243,7 +243,7 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
         for layout in layouts.values():
             layout.check_axes(mesh)
             if any(size < 0 for size in layout.shape):
-                raise ValueError(f"a layout has a negative size: {layout.shape}")
+                raise ValueError(f"a size is {min(layout.shape)}")
         slots = [Slot(**slot) for slot in data["slots"]]
         progress = Progress(**data["progress"])
         files: Mapping[str, Digests] = {} if is_old else data["files"]

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import AttributeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from small_models import write_text
 from tiny_models import BOOL, INT, RANDOM, TP, W, X, agree, model, port, product, write
 
@@ -130,6 +130,20 @@ def length_of_zero(folder: Path) -> onnx.ModelProto:
     tensor.external_data.add(key="location", value="w.bin")
     tensor.external_data.add(key="length", value="0")
     return proto
+
+
+@case
+def external_constant_without_length(folder: Path) -> onnx.ModelProto:
+    """The file has more than it needs."""
+    (folder / "w.bin").write_bytes(np.arange(7, dtype=np.float32).tobytes())
+    value = TensorProto(data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+    value.external_data.add(key="location", value="w.bin")
+    value.external_data.add(key="offset", value="8")
+    nodes = [
+        helper.make_node("Constant", [], ["two"], value=value),
+        helper.make_node("Add", ["x", "two"], ["y"]),
+    ]
+    return model(nodes, [port("x", [6, 4])], [port("y", [6, 4])])
 
 
 @case
@@ -490,6 +504,20 @@ def at(*shape: int) -> Array:
 SCALE = np.ones(4, np.float32)
 
 
+def stated_to_be_a_float() -> onnx.ModelProto:
+    """The value of a constant, of which onnxruntime makes 0."""
+    proto = model(
+        [
+            helper.make_node("Constant", [], ["k"], value=numpy_helper.from_array(W[0])),
+            helper.make_node("Add", ["x", "k"], ["y"]),
+        ],
+        [port("x", [4, 6])],
+        [port("y", [4, 6])],
+    )
+    proto.graph.node[0].attribute[0].type = AttributeProto.FLOAT
+    return proto
+
+
 @pytest.mark.parametrize(
     ("proto", "reason"),
     [
@@ -502,6 +530,8 @@ SCALE = np.ones(4, np.float32)
         (broken(longer_list), "'w' has 25 elements, but its shape and type need 24"),
         (broken(of_no_type), "'w' has data type 0"),
         (broken(of_no_type_and_name), "'' has data type 0"),
+        (stated_to_be_a_float(), "'value' of Constant 'k' is stated to be FLOAT, but holds t;"),
+        (elsewhere(location="w.bin", length="97"), "has 97 bytes, but its shape and type need 96"),
         (elsewhere(location=""), "external data '' of 'w' is missing"),
         (elsewhere(location="w.bin", offset=""), "weight 'w' is not a number"),
         (elsewhere(location="w.bin", offset="-4"), "too short for 'w'"),

@@ -66,6 +66,17 @@ def test_a_rank_finds_itself_in_its_environment() -> None:
     assert generation_number({}) == 0
 
 
+LOST = 77
+
+
+class Rank(subprocess.Popen[bytes]):
+    """A rank that ends with LOST where its host is to be lost."""
+
+    def poll(self) -> int | None:
+        status = super().poll()
+        return HOST_GONE if status == LOST else status
+
+
 @dataclass
 class Launcher:
     """Starts a script of Python as each rank, by what `scripts` has for its generation and slot."""
@@ -74,15 +85,13 @@ class Launcher:
     stores: list[str] = field(default_factory=list)
     started: list[tuple[int, str]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
-    processes: dict[tuple[int, str], subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[tuple[int, str], Rank] = field(default_factory=dict)
 
-    def start(
-        self, rank: int, slot: Slot, environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def start(self, rank: int, slot: Slot, environment: Mapping[str, str]) -> Rank:
         number = generation_number(environment)
         assert environment["ONNXPAR_STORE"] == self.stores[-1]
         self.started.append((number, str(slot)))
-        process = subprocess.Popen([sys.executable, "-c", self.scripts(number, slot)])
+        process = Rank([sys.executable, "-c", self.scripts(number, slot)])
         self.processes[number, str(slot)] = process
         return process
 
@@ -147,7 +156,7 @@ def test_ranks_that_do_not_handle_the_signal_yet_are_not_lost() -> None:
 
 
 def test_a_host_that_is_gone_takes_all_of_its_slots() -> None:
-    launcher = scripted({(0, "a:1"): ends(HOST_GONE)}, {0: OBEDIENT})
+    launcher = scripted({(0, "a:1"): ends(LOST)}, {0: OBEDIENT})
     ours = members()
     assert launcher.run(ours) == 0 and ours.restarts == 0
     assert launcher.slots(1) == "b:0"
@@ -203,7 +212,7 @@ def test_generations_that_end_for_no_known_reason() -> None:
 
 def test_a_host_that_returns_joins_the_next_generation() -> None:
     """The others are asked to make room, and say that they have."""
-    launcher = scripted({(0, "b:0"): ends(HOST_GONE)}, {0: OBEDIENT, 1: OBEDIENT})
+    launcher = scripted({(0, "b:0"): ends(LOST)}, {0: OBEDIENT, 1: OBEDIENT})
     ours = members()
 
     def look(members: Membership) -> None:
