@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
@@ -56,10 +56,11 @@ def _status_of(argv: Sequence[str] | None) -> int:
     status."""
     failure: Exception | None = None
     try:
-        args = _arguments(sys.argv[1:] if argv is None else argv)
-        refuse_overwriting(vars(args))
-        set_variables(args)
-        status = int(args.command(args))
+        with _ends_of_imports():
+            args = _arguments(sys.argv[1:] if argv is None else argv)
+            refuse_overwriting(vars(args))
+            set_variables(args)
+            status = int(args.command(args))
     except BrokenPipeError:
         status = 0
     except KeyboardInterrupt as end:
@@ -77,6 +78,18 @@ def _status_of(argv: Sequence[str] | None) -> int:
             report(failure)
         return 2
     return status
+
+
+@contextmanager
+def _ends_of_imports() -> Iterator[None]:
+    """A context that raises again the end by a signal in the middle of an import: libraries that
+    are written with pybind11 turn it into an ImportError."""
+    try:
+        yield
+    except ImportError as error:
+        if isinstance(error.__cause__, (KeyboardInterrupt, Terminated)):
+            raise error.__cause__ from None
+        raise
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -70,7 +70,12 @@ class CommandParser(argparse.ArgumentParser):
                 return
             name = arg.partition("=")[0]
             if not self._is_flag(name):
-                self.error(f"there is no {name}{self._hint(name)}")
+                self.error(f"there is no {name}{self._hint(name)}{self._remedy(args)}")
+
+    def _remedy(self, args: Sequence[str]) -> str:
+        """Returns a hint for a command that runs another one, whose flags follow `--`."""
+        takes_command = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        return "; put -- before the command to run" if takes_command and "--" not in args else ""
 
     def _hint(self, name: str) -> str:
         """Returns a hint at other commands that have this flag, or else at the most similar flag of

@@ -155,7 +155,8 @@ def _train(
         except RankError as error:
             generations.trainer.close()  # may complete a checkpoint
             first, *others = str(error).split("\n")
-            error.args = ("\n".join([f"{first}; {last_checkpoint(run)}", *others]),)
+            goes_on = elastic is not None and rank is not None
+            error.args = ("\n".join([f"{first}; {last_checkpoint(run, goes_on)}", *others]),)
             raise
         trace = trainer.session.end_profile(args.profile, warm_up=1) if args.profile else None
     if trace is not None:

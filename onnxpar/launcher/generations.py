@@ -87,17 +87,15 @@ class Generations:
             ranks.setdefault(slot.host, []).append(rank)
         variables = {**self._command.environment, GENERATION: str(generation.number)}
         command = replace(self._command, environment=variables)
-        with Launcher(ranks, command) as self._launch:
+        with Launcher(ranks, command, self._note_loss) as self._launch:
             yield ""
-        for host, reason in self._launch.lost.items():
-            _tell(reason)
-            self._note_loss(host)
 
     def _start(self, rank: int, slot: Slot, environment: Mapping[str, str]) -> _Rank:
         assert self._launch is not None
         return _Rank(self._launch, rank)
 
-    def _note_loss(self, host: str) -> None:
+    def _note_loss(self, host: str, why: str) -> None:
+        _tell(f"{why}; the other ranks have {self._command.grace:g} s (--grace) to end")
         lost = self._lost.setdefault(host, _LostHost())
         lost.at = time.monotonic() + min(FIRST_PROBE * 2**lost.times, LONGEST_PROBE)
         lost.times += 1

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,8 @@ GRACE = 5.0
 END = 5.0
 """Seconds that hosts get beyond that of their ranks to end."""
 TICK = 0.1
+SILENCE = 2.0
+"""Seconds after which the end says for whom it waits."""
 SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
@@ -72,15 +74,22 @@ class _Agent:
 
 class Launcher(Closing):
     """A launch of a command as the ranks of each host, which together are 0 to their number.
-    The output of all ranks goes to that of this process. The end of the block ends the ranks."""
+    The output of all ranks goes to that of this process. The end of the block ends the ranks.
+    `on_loss` is called with each host that is lost, and why."""
 
-    def __init__(self, ranks: Mapping[str, Sequence[int]], command: Command) -> None:
+    def __init__(
+        self,
+        ranks: Mapping[str, Sequence[int]],
+        command: Command,
+        on_loss: Callable[[str, str], None] = lambda host, why: None,
+    ) -> None:
         self.ends: dict[int, int] = {}
         """The exit status of each rank that has ended: minus a signal that has killed it, or
         HOST_GONE."""
         self._selector = selectors.DefaultSelector()
         self._agents: list[_Agent] = []
         self._grace = command.grace
+        self._on_loss = on_loss
         secret = {"ONNXPAR_KEY": os.environ.get("ONNXPAR_KEY") or secrets.token_hex(16)}
         asked = {
             "command": list(command.words),
@@ -135,7 +144,7 @@ class Launcher(Closing):
         host = next(agent.host for agent in self._agents if rank in agent.ranks)
         if status == AGAIN:
             how += "; with --min-ranks, the ranks that are left start again"
-        print(f"onnxpar: rank {rank} on host {host} {how}", file=sys.stderr)
+        print(f"onnxpar: rank {rank} on host {host} failed first: it {how}", file=sys.stderr)
         return status if status > 0 else 128 - status
 
     def _read(self, key: selectors.SelectorKey) -> None:
@@ -163,7 +172,7 @@ class Launcher(Closing):
         os.set_blocking(agent.process.stderr.fileno(), False)
         said = (agent.said + (agent.process.stderr.read() or b"")).decode(errors="replace").strip()
         host, ranks = agent.host, ", ".join(map(str, sorted(agent.running)))
-        why = said.splitlines()[-1] if said else "the connection ended"
+        why = said.splitlines()[-1].rstrip(".") if said else "the connection ended"
         if agent.has_started:
             agent.lost = f"host {host}, with rank {ranks}, is lost: {why}"
         else:
@@ -173,6 +182,7 @@ class Launcher(Closing):
             )
         self.ends |= dict.fromkeys(sorted(agent.running), HOST_GONE)
         agent.running.clear()
+        self._on_loss(host, agent.lost)
 
     def _handle(self, agent: _Agent, line: bytes) -> None:
         try:
@@ -205,15 +215,33 @@ class Launcher(Closing):
                 assert agent.process.stdin is not None
                 with suppress(BrokenPipeError):
                     agent.process.stdin.close()
-            until = time.monotonic() + self._grace + END
-            while self._selector.get_map() and time.monotonic() < until:
+            start, has_told = time.monotonic(), False
+            while self._selector.get_map() and time.monotonic() < start + self._grace + END:
                 with suppress(RankError):
                     self.look(TICK)
+                if not has_told and time.monotonic() > start + SILENCE:
+                    has_told = True
+                    self._tell_who_runs()
         finally:
             for agent in self._agents:
                 if self._selector.get_map():
                     agent.process.kill()
                 agent.process.wait()
+
+    def _tell_who_runs(self) -> None:
+        """Says for whom the end waits."""
+        each = [
+            f"rank {', '.join(map(str, sorted(agent.running)))} on host {agent.host}"
+            for agent in self._agents
+            if agent.running
+        ]
+        if each:
+            print(
+                f"onnxpar: waiting up to {self._grace:g} s (--grace) for {' and '.join(each)} to "
+                "end",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def is_here(host: str) -> bool:
@@ -240,8 +268,10 @@ def start_agent(host: str, python: str) -> subprocess.Popen[bytes]:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-    except FileNotFoundError as error:
+    except OSError as error:
+        if is_here(host):
+            raise RankError(f"cannot run {python}: {error.strerror}; see --python") from error
         raise RankError(
-            f"host {host} cannot be reached, because there is no {command[0]} here (on Debian and "
-            "Ubuntu: apt install openssh-client)"
+            f"host {host} cannot be reached: {error.strerror}: {command[0]} (on Debian and Ubuntu: "
+            "apt install openssh-client)"
         ) from error

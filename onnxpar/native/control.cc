@@ -51,31 +51,37 @@ Control::~Control() {
 
 void Control::Join(Rendezvous& rendezvous) {
   const Clock::time_point until = Clock::now() + timeout_;
-  std::string error = "rank 0 has not joined the world";
+  Setback setback{Setback::Stage::kUnknown, "rank 0 has not joined the world"};
+  std::optional<std::string> key;
   while (Clock::now() < until) {
     if (scope_.rank == 0 && !hub_) hub_ = rendezvous.Serve();
     const std::optional<HubAddress> hub = rendezvous.Find();
-    if (hub) network_.credentials = CredentialsOf(hub->key);
+    if (hub && key != hub->key) network_.credentials = CredentialsOf(*(key = hub->key));
+    Setback round;
     for (const Address& address : hub ? hub->addresses : std::vector<Address>()) {
-      if (TryJoin(address, until, &error)) return;
+      Setback here;
+      if (TryJoin(address, until, &here)) return;
+      if (here.stage > round.stage) round = here;
     }
+    if (!round.why.empty() && round.stage >= setback.stage) setback = round;
     std::this_thread::sleep_for(kRetry);
   }
   throw std::runtime_error("rank " + std::to_string(scope_.rank) + " on host " + HostName() +
                            " has waited for " + std::to_string(timeout_.count()) +
-                           " ms to join the world: " + error);
+                           " ms to join the world: " + setback.why);
 }
 
-/// Tries to join through a hub. Returns false and sets `error` if a later attempt may succeed;
+/// Tries to join through a hub. Returns false and sets `setback` if a later attempt may succeed;
 /// throws if none can.
-bool Control::TryJoin(const Address& hub, Clock::time_point until, std::string* error) {
-  if (!Reach(hub, error)) return false;
+bool Control::TryJoin(const Address& hub, Clock::time_point until, Setback* setback) {
+  if (!Reach(hub, setback)) return false;
   network_.hub = hub;
   network_.listening = Listening();
   try {
-    return AskToJoin(hub, until, error);
+    return AskToJoin(hub, until, setback);
   } catch (const ProtocolError&) {
-    *error = "the program at " + hub.Text() + " is not a hub of onnxpar";
+    *setback = {Setback::Stage::kAnswered,
+                "the program at " + hub.Text() + " is not a hub of onnxpar"};
     return false;
   }
 }
@@ -88,13 +94,13 @@ std::string Control::Listening() const {
 }
 
 /// Connects to the hub; each end proves that it has the key.
-bool Control::Reach(const Address& hub, std::string* error) {
+bool Control::Reach(const Address& hub, Setback* setback) {
   const Clock::time_point until = Clock::now() + kAcceptTime;
   TcpSocket socket;
   try {
     socket = TcpSocket::Connect(hub);
   } catch (const UnknownHost& unknown) {
-    *error = unknown.what();
+    *setback = {Setback::Stage::kUnreachable, unknown.what()};
     std::this_thread::sleep_for(kLookup);
     return false;
   }
@@ -111,15 +117,19 @@ bool Control::Reach(const Address& hub, std::string* error) {
   }
   const std::string why =
       state == Handshake::State::kFailed ? handshake.error() : "it does not answer";
-  *error = handshake.connected()
-               ? "the process at " + hub.Text() + " has another key (ONNXPAR_KEY) " +
-                     "or other certificates, or is no hub of onnxpar: " + why
-               : "rank 0 has not joined the world: no process listens on " + hub.Text() + " (" +
-                     why + ")";
+  if (handshake.connected()) {
+    *setback = {Setback::Stage::kAnswered,
+                "the process at " + hub.Text() + " has another key (ONNXPAR_KEY) " +
+                    "or other certificates, or is no hub of onnxpar: " + why};
+  } else {
+    *setback = {Setback::Stage::kUnreachable,
+                "rank 0 has not joined the world: nothing listens on " + hub.Text() +
+                    ", or a firewall is between (" + why + ")"};
+  }
   return false;
 }
 
-bool Control::AskToJoin(const Address& hub, Clock::time_point until, std::string* error) {
+bool Control::AskToJoin(const Address& hub, Clock::time_point until, Setback* setback) {
   const auto left = std::chrono::duration_cast<milliseconds>(until - Clock::now());
   messages::Hello hello;
   hello.rank = static_cast<uint64_t>(scope_.rank);
@@ -132,12 +142,14 @@ bool Control::AskToJoin(const Address& hub, Clock::time_point until, std::string
   std::optional<Frame> answer = Receive(std::min(until, Clock::now() + kAcceptTime));
   if (answer && Is<messages::Refuse>(*answer)) {
     const auto refusal = Read<messages::Refuse>(*answer);
-    *error = refusal.message;
-    if (!refusal.again) throw std::runtime_error(*error);
+    *setback = {Setback::Stage::kJoining, refusal.message};
+    if (!refusal.again) throw std::runtime_error(setback->why);
     return false;
   }
   if (!answer || !Is<messages::Accept>(*answer)) {
-    if (Clock::now() < until) *error = "no hub of onnxpar answers on " + hub.Text();
+    if (Clock::now() < until) {
+      *setback = {Setback::Stage::kJoining, "no hub of onnxpar answers on " + hub.Text()};
+    }
     return false;
   }
   answer = Receive(until + kGrace);
@@ -148,11 +160,11 @@ bool Control::AskToJoin(const Address& hub, Clock::time_point until, std::string
   if (answer && Is<messages::Fail>(*answer)) {
     throw std::runtime_error(Read<messages::Fail>(*answer).message);
   }
-  *error = "the hub on " + hub.Text() +
-           (Clock::now() < until + kGrace
-                ? " has ended"
-                : " does not respond: it is stopped, its host is gone, or the link "
-                  "to it is cut");
+  const char* how = Clock::now() < until + kGrace
+                        ? " has ended"
+                        : " does not respond: it is stopped, its host is gone, or the link to it "
+                          "is cut";
+  *setback = {Setback::Stage::kJoining, "the hub on " + hub.Text() + how};
   return false;
 }
 

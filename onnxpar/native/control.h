@@ -84,11 +84,19 @@ class Control : public Store {
  private:
   using Clock = std::chrono::steady_clock;
 
+  /// Why an attempt to join has failed. What was seen at a later stage says more: it is kept until
+  /// an attempt comes as far again.
+  struct Setback {
+    enum class Stage { kUnknown, kUnreachable, kAnswered, kJoining };
+    Stage stage = Stage::kUnknown;
+    std::string why;
+  };
+
   void Join(Rendezvous& rendezvous);
-  bool TryJoin(const Address& hub, Clock::time_point until, std::string* error);
+  bool TryJoin(const Address& hub, Clock::time_point until, Setback* setback);
   std::string Listening() const;
-  bool Reach(const Address& hub, std::string* error);
-  bool AskToJoin(const Address& hub, Clock::time_point until, std::string* error);
+  bool Reach(const Address& hub, Setback* setback);
+  bool AskToJoin(const Address& hub, Clock::time_point until, Setback* setback);
   std::optional<Frame> Receive(Clock::time_point until);
   void Serve();
   void ServeUntilTheEnd();

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <cstring>
 #include <functional>
+#include <set>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -87,6 +88,20 @@ AddressInfo Resolve(const Address& address, int flags) {
     throw UnknownHost("cannot resolve host '" + address.host + "': " + gai_strerror(error));
   }
   return {result, freeaddrinfo};
+}
+
+/// Returns what a rank listens on: an address of this host, or the name of an interface.
+AddressInfo ResolveOwn(const Address& address, int flags) {
+  try {
+    return Resolve({AddressOfInterface(address.host), address.port}, flags);
+  } catch (const UnknownHost&) {
+    std::set<std::string> names;
+    EachInterface([&](const ifaddrs& each) { names.insert(each.ifa_name); });
+    std::string all;
+    for (const std::string& name : names) all += (all.empty() ? "" : ", ") + name;
+    throw UnknownHost("there is no interface or address '" + address.host +
+                      "' on this host (--interface); its interfaces are " + all);
+  }
 }
 
 [[noreturn]] void ThrowErrno(int error, const std::string& what) {
@@ -183,8 +198,8 @@ std::string TcpSocket::LocalHost() const {
 }
 
 int Listen(Address* address) {
+  const AddressInfo info = ResolveOwn(*address, AI_PASSIVE);
   address->host = AddressOfInterface(address->host);
-  const AddressInfo info = Resolve(*address, AI_PASSIVE);
   const int listener = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   const int on = 1;
   setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
@@ -203,7 +218,7 @@ int Listen(Address* address) {
 }
 
 bool IsLoopback(const Address& address) {
-  const AddressInfo info = Resolve({AddressOfInterface(address.host), address.port}, 0);
+  const AddressInfo info = ResolveOwn(address, 0);
   for (const addrinfo* each = info.get(); each != nullptr; each = each->ai_next) {
     if (!IsLoopback(each->ai_addr)) return false;
   }

@@ -60,7 +60,7 @@ def complete(path: Path, world: World) -> Bundle:
     if bundle.mesh.size != world.size:
         raise RankError(
             f"{path} has {bundle.mesh.size} ranks, but {world.size} processes were started; start "
-            f"{bundle.mesh.size} (mpirun -n {bundle.mesh.size} ...), or shard the model for "
+            f"{bundle.mesh.size}, as with mpirun -n or launch --hosts, or shard the model for "
             f"{world.size}"
         )
     if any(told["lacks"] for told in each):

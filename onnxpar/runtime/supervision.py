@@ -130,13 +130,15 @@ class Supervisor:
         stuck = [e.slot for e in ends if e.was_stuck and not (killed or gone)]
         lost = killed + stuck
         has_changed = set(members.slots) != set(generation.slots)
-        if (lost or not has_changed) and not members.lose(lost) and not lost:
+        has_room = members.lose(lost) if lost or not has_changed else True
+        if not (lost or has_changed or has_room):
             raise RankError(
                 f"generation {generation.number} has ended without a lost rank, and --max-restarts "
                 f"{members.max_restarts} is used up; the logs of the ranks say why"
             )
         joined = [slot for slot in members.slots if slot not in generation.slots]
-        each = [f"{name} is lost" for name in (*map(str, lost), *sorted(gone))]
+        each = [f"the rank of slot {slot} died" for slot in lost]
+        each += [f"{host} is lost" for host in sorted(gone)]
         each += [f"{slot} joins" for slot in joined]
         self._tell(
             f"generation {generation.number} has ended: {', '.join(each) or 'no slot is lost'}; "

@@ -71,7 +71,7 @@ def launched_generation(
             lock.append(locks.enter_context(FolderLock(folder, patience)))
             return os.fspath(_for_ranks(launched.size, par, folder, elastic))
 
-        own = _agreed(launched, prepare)
+        own = _agreed(launched, par, prepare)
         run = replace(run, resume=run.resume or generation_number() > 0)
         held = lock[0] if lock else None
         with Trainer(own, held=held, **options) as trainer:
@@ -89,16 +89,18 @@ def _for_ranks(ranks: int, par: Path, folder: Path, elastic: Elastic) -> Path:
     return StepPlans(par, folder, elastic.step, tell).at_most(ranks, elastic.min_ranks)
 
 
-def _agreed(launched: Launched, prepare: Callable[[], str]) -> Path:
-    """Returns the folder that rank 0 prepares for all ranks. If it is for fewer than were started,
-    tells this process so. Errors: NotNeededError if the folder needs fewer; OnnxparError."""
+def _agreed(launched: Launched, par: Path, prepare: Callable[[], str]) -> Path:
+    """Returns the folder that rank 0 prepares for all ranks: `par`, or one that all hosts see. If
+    it is for fewer than were started, tells this process so. Errors: NotNeededError if this rank
+    is none of them; OnnxparError."""
     rank, size, store = launched.rank, launched.size, launched.store
     with World.create("elastic", rank, size, store, launched.bind_address, _PREPARING) as world:
         together = Together(rank, size, lambda payload: gather_bytes(world, payload, "plan"))
         own = Path(together.first(prepare))
-        plan = own / "plan.json"
-        check_seen(lambda: "" if plan.is_file() else f"it does not see {plan}", together)
-    needed = Bundle.load(own).mesh.size
+        needed: int = together.first(lambda: Bundle.load(own).mesh.size)
+        if own != par:  # else ranks fetch what they lack
+            plan = own / "plan.json"
+            check_seen(lambda: "" if plan.is_file() else f"it does not see {plan}", together)
     if rank >= needed:
         raise NotNeededError(f"rank {rank} is not needed: {own} is for {needed} ranks")
     if needed < size:

@@ -196,13 +196,15 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
     return {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]}
 
 
-def last_checkpoint(run: Run) -> str:
-    """Says where the newest checkpoint of a run is, for a run that was stopped."""
+def last_checkpoint(run: Run, goes_on: bool = False) -> str:
+    """Says where the newest checkpoint of a run is that was stopped, and how to continue, unless it
+    goes on by itself."""
     if run.checkpoint is None:
         return "there is no checkpoint, because --checkpoint is not given"
     newest = list(checkpoints(run.checkpoint).values())[-1:]
     if newest:
-        return f"the last checkpoint is {newest[0]}; continue from it with --resume"
+        how = "" if goes_on else "; continue from it with --resume"
+        return f"the last checkpoint is {newest[0]}{how}"
     every = f"after {run.every} steps" if run.every else "at the end; give --every N to save more"
     return f"there is no checkpoint yet: the first is saved {every}"
 

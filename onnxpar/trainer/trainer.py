@@ -14,6 +14,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError, RankError
+from onnxpar.files.folder_lock import NAME as LOCK
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.ir.training_spec import EVALUATION, RESIDUAL, Step
 from onnxpar.runtime.bundle import NodeArg
@@ -116,12 +117,20 @@ class Trainer(Closing):
 
     def hold(self, folder: str | os.PathLike[str]) -> None:
         """Creates a folder for checkpoints, if it does not exist, and locks it until `close`, so
-        that no other run writes there. Errors: InputError if another run has locked it;
-        OnnxparError."""
+        that no other run writes there. Errors: InputError if another run has locked it; ModelError
+        if not all processes see the folder; OnnxparError."""
         place = Path(folder)
         if place not in self._held:
             self.together.first(lambda: self._lock(place))
+            self._check_shared(place / LOCK)
             self._held.add(place)
+
+    def _check_shared(self, lock: Path) -> None:
+        """Errors: ModelError in all processes if one does not see the lock of rank 0."""
+        holder = self.together.first(lambda: _text(lock))
+        check_seen(
+            lambda: "" if _text(lock) == holder else f"it does not see {lock}", self.together
+        )
 
     def _lock(self, folder: Path) -> None:
         locks = [*self._locks, *([self._given] if self._given else [])]
@@ -289,6 +298,14 @@ class Trainer(Closing):
         except RankError:
             return False
         return True
+
+
+def _text(file: Path) -> str:
+    """The text of a file; empty if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def check_step(step: Step | None, inputs: Collection[str], where: str | os.PathLike[str]) -> Step:

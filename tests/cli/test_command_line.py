@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from onnxpar.base.interrupts import Terminated
 from onnxpar.cli.command_line import main
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.parser import parser
@@ -20,6 +22,7 @@ WRONG = {
     "number": ("shard m.onnx --devices x", "shard: --devices: 'x' is not a whole number"),
     "fraction": ("shard m.onnx --devices 2.5", "'2.5' is not a whole number"),
     "no number": ("train s.par --data d.npz --lr nan", "--lr: 'nan' is not a finite number"),
+    "no --": ("launch --hosts a:1 run m.par --inputs i.npz", "put -- before the command to run"),
     "seconds": ("calibrate --seconds nan", "--seconds: 'nan' is not a finite number"),
     "infinity": ("run m.par --inputs i.npz --timeout inf", "--timeout: 'inf' is not a finite"),
     "tolerance": ("check m.onnx --rtol x", "--rtol: x: must be a number"),
@@ -157,3 +160,17 @@ def test_a_second_interrupt_does_not_stop_the_cleaning() -> None:
         time.sleep(0.1)
     out, error = process.communicate(timeout=30)
     assert (process.returncode, out, error) == (130, "clean\n", "onnxpar: interrupted\n")
+
+
+def test_the_end_in_the_middle_of_an_import(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Which libraries that are written with pybind11 turn into an ImportError."""
+
+    def command(args: argparse.Namespace) -> int:
+        raise ImportError("initialization failed") from Terminated(signal.SIGTERM)
+
+    given = argparse.Namespace(command=command)
+    monkeypatch.setattr("onnxpar.cli.command_line._arguments", lambda argv: given)
+    assert main(["run"]) == 143
+    assert capsys.readouterr().err == "onnxpar: terminated\n"

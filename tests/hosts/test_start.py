@@ -127,7 +127,7 @@ def test_programs_and_their_status(cluster: Cluster) -> None:
     words = [*LAUNCH, "--hosts", "a:1,b:1", "--", "python", "-c", program]
     status, output, errors = finish(cluster, words)
     assert (status, sorted(output.split())) == (3, ["a", "b"])
-    assert errors == "onnxpar: rank 1 on host b ended with status 3\n"
+    assert errors == "onnxpar: rank 1 on host b failed first: it ended with status 3\n"
 
 
 def test_a_host_that_is_not_there(cluster: Cluster) -> None:

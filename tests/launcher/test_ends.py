@@ -32,8 +32,12 @@ def launch(
     ("end", "status", "how"),
     [
         ("echo done", 0, ""),
-        ("exit 3", 3, "onnxpar: rank 0 on host localhost ended with status 3\n"),
-        ("kill -KILL $$", 137, "onnxpar: rank 0 on host localhost was ended by signal 9\n"),
+        ("exit 3", 3, "onnxpar: rank 0 on host localhost failed first: it ended with status 3\n"),
+        (
+            "kill -KILL $$",
+            137,
+            "onnxpar: rank 0 on host localhost failed first: it was ended by signal 9\n",
+        ),
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--min-ranks", "1", "--max-restarts", "0"]])
@@ -56,6 +60,16 @@ def test_a_program_that_ends_like_ssh_does_not_lose_its_host() -> None:
     options = ["--hosts", "localhost:2", "--min-ranks", "1"]
     ended = launch("sh", "-c", "[ $ONNXPAR_RANK = 0 ] && exit 255; sleep 600", options=options)
     assert ended.returncode == 255 and b"lost" not in ended.stderr
+
+
+def test_who_is_waited_for_is_told() -> None:
+    """Whom a signal does not end."""
+    options = ["--hosts", "localhost:2", "--grace", "3"]
+    program = "[ $ONNXPAR_RANK = 0 ] && exit 3; trap '' TERM; while :; do sleep 1; done"
+    ended = launch("sh", "-c", program, options=options)
+    assert ended.returncode == 3
+    line = b"onnxpar: waiting up to 3 s (--grace) for rank 1 on host localhost to end\n"
+    assert ended.stderr.startswith(line)
 
 
 def python_that(folder: Path, does: str) -> str:

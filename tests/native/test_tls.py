@@ -151,11 +151,11 @@ def test_without_tls_the_key_stays_secret(relay: Relay) -> None:
     assert b"memory/" in heard
 
 
-def refused(folder: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What rank 1 says that has this folder, and rank 0 another."""
+def refused(folder: Path | None, monkeypatch: pytest.MonkeyPatch, first_waits: float = 3) -> str:
+    """What rank 1 says that has this folder, and rank 0 another, which waits so many seconds."""
     at = free_store()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(World.create, f"{at}/0", 0, 2, at, timeout=3)
+        first = pool.submit(World.create, f"{at}/0", 0, 2, at, timeout=first_waits)
         while not sockets(int(at.split("#")[0].split(":")[-1]), hub_side=True):
             time.sleep(0.01)  # rank 0 has read its certificates when it is connected to itself
         monkeypatch.delenv("ONNXPAR_TLS_DIR")
@@ -172,6 +172,13 @@ def test_a_certificate_of_another_authority(
     encrypted: None, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "its certificate is refused: " in refused(folders[1], monkeypatch)
+
+
+def test_a_hub_that_gives_up_first(
+    encrypted: None, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That nothing listens there any more does not hide why."""
+    assert "its certificate is refused: " in refused(folders[1], monkeypatch, first_waits=1)
 
 
 def test_one_end_without_tls(encrypted: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_is_given_up(end: str) -> None:
     launcher = scripted({(0, "a:1"): end}, {0: OBEDIENT})
     assert launcher.run(members()) == 0
     assert launcher.slots(1) == "a:0 b:0" and launcher.stores == ["store 0", "store 1"]
-    assert launcher.told == ["generation 0 has ended: a:1 is lost; 2 slots go on"]
+    assert launcher.told == ["generation 0 has ended: the rank of slot a:1 died; 2 slots go on"]
 
 
 def test_a_rank_that_is_killed_starts_again() -> None:

@@ -120,7 +120,7 @@ def test_a_host_dies_and_returns(made: Path, tmp_path: Path) -> None:
     assert launcher.run() == 0, launcher.told
     assert launcher.sizes == [3, 2, 3]
     assert launcher.told == [
-        "generation 0 has ended: b:0 is lost; 2 slots go on",
+        "generation 0 has ended: the rank of slot b:0 died; 2 slots go on",
         "generation 1 has ended: b:0 joins; 3 slots go on",
     ]
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7 * EPOCHS + 1))

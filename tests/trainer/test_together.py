@@ -111,7 +111,7 @@ def test_all_processes_do_the_same(home: Path) -> None:
     assert texts[1].endswith(remedy)
     assert "step_00000001 was given to rank 0, but " in texts[2]
     assert "rank_0001.bin has changed since it was written" in texts[3]
-    assert texts[4].startswith("ModelError: rank 1: it does not see apart/.step_00000007.")
+    assert texts[4].startswith("ModelError: rank 1: it does not see apart/.onnxpar.lock, ")
     assert texts[4].endswith(remedy)
     assert texts[5].startswith(f"OnnxparError: cannot write {home / 'none' / 'file'}: not a dir")
     assert f"{home / 'held'} is in use: process {os.getpid()} on host" in texts[6]
