@@ -128,6 +128,29 @@ def test_requests_join_late(make: Make, alone: Callable[..., list[int]]) -> None
     assert engine.counts.running == engine.counts.used_pages == 0
 
 
+def test_a_listener_that_fails_ends_its_request_alone(
+    make: Make, alone: Callable[..., list[int]]
+) -> None:
+    """Whether with a token or at its end."""
+    engine = make()
+
+    def fails(event: Event) -> None:
+        raise RuntimeError("nobody listens")
+
+    def fails_at_the_end(event: Event) -> None:
+        if not isinstance(event, Token):
+            fails(event)
+
+    with pytest.warns(UserWarning, match="its listener failed: RuntimeError: nobody listens"):
+        engine.submit([5, 6, 7], Limits(max_new_tokens=30), fails)
+        engine.submit([5, 6, 8], Limits(max_new_tokens=3), fails_at_the_end)
+        client, _ = send(engine, [9, 10])
+        assert client.wait() == alone([9, 10])
+    assert send(engine, [5, 6])[0].wait() == alone([5, 6])
+    assert engine.status == READY
+    assert engine.counts.running == engine.counts.used_pages == 0
+
+
 @pytest.mark.parametrize("step_tokens", [1, 7, 64])
 def test_prompts_are_read_in_chunks(
     make: Make, alone: Callable[..., list[int]], step_tokens: int
