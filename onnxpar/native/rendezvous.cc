@@ -215,9 +215,9 @@ class OwnDirectory : public Directory {
 /// A rendezvous through the launcher of all ranks, by PMIx. An entry cannot be replaced, because
 /// hosts keep a copy: each world of a process has its own, by its number, which is the same on all
 /// ranks.
-class Launcher : public Rendezvous {
+class ByPmix : public Rendezvous {
  public:
-  explicit Launcher(std::string host) : host_(std::move(host)) {
+  explicit ByPmix(std::string host) : host_(std::move(host)) {
     static std::atomic<int> worlds{0};
     name_ = "onnxpar.hub." + std::to_string(worlds++);
   }
@@ -304,7 +304,7 @@ std::unique_ptr<Rendezvous> Rendezvous::Open(const std::string& store,
   if (TakePrefix("hash:", &rest)) return std::make_unique<InProcess>(rest, bind_address);
   if (TakePrefix("file:", &rest)) return std::make_unique<Directory>(rest, bind_address);
   if (TakePrefix("job:", &rest)) return std::make_unique<OwnDirectory>(rest, bind_address);
-  if (rest == "pmix:") return std::make_unique<Launcher>(bind_address);
+  if (rest == "pmix:") return std::make_unique<ByPmix>(bind_address);
   if (TakePrefix("tcp://", &rest)) return std::make_unique<KnownAddress>(rest);
   throw std::runtime_error("store '" + store + "' must be hash:NAME, file:/dir or tcp://host:port");
 }

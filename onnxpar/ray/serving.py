@@ -26,8 +26,8 @@ def serve(
 ) -> None:
     """Serves a sharded language or embedding model over HTTP as `onnxpar serve` does, until a
     signal comes: the server is in this process, and its ranks are actors. If an actor or its node
-    dies, requests that run fail, those that wait stay, and new actors are started. Call it in the
-    main thread.
+    dies, new actors are started, and requests go on there; one that has lost its actors three times
+    fails. Call it in the main thread.
 
     par            the folder of the sharded model, as for `InferenceSession`
     host, port     the address to listen at
