@@ -78,11 +78,18 @@ def remove(paths: Iterable[Path]) -> None:
         discard(left)
 
 
+_TRIES = 10
+"""How often it is tried to remove a folder, to which ranks that still write may add a file."""
+
+
 def discard(left: Path) -> None:
     """Removes a folder or file that is not a complete checkpoint, and ignores errors. Removes a
     link, but not its target."""
     if left.is_dir() and not left.is_symlink():
-        shutil.rmtree(left, ignore_errors=True)
+        for _ in range(_TRIES):
+            shutil.rmtree(left, ignore_errors=True)
+            if not left.exists():
+                break
     elif os.path.lexists(left):
         with suppress(OSError):
             left.unlink()

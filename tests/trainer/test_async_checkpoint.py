@@ -27,6 +27,7 @@ from onnxpar.trainer.loop import Record, Run, records
 from onnxpar.trainer.pending_checkpoint import PendingCheckpoint
 from onnxpar.trainer.together import ALONE
 from onnxpar.trainer.trainer import Trainer
+from onnxpar.trainer.write_checkpoint import discard
 
 WAIT = 60.0
 
@@ -185,6 +186,23 @@ def test_a_failure_is_told_at_the_next_one(
     trainer.async_save(tmp_path, Progress(5))
     assert trainer.finish_save() == Progress(5)
     assert list(checkpoints(tmp_path)) == [3, 5]
+
+
+def test_a_rank_that_writes_while_all_is_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that has not failed yet."""
+    folder, rmdir, late = tmp_path / "left", os.rmdir, iter(["rank_0001.written"])
+    folder.mkdir()
+
+    def writing(*given: Any, **more: Any) -> None:
+        for name in late:
+            (folder / name).write_text("{}")
+        rmdir(*given, **more)
+
+    monkeypatch.setattr(os, "rmdir", writing)
+    discard(folder)
+    assert not folder.exists()
 
 
 def test_it_needs_a_folder() -> None:
