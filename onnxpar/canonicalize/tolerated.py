@@ -21,6 +21,7 @@ _TYPED = (
 )
 """Fields that may have a tensor's elements instead of raw_data."""
 _FLAGS = ("keepdims", "noop_with_empty_axes", "ceil_mode")
+"""Attributes that are on where they are 1."""
 
 
 def restate(model: onnx.ModelProto) -> None:

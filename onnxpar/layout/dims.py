@@ -340,7 +340,7 @@ def dim_of_json(data: Mapping[str, Any]) -> Dim:
         parts = tuple(data["parts"])
     for number in (data["size"], *(parts if isinstance(parts, tuple) else ())):
         if type(number) is not int:
-            raise ValueError(f"a size is {number!r:.60}")
+            raise TypeError(f"a size is {number!r:.60}")
     return Factor(data["size"], tuple(Axis(*a) for a in data.get("axes", [])), parts)
 
 

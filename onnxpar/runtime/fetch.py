@@ -41,7 +41,7 @@ def complete(path: Path, world: World) -> Bundle:
     """Returns the sharded model in a folder, after fetching what this rank lacks of it; all ranks
     of the world call this. Rank 0 says what is fetched.
 
-    Errors: ModelError, RankError. Then no file is left that has not arrived as a whole.
+    Errors: ModelError, RankError. Then each file that is left has arrived whole.
     """
     text = _text(path)
     own = Bundle.of(path, text) if text else None

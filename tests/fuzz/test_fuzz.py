@@ -287,8 +287,8 @@ def test_state_pairs_that_are_no_names(base: Path, tmp_path: Path, capsys: Captu
     ("dims", "word"),
     [
         ([], "its layout has 0 dimensions, but its shape is"),
-        ([{"size": [1]}] * 2, "plan.json is damaged: ValueError: a size is [1]"),
-        ([{"size": 4, "parts": ["a"]}] * 2, "plan.json is damaged: ValueError: a size is 'a'"),
+        ([{"size": [1]}] * 2, "plan.json is damaged: TypeError: a size is [1]"),
+        ([{"size": 4, "parts": ["a"]}] * 2, "plan.json is damaged: TypeError: a size is 'a'"),
         ("[" * 100_000, "is not JSON"),
     ],
 )
