@@ -82,8 +82,8 @@ def _status_of(argv: Sequence[str] | None) -> int:
 
 @contextmanager
 def _ends_of_imports() -> Iterator[None]:
-    """A context that raises again the end by a signal in the middle of an import: libraries that
-    are written with pybind11 turn it into an ImportError."""
+    """A context in which a signal ends the command also in the middle of an import, although
+    libraries that are written with pybind11 turn its exception into an ImportError."""
     try:
         yield
     except ImportError as error:
