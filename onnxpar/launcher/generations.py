@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from onnxpar.launcher.launcher import Command, Launcher, start_agent
 from onnxpar.launcher.slots import Slots
 from onnxpar.runtime.launch import GENERATION
-from onnxpar.runtime.membership import Generation, Membership, Slot, slots_of
+from onnxpar.runtime.membership import Generation, Membership, slots_of
 from onnxpar.runtime.supervision import Supervisor
 
 FIRST_PROBE = 5.0
@@ -60,14 +60,12 @@ class Generations:
         self._command = command
         self._members = Membership(slots_of(self._counts), min_ranks, max_restarts)
         self._lost: dict[str, _LostHost] = {}
-        self._launch: Launcher | None = None
 
     def run(self) -> int:
         """Returns 0 when all ranks of a generation are done, or the status of a rank that failed.
         Errors: RankError if too few ranks are left, or a host cannot start its own."""
         supervisor = Supervisor(
             self._members,
-            self._start,
             self._launched,
             look=self._look,
             tell=_tell,
@@ -80,19 +78,15 @@ class Generations:
                 _drop(host)
 
     @contextmanager
-    def _launched(self, generation: Generation) -> Iterator[str]:
+    def _launched(self, generation: Generation) -> Iterator[Sequence[_Rank]]:
         """Starts the ranks of a generation, which find each other by the agents of their hosts."""
         ranks: dict[str, list[int]] = {}
         for rank, slot in enumerate(generation.slots):
             ranks.setdefault(slot.host, []).append(rank)
         variables = {**self._command.environment, GENERATION: str(generation.number)}
         command = replace(self._command, environment=variables)
-        with Launcher(ranks, command, self._note_loss) as self._launch:
-            yield ""
-
-    def _start(self, rank: int, slot: Slot, environment: Mapping[str, str]) -> _Rank:
-        assert self._launch is not None
-        return _Rank(self._launch, rank)
+        with Launcher(ranks, command, self._note_loss) as launch:
+            yield [_Rank(launch, rank) for rank in range(len(generation.slots))]
 
     def _note_loss(self, host: str, why: str) -> None:
         _tell(f"{why}; the other ranks have {self._command.grace:g} s (--grace) to end")

@@ -7,12 +7,10 @@ parent process of ranks on one host, or a launcher, which outlives the ranks tha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from onnxpar.errors import InputError, RankError
-from onnxpar.runtime.launch import GENERATION
 
 MAX_RESTARTS = 3
 """How often ranks that died start again, unless a user says otherwise."""
@@ -40,19 +38,6 @@ class Generation:
 
     number: int
     slots: tuple[Slot, ...]
-
-    def environment(self, rank: int, store: str) -> dict[str, str]:
-        """Returns the variables that tell a process that it is a rank; `store` is where the ranks
-        of this generation meet, and those of no other."""
-        return {
-            "ONNXPAR_RANK": str(rank),
-            "ONNXPAR_WORLD_SIZE": str(len(self.slots)),
-            "ONNXPAR_LOCAL_WORLD_SIZE": str(
-                Counter(s.host for s in self.slots)[self.slots[rank].host]
-            ),
-            "ONNXPAR_STORE": store,
-            GENERATION: str(self.number),
-        }
 
 
 class Membership:

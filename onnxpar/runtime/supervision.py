@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,16 +42,14 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Start = Callable[[int, Slot, Mapping[str, str]], Process]
-"""Starts a rank on a slot, with these environment variables besides those of the launcher."""
-Store = Callable[[Generation], AbstractContextManager[str]]
-"""Opens the place where the ranks of a generation meet, for as long as they run."""
+Launch = Callable[[Generation], AbstractContextManager[Sequence[Process]]]
+"""Starts the ranks of a generation, which find each other and none of an earlier one. The block
+ends after them."""
 
 
 class Supervisor:
     """Starts generations of ranks until one is done.
 
-    store   makes a meeting point for each generation, so that ranks of earlier ones cannot join
     look    called again and again; it may let slots of the membership join or leave
     tell    called with a line when a generation ends before its run
     grace   seconds in which ranks must end that have lost others or are asked to; then they are
@@ -61,14 +59,13 @@ class Supervisor:
     def __init__(
         self,
         members: Membership,
-        start: Start,
-        store: Store,
+        launch: Launch,
         *,
         look: Callable[[Membership], None] = lambda members: None,
         tell: Callable[[str], None] = lambda text: None,
         grace: float = 60.0,
     ) -> None:
-        self._members, self._start, self._store = members, start, store
+        self._members, self._launch = members, launch
         self._look, self._tell, self._grace = look, tell, grace
 
     def run(self) -> int:
@@ -76,20 +73,16 @@ class Supervisor:
         Errors: RankError if too few slots are left, or generations end for no known reason."""
         while True:
             generation = self._members.begin()
-            with self._store(generation) as store:
-                ends = self._run(generation, store)
+            with self._launch(generation) as processes:
+                ends = self._run(generation, processes)
             failed = [end.status for end in ends if end.has_failed]
             if failed or all(end.status == 0 for end in ends):
                 return failed[0] if failed else 0
             self._prepare_next(generation, ends)
 
-    def _run(self, generation: Generation, store: str) -> Sequence[_End]:
-        """Runs a generation to its end; returns the ends of its ranks."""
-        processes: list[Process] = []
+    def _run(self, generation: Generation, processes: Sequence[Process]) -> Sequence[_End]:
+        """Waits for the end of a generation; returns the ends of its ranks."""
         try:
-            for rank, slot in enumerate(generation.slots):
-                environment = generation.environment(rank, store)
-                processes.append(self._start(rank, slot, environment))
             while _run_on(processes) and not self._has_changed(generation, processes):
                 time.sleep(_LOOK)
         finally:
@@ -140,9 +133,10 @@ class Supervisor:
         each = [f"the rank of slot {slot} died" for slot in lost]
         each += [f"{host} is lost" for host in sorted(gone)]
         each += [f"{slot} joins" for slot in joined]
+        left = len(members.slots)
         self._tell(
             f"generation {generation.number} has ended: {', '.join(each) or 'no slot is lost'}; "
-            f"{len(members.slots)} slots go on"
+            f"{left} slot{' goes' if left == 1 else 's go'} on"
         )
 
 

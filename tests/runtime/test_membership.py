@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from onnxpar.errors import InputError, RankError
-from onnxpar.runtime.launch import generation_number, launched_rank
+from onnxpar.runtime.launch import generation_number
 from onnxpar.runtime.membership import Generation, Membership, Slot, slots_of
 from onnxpar.runtime.supervision import AGAIN, HOST_GONE, Supervisor
 
@@ -55,13 +55,8 @@ def test_limits_that_cannot_be(least: int, restarts: int) -> None:
         members(least, restarts)
 
 
-def test_a_rank_finds_itself_in_its_environment() -> None:
-    generation = Generation(3, tuple(slots_of({**A, **B})))
-    environment = generation.environment(1, "file:/store")
-    found = launched_rank(environment)
-    assert found is not None
-    assert (found.rank, found.size, found.local_size, found.store) == (1, 3, 2, "file:/store")
-    assert generation_number(environment) == 3
+def test_the_number_of_a_generation() -> None:
+    assert generation_number({"ONNXPAR_GENERATION": "3"}) == 3
     assert generation_number({"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
     assert generation_number({}) == 0
 
@@ -82,28 +77,23 @@ class Launcher:
     """Starts a script of Python as each rank, by what `scripts` has for its generation and slot."""
 
     scripts: Callable[[int, Slot], str]
-    stores: list[str] = field(default_factory=list)
     started: list[tuple[int, str]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     processes: dict[tuple[int, str], Rank] = field(default_factory=dict)
 
-    def start(self, rank: int, slot: Slot, environment: Mapping[str, str]) -> Rank:
-        number = generation_number(environment)
-        assert environment["ONNXPAR_STORE"] == self.stores[-1]
-        self.started.append((number, str(slot)))
-        process = Rank([sys.executable, "-c", self.scripts(number, slot)])
-        self.processes[number, str(slot)] = process
-        return process
-
     @contextmanager
-    def store(self, generation: Generation) -> Iterator[str]:
-        self.stores.append(f"store {generation.number}")
-        yield self.stores[-1]
+    def launch(self, generation: Generation) -> Iterator[Sequence[Rank]]:
+        for slot in generation.slots:
+            at = generation.number, str(slot)
+            self.started.append(at)
+            script = self.scripts(generation.number, slot)
+            self.processes[at] = Rank([sys.executable, "-c", script])
+        yield [self.processes[generation.number, str(slot)] for slot in generation.slots]
 
     def run(self, ours: Membership, grace: float = 60.0, **options: object) -> int:
         try:
             given = {"tell": self.told.append, "grace": grace, **options}
-            return Supervisor(ours, self.start, self.store, **given).run()  # type: ignore[arg-type]
+            return Supervisor(ours, self.launch, **given).run()  # type: ignore[arg-type]
         finally:
             assert all(process.poll() is not None for process in self.processes.values())
 
@@ -132,14 +122,14 @@ def scripted(table: Mapping[tuple[int, str], str], other: Mapping[int, str]) -> 
 def test_a_run_that_is_done() -> None:
     launcher = scripted({}, {})
     assert launcher.run(members()) == 0
-    assert launcher.slots(0) == "a:0 a:1 b:0" and launcher.stores == ["store 0"]
+    assert launcher.slots(0) == "a:0 a:1 b:0"
 
 
 @pytest.mark.parametrize("end", [DIES, ends(128 + 9)])
 def test_a_rank_that_is_killed_is_given_up(end: str) -> None:
     launcher = scripted({(0, "a:1"): end}, {0: OBEDIENT})
     assert launcher.run(members()) == 0
-    assert launcher.slots(1) == "a:0 b:0" and launcher.stores == ["store 0", "store 1"]
+    assert launcher.slots(1) == "a:0 b:0"
     assert launcher.told == ["generation 0 has ended: the rank of slot a:1 died; 2 slots go on"]
 
 
@@ -160,7 +150,7 @@ def test_a_host_that_is_gone_takes_all_of_its_slots() -> None:
     ours = members()
     assert launcher.run(ours) == 0 and ours.restarts == 0
     assert launcher.slots(1) == "b:0"
-    assert launcher.told == ["generation 0 has ended: a is lost; 1 slots go on"]
+    assert launcher.told == ["generation 0 has ended: a is lost; 1 slot goes on"]
 
 
 STUCK = """

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from training.steps import MLP, ThreadTrainer, newest, same, states, write_step
 import onnxpar
 from onnxpar.cli.command_line import main
 from onnxpar.errors import StoppedError
-from onnxpar.runtime.membership import Generation, Membership, Slot, slots_of
+from onnxpar.runtime.membership import Generation, Membership, slots_of
 from onnxpar.runtime.supervision import Supervisor
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import generation_logs
@@ -48,8 +48,7 @@ class Launcher:
         try:
             return Supervisor(
                 self.members,
-                self._start,
-                self._store,
+                self._launch,
                 look=lambda members: self._look(self),
                 tell=self.told.append,
                 grace=120.0,
@@ -65,24 +64,26 @@ class Launcher:
         return steps_of(generation_logs(self.out / "log", self.generation.number))
 
     @contextmanager
-    def _store(self, generation: Generation) -> Iterator[str]:
+    def _launch(self, generation: Generation) -> Iterator[Sequence[subprocess.Popen[str]]]:
         self.generation = generation
         self.sizes.append(len(generation.slots))
-        yield f"file:{self.out}/store-{generation.number}"
-
-    def _start(
-        self, rank: int, slot: Slot, environment: Mapping[str, str]
-    ) -> subprocess.Popen[str]:
+        variables = {
+            "ONNXPAR_BIND": "127.0.0.1",
+            "ONNXPAR_STORE": f"file:{self.out}/store-{generation.number}",
+            "ONNXPAR_GENERATION": str(generation.number),
+            "ONNXPAR_WORLD_SIZE": str(len(generation.slots)),
+        }
         more = ["--epochs", str(EPOCHS), "--every", "5", "--elastic", *self.how]
-        self.processes[str(slot)] = subprocess.Popen(
-            command(self.made, self.out, *more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.out,
-            env={**os.environ, **environment, "ONNXPAR_BIND": "127.0.0.1"},
-        )
-        return self.processes[str(slot)]
+        for rank, slot in enumerate(generation.slots):
+            self.processes[str(slot)] = subprocess.Popen(
+                command(self.made, self.out, *more),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=self.out,
+                env={**os.environ, **variables, "ONNXPAR_RANK": str(rank)},
+            )
+        yield [self.processes[str(slot)] for slot in generation.slots]
 
 
 def first_step(out: Path, generation: int) -> int:
