@@ -15,7 +15,6 @@ from onnxpar.llm.paged_decoder import PagedDecoder, count_pages, page_bytes
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener
 from onnxpar.llm.scheduler import Step, Text
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.llm.worker import DRAINING as DRAINING
 from onnxpar.llm.worker import FAILED as FAILED
 from onnxpar.llm.worker import READY as READY
 from onnxpar.llm.worker import Worker

@@ -23,12 +23,12 @@ from onnxpar.llm.engine import Counts, Engine, Generation
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.requests import Busy, Limits, Listener
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.llm.worker import CLOSED, DRAINING, FAILED, READY, STARTING
+from onnxpar.llm.worker import CLOSED, FAILED, READY, STARTING
 from onnxpar.runtime.closing import Closing
 
 W = TypeVar("W", Engine, Embedder)
 T = TypeVar("T")
-_ORDER = (READY, STARTING, DRAINING, FAILED, CLOSED)
+_ORDER = (READY, STARTING, FAILED, CLOSED)
 """All that workers may be; of several, the first one that one of them is counts."""
 
 
@@ -84,7 +84,7 @@ class Replicas(Closing, Generic[W]):
 
     @property
     def status(self) -> str:
-        """ "ready" if any worker is; else "starting", "draining", "failed" or "closed"."""
+        """ "ready" if any worker is; else "starting", "failed" or "closed"."""
         found = {worker.status for worker in self.workers}
         return next(status for status in _ORDER if status in found)
 
@@ -97,13 +97,6 @@ class Replicas(Closing, Generic[W]):
     def longest(self) -> int:
         """The most tokens of a text."""
         return self.workers[0].longest
-
-    def drain(self, timeout: float) -> bool:
-        """Takes no more requests, and waits until all have ended; returns False if some have not
-        after `timeout` seconds."""
-        for worker in self.workers:
-            worker.drain(0)
-        return all(worker.drain(timeout) for worker in self.workers)
 
     def close(self) -> None:
         """Cancels all requests, and ends the ranks."""

@@ -17,7 +17,7 @@ from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.session import InferenceSession
 
-READY, STARTING, DRAINING, FAILED, CLOSED = "ready", "starting", "draining", "failed", "closed"
+READY, STARTING, FAILED, CLOSED = "ready", "starting", "failed", "closed"
 _IDLE_CHECK = 1.0
 """Seconds after which it is checked again that the ranks still run, if there is nothing to do."""
 _STARTS = 3
@@ -119,16 +119,8 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     @property
     def status(self) -> str:
-        """ "ready", "starting" while ranks start again, "draining", "failed" or "closed"."""
+        """ "ready", "starting" while ranks start again, "failed" or "closed"."""
         return self._status
-
-    def drain(self, timeout: float) -> bool:
-        """Takes no more requests, and waits until all have ended; returns False if some have not
-        after `timeout` seconds."""
-        with self._changed:
-            if self._status in (READY, STARTING):
-                self._status = DRAINING
-            return self._changed.wait_for(lambda: not self._pending(), timeout)
 
     def close(self) -> None:
         """Cancels all requests, and ends the ranks."""
@@ -145,7 +137,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
         """Goes on with a request that another worker has released; returns False if this one's
         ranks do not run. Any thread may call it."""
         with self._changed:
-            if self._status not in (READY, DRAINING) or self._moving:
+            if self._status != READY or self._moving:
                 return False
             self._take([request])
             self._changed.notify_all()
@@ -172,7 +164,7 @@ class Worker(Closing, Generic[Request, Work, Made]):
 
     def _check_open(self) -> None:
         """Errors: Busy if no requests are taken."""
-        if self._status in (DRAINING, FAILED, CLOSED):
+        if self._status in (FAILED, CLOSED):
             raise Busy(f"the server is {self._status}; send the request to another one")
 
     def _cancel(self, request: Request) -> None:
@@ -205,7 +197,6 @@ class Worker(Closing, Generic[Request, Work, Made]):
                     lambda: self._requests() or self._status == CLOSED, _IDLE_CHECK
                 )
                 self._end_cancelled()
-                self._changed.notify_all()
                 if self._status == CLOSED:
                     return
                 work = self._next()
@@ -235,13 +226,11 @@ class Worker(Closing, Generic[Request, Work, Made]):
         else:
             with self._changed:
                 finish()
-                self._changed.notify_all()
 
     def _fail_all(self, requests: Sequence[Request], error: OnnxparError) -> None:
         with self._changed:
             for request in requests:
                 self._fail(request, error)
-            self._changed.notify_all()
 
     def _restart(self, error: RankError) -> None:
         """Moves the requests to other workers, and starts new ranks, on which those go on that
@@ -275,7 +264,6 @@ class Worker(Closing, Generic[Request, Work, Made]):
         with self._changed:
             self._take(left)
             self._moving = ()
-            self._changed.notify_all()
 
     def _adopt_started(self, started: tuple[InferenceSession, Made] | OnnxparError) -> None:
         """Goes on on new ranks; if none have started, fails the requests that nobody takes."""
@@ -294,7 +282,6 @@ class Worker(Closing, Generic[Request, Work, Made]):
             self._adopt(made)
             if self._status in (STARTING, FAILED):
                 self._status, self._pause = READY, _PAUSE
-            self._changed.notify_all()
 
     def _time_of_next_start(self) -> float:
         """When to try again to start ranks: never, if requests have no other workers meanwhile."""

@@ -191,9 +191,7 @@ def test_queue_cancel_drain_and_close(make: Make) -> None:
     assert events.get(timeout=TIMEOUT) == End("cancelled")
     first.cancel()  # has no effect
     embedder.submit(texts[:3], events.put)
-    assert embedder.drain(TIMEOUT) and events.get(timeout=TIMEOUT).shape == (3, 32)
-    with pytest.raises(Busy, match="draining"):
-        embedder.submit(texts, events.put)
+    assert events.get(timeout=TIMEOUT).shape == (3, 32)
     other = make(batch_tokens=1)
     other.submit(texts, events.put)
     other.close()

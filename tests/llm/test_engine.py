@@ -22,7 +22,7 @@ from runtime.bundles import pids, wait_until
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError, RunError
-from onnxpar.llm.engine import DRAINING, FAILED, READY, Engine, Generation
+from onnxpar.llm.engine import FAILED, READY, Engine, Generation
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import count_pages, page_bytes
@@ -255,16 +255,6 @@ def test_a_full_queue_refuses(make: Make) -> None:
     waiting.cancel()
     running.cancel()
     first.wait()
-
-
-def test_draining_finishes_what_runs(make: Make, alone: Callable[..., list[int]]) -> None:
-    engine = make()
-    client, _ = send(engine, [5, 6, 7])
-    client.wait_for(1)
-    assert engine.drain(TIMEOUT) and engine.status == DRAINING
-    assert client.wait() == alone([5, 6, 7])
-    with pytest.raises(Busy, match="draining"):
-        send(engine, [5])
 
 
 def test_closing_cancels(make: Make) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from committed import MODELS
+from runtime.bundles import wait_until
 
 import onnxpar
 from onnxpar.ir.paged_attention import too_old
@@ -189,7 +190,7 @@ def test_nothing_comes_behind_the_end(
 
         limits = Limits(max_new_tokens=40, ends=frozenset([tokens[at]]))
         engine.submit(engine.tokenizer.encode("a"), limits, listen)
-        assert ended.wait(TIMEOUT) and engine.drain(TIMEOUT)
+        assert ended.wait(TIMEOUT) and wait_until(lambda: engine.counts.running == 0, TIMEOUT)
         assert engine.counts.generated_tokens == at + 1
     assert [e.id for e in events[:-1]] == tokens[: at + 1] and events[-1] == End("stop")
     assert max(calls) == 8

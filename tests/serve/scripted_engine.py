@@ -119,10 +119,6 @@ class Engine(Closing):
         self._new.put(made)
         return made
 
-    def drain(self, timeout: float) -> bool:
-        self.state = "draining"
-        return all(generation.ended.wait(timeout) for generation in self.generations)
-
     def close(self) -> None:
         self.closed = True
         self._new.put(None)
