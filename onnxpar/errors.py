@@ -16,7 +16,9 @@ def wants_traceback() -> bool:
 
 class OnnxparError(Exception):
     """Base of all errors that onnxpar raises on purpose. The message names the cause and, if there
-    is one, the remedy."""
+    is one, the remedy. `is_common` is set if all ranks raise it, with the same text."""
+
+    is_common = False
 
 
 class ModelError(OnnxparError):

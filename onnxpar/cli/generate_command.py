@@ -111,7 +111,7 @@ def generate(args: argparse.Namespace) -> int:
     options = _options(args)
     rank = launched_rank()
     if rank is not None:  # all ranks generate the same, and one prints it
-        redirect_output(args.log_dir or "log", rank.rank, stdout=rank.rank != 0)
+        redirect_output(args.log_dir or "log", rank, stdout=rank.rank != 0)
     with quick_imports():
         from onnxpar.cli.generate_talk import talk
         from onnxpar.llm.generator import Generator

@@ -26,7 +26,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     """Runs a model.par, under a launcher as one of its ranks."""
     log_dir = args.log_dir
     if rank is not None:
-        redirect_output(log_dir or "log", rank.rank, stdout=rank.rank != 0)
+        redirect_output(log_dir or "log", rank, stdout=rank.rank != 0)
         log_dir = None
     if args.repeat < 1:
         raise InputError(f"--repeat {args.repeat}: must be at least 1")

@@ -41,7 +41,7 @@ def serve_launched(
     """Calls `serve` in rank 0, and follows its orders in the others; returns the exit status, the
     same on all ranks. Errors: those of `serve`; RankError."""
     if args.log_dir is not None:
-        redirect_output(args.log_dir, launched.rank, stdout=launched.rank != 0)
+        redirect_output(args.log_dir, launched, stdout=launched.rank != 0)
     with quick_imports():
         from onnxpar.runtime.lead import Lead
         from onnxpar.runtime.orders import Orders

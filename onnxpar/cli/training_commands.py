@@ -128,7 +128,7 @@ def _train(
     rank = launched_rank()
     if rank is not None:
         own = generation_logs(logs, generation_number() if elastic else 0)
-        redirect_output(own, rank.rank, stdout=rank.rank != 0)
+        redirect_output(own, rank, stdout=rank.rank != 0)
     options: dict[str, Any] = {
         "timeout": args.timeout,
         "profile": bool(args.profile),

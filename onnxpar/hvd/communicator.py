@@ -205,7 +205,7 @@ def run_on_threads(
             return function()
         except BaseException as error:  # the outermost boundary of a rank: the others wait for it
             failures.append(error)
-            world.abort(f"{type(error).__name__}: {error}")
+            world.abort(f"rank {world.rank} failed: {type(error).__name__}: {error}")
             return None
         finally:
             _ranks.own = None

@@ -19,10 +19,12 @@ from typing import Any
 
 from onnxpar.errors import RankError
 from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.redirect import HEAD_START
 from onnxpar.runtime.supervision import AGAIN, HOST_GONE
 
-GRACE = 5.0
-"""Seconds that other ranks get to end by themselves, after one has failed: they know why."""
+GRACE = HEAD_START / 2
+"""Seconds that other ranks get to end by themselves, after one has failed. Those that fail for the
+same reason as rank 0 still wait then, and do not repeat it."""
 END = 5.0
 """Seconds that hosts get beyond that of their ranks to end."""
 TICK = 0.1
@@ -140,11 +142,11 @@ class Launcher(Closing):
         if status == 0:
             return 0
         self.close()
-        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
         host = next(agent.host for agent in self._agents if rank in agent.ranks)
         if status == AGAIN:
             how += "; with --min-ranks, the ranks that are left start again"
-        print(f"onnxpar: rank {rank} on host {host} failed first: it {how}", file=sys.stderr)
+        print(f"onnxpar: rank {rank} on host {host} ended first, {how}", file=sys.stderr)
         return status if status > 0 else 128 - status
 
     def _read(self, key: selectors.SelectorKey) -> None:

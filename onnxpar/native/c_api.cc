@@ -21,7 +21,7 @@
 namespace {
 
 thread_local std::string last_error;
-thread_local std::string interruption;
+thread_local std::string reason;
 
 template <typename Body>
 int Guard(const Body& body) {
@@ -126,13 +126,19 @@ ONNXPAR_EXPORT int onnxpar_world_interrupt(const char* id, const char* message) 
 }
 
 /// Waits until all ranks have left the interrupted run, and connects to them again; then
-/// onnxpar_interruption() returns, in this thread, the reason, the same on all ranks. Fails if the
+/// onnxpar_reason() returns, in this thread, the reason, the same on all ranks. Fails if the
 /// world was aborted.
 ONNXPAR_EXPORT int onnxpar_world_renew(const char* id) {
-  return Guard([&] { interruption = WorldNamed(id)->Renew(); });
+  return Guard([&] { reason = WorldNamed(id)->Renew(); });
 }
 
-ONNXPAR_EXPORT const char* onnxpar_interruption() { return interruption.c_str(); }
+/// Makes onnxpar_reason() return, in this thread, why a world has failed for good; "" if it has
+/// not.
+ONNXPAR_EXPORT int onnxpar_world_failure(const char* id) {
+  return Guard([&] { reason = WorldNamed(id)->Failure(); });
+}
+
+ONNXPAR_EXPORT const char* onnxpar_reason() { return reason.c_str(); }
 
 /// The level of x86-64 for which this process runs loops; 1 on other processors.
 ONNXPAR_EXPORT int onnxpar_cpu_level() { return onnxpar::CpuLevel(); }

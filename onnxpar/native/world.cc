@@ -175,9 +175,8 @@ void World::Reject(const std::string& name, const std::string& reason) {
 }
 
 void World::Abort(const std::string& message) {
-  const std::string text = "aborted by rank " + std::to_string(rank()) + ": " + message;
-  if (const auto control = Channel()) control->Abort(text);
-  OnFailure(text);
+  if (const auto control = Channel()) control->Abort(message);
+  OnFailure(message);
 }
 
 void World::Begin() {
@@ -247,6 +246,11 @@ std::string World::Renew() {
     if (!failure_.empty()) transports[i]->Abort();  // another rank has failed in the new run
   }
   return reason;
+}
+
+std::string World::Failure() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return is_for_good_ ? failure_ : "";
 }
 
 void World::OnFailure(const std::string& reason) { Stop(reason, /*for_good=*/true); }

@@ -105,6 +105,8 @@ class World : public ControlListener {
   /// reason of the interruption, the same on all ranks. Throws if the world was aborted. If the
   /// ranks cannot connect, the next call fails.
   std::string Renew();
+  /// Why every collective fails from now on; empty if none has to.
+  std::string Failure();
   /// Leaves the world.
   void Close();
   /// Leaves the world without freeing its threads and memory, because the process is about to end.

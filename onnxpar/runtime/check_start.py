@@ -7,9 +7,9 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from onnxpar.errors import ModelError
+from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.files.digests import Block, check_blocks
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.bundle_files import WRITE_AGAIN
@@ -17,6 +17,7 @@ from onnxpar.runtime.collectives import gather_bytes
 from onnxpar.runtime.groups import World
 from onnxpar.runtime.profile import host_id
 
+E = TypeVar("E", bound=OnnxparError)
 ROUND = 256
 """Blocks that a rank checks before it tells the others, which wait for it at most that long."""
 
@@ -50,11 +51,18 @@ def check_same(path: Path, each: Sequence[Mapping[str, Any]]) -> None:
         first, other = (
             f"{each[r]['digest'][:8]} on rank {r} (host {each[r]['host']})" for r in (0, odd)
         )
-        raise ModelError(
+        text = (
             f"{path}: the ranks disagree on the model: the SHA-256 of plan.json begins with "
             f"{first} and {other}; copy the same folder to all hosts, or shard the same model with "
             "the same options and the same onnxpar on each"
         )
+        raise common(ModelError(text))
+
+
+def common(error: E) -> E:
+    """Marks an error that all ranks raise."""
+    error.is_common = True
+    return error
 
 
 def check_together(
@@ -75,8 +83,8 @@ def check_together(
         odd = next((rank for rank, own in enumerate(told) if own["fault"]), None)
         if odd is not None:
             is_one_host = len({own["host"] for own in each}) == 1
-            where = "" if is_one_host else f"host {each[odd]['host']}, rank {odd}: "
-            raise ModelError(where + told[odd]["fault"])
+            where = f"rank {odd}" + ("" if is_one_host else f" (host {each[odd]['host']})")
+            raise common(ModelError(f"{where} failed: {told[odd]['fault']}"))
         if not any(own["goes_on"] for own in told):
             return
 

@@ -24,7 +24,7 @@ from onnxpar.files.own_folder import OwnFolder
 from onnxpar.files.write_file import cause, new_file, sync_folder
 from onnxpar.runtime.bundle import Bundle, read_plan
 from onnxpar.runtime.bundle_files import ranks_text
-from onnxpar.runtime.check_start import check_same, check_together, exchange, place_of
+from onnxpar.runtime.check_start import check_same, check_together, common, exchange, place_of
 from onnxpar.runtime.collectives import barrier, broadcast
 from onnxpar.runtime.file_traffic import FileTraffic
 from onnxpar.runtime.groups import World
@@ -50,7 +50,10 @@ def complete(path: Path, world: World) -> Bundle:
     each = exchange(world, {**place_of(path), "path": os.fspath(path), **known}, "files")
     root = next((rank for rank, told in enumerate(each) if told["digest"]), None)
     if root is None:
-        read_plan(path)  # says what is wrong with it, as on all ranks
+        try:
+            read_plan(path)  # says what is wrong with it
+        except ModelError as error:
+            raise common(error) from None
         raise RankError(f"{path / PLAN} appeared just now; start again")
     check_same(path, [{**told, "digest": told["digest"] or each[root]["digest"]} for told in each])
     if not all(told["digest"] for told in each):
@@ -58,11 +61,12 @@ def complete(path: Path, world: World) -> Bundle:
     bundle = own or Bundle.of(path, text)
     check_same(path, [{**each[root], "digest": d} for d in (each[root]["digest"], bundle.digest)])
     if bundle.mesh.size != world.size:
-        raise RankError(
+        what = (
             f"{path} has {bundle.mesh.size} ranks, but {world.size} processes were started; start "
             f"{bundle.mesh.size}, as with mpirun -n or launch --hosts, or shard the model for "
             f"{world.size}"
         )
+        raise common(RankError(what))
     if any(told["lacks"] for told in each):
         with ExitStack() as stack:
             _Fetch(bundle, world, each, stack).run(text)
@@ -162,10 +166,8 @@ class _Fetch:
         try:
             return self._stack.enter_context(OwnFolder(PREFIX, parent))
         except OSError as error:
-            raise ModelError(
-                f"rank {self._rank} (host {self._host(self._rank)}) cannot fetch {self._path}: "
-                f"cannot write {parent}: {cause(error)}"
-            ) from error
+            text = f"cannot fetch {self._path}: cannot write {parent}: {cause(error)}"
+            raise ModelError(text) from error
 
     def _same_places(self) -> list[list[int]]:
         seen = -1
@@ -190,11 +192,12 @@ class _Fetch:
         for name, found in holders.items():
             if not found:
                 ranks = [rank for rank, told in enumerate(self._told) if name in told["needs"]]
-                raise ModelError(
+                text = (
                     f"{self._path}: no rank has {name}, which {ranks_text(ranks)} "
                     f"({self._hosts(ranks)}) must read; write it with `onnxpar shard --ranks "
                     f"{','.join(map(str, ranks))}`, or copy it to one of the hosts"
                 )
+                raise common(ModelError(text))
         sizes = {name: int(self._files.listed[name]["bytes"]) for name in needs}
         return planned(sizes, holders, {name: [*places.values()] for name, places in needs.items()})
 
@@ -213,8 +216,8 @@ class _Fetch:
         free = shutil.disk_usage(self._folder).free if self._folder else size
         if free < size:
             raise ModelError(
-                f"rank {self._rank} (host {self._host(self._rank)}) cannot fetch {self._path}: it "
-                f"lacks {text_of(size, 'B')}, and the file system has {text_of(free, 'B')} free"
+                f"cannot fetch {self._path}: it lacks {text_of(size, 'B')}, and the file system "
+                f"has {text_of(free, 'B')} free"
             )
 
     def _tell(self, transfers: Sequence[Transfer]) -> None:

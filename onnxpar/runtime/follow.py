@@ -26,7 +26,7 @@ def follow(orders: Orders) -> int:
             pass
         return status
     except Exception as error:  # the outermost boundary of a rank: the others wait for it
-        orders.abort(f"rank {orders.launched.rank} failed: {describe(error)}")
+        orders.abort(f"{orders.launched.name} failed: {describe(error)}")
         raise
     finally:
         follower.close()

@@ -101,14 +101,25 @@ class World(Closing):
         does not come within the timeout, or if the world was aborted.
         """
         check(library().onnxpar_world_renew(self.id.encode()))
-        reason: bytes = library().onnxpar_interruption()
-        return reason.decode(errors="replace")
+        return _reason()
+
+    def failure(self) -> str:
+        """Returns why every collective of this world fails from now on, on all ranks; an empty
+        string if none has to."""
+        check(library().onnxpar_world_failure(self.id.encode()))
+        return _reason()
 
     def close(self) -> None:
         """Leaves the world; collectives of its sessions fail from then on."""
         if self._open:
             self._open = False
             check(library().onnxpar_world_destroy(self.id.encode()))
+
+
+def _reason() -> str:
+    """What the last call in this thread has to say."""
+    reason: bytes = library().onnxpar_reason()
+    return reason.decode(errors="replace")
 
 
 class Group(Closing):

@@ -6,6 +6,7 @@ The native library reads the same variables; `HELP` lists them by precedence.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,6 +74,12 @@ class Launched:
     local_size: int
     store: str
     bind_address: str = LOOPBACK
+
+    @property
+    def name(self) -> str:
+        """The rank for errors, with its host if others have ranks, too."""
+        where = f" (host {socket.gethostname()})" if self.local_size < self.size else ""
+        return f"rank {self.rank}{where}"
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import RankError, RunError
+from onnxpar.errors import OnnxparError, RankError, RunError
 from onnxpar.files.digests import Digests
 from onnxpar.runtime.arena import Heap
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
@@ -76,9 +76,10 @@ class LaunchedRank:
     ) -> None:
         rank = launched.rank
         if log_dir is not None:
-            redirect_output(log_dir, rank)
+            redirect_output(log_dir, launched)
         self._path = path
         self._rank = rank
+        self._name = launched.name
         self._closed: str | None = None
         self.kept_shapes: KeptShapes = {}
         self._parts: Mapping[str, Shards] = {}
@@ -270,24 +271,30 @@ class LaunchedRank:
         try:
             yield
         except Exception as error:  # the outermost boundary of a rank: the others wait for it
-            raise self._failure(what, describe(error), is_start) from error
+            is_common = isinstance(error, OnnxparError) and error.is_common
+            reason = f"{'' if is_common else f'{self._name} failed: '}{describe(error)}"
+            fail = self._failed_start if is_start else self._failure
+            raise fail(f"{what} of {self._path}", reason) from error
 
-    def _failure(self, what: str, text: str, is_start: bool) -> RankError:
+    def _failed_start(self, what: str, reason: str) -> RankError:
+        """Returns the error that all ranks raise: why the first of them failed."""
+        reason = self._world.failure() or reason
+        self._world.abort(reason)
+        self._leave(reason)
+        return RankError(f"{what}: {reason}")
+
+    def _failure(self, what: str, reason: str) -> RankError:
         """Returns the error that all ranks raise: RunError if they are ready for the next call,
         RankError if the session is now closed."""
-        reason = f"rank {self._rank} failed: {text}"
         try:
-            if is_start:
-                self._world.abort(reason)
-                raise RankError(reason)
             self._world.interrupt(reason)
             self._executor.undo()
             reason = self._world.renew()
         except RankError as error:
             self._world.abort(reason)
             self._leave(str(error))
-            return RankError(f"{what} of {self._path}, rank {self._rank}: {error}")
-        return RunError(f"{what} of {self._path}: {reason}")
+            return RankError(f"{what}, {self._name}: {error}")
+        return RunError(f"{what}: {reason}")
 
     def _leave(self, reason: str) -> None:
         self._closed = reason

@@ -63,6 +63,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "onnxpar_world_interrupt": [text, text],
         "onnxpar_world_renew": [text],
         "onnxpar_hub_start": [text, ctypes.POINTER(number), text],
+        "onnxpar_world_failure": [text],
         "onnxpar_hub_stop": [text, number],
     }
     for name, arguments in signatures.items():
@@ -72,7 +73,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
     wait.argtypes = [ctypes.c_void_p, ctypes.c_uint32, number, ctypes.c_int64]
     ring.argtypes, ring.restype = [ctypes.c_void_p, ctypes.c_uint32], None
     loaded.onnxpar_last_error.restype = text
-    loaded.onnxpar_interruption.restype = text
+    loaded.onnxpar_reason.restype = text
     return loaded
 
 

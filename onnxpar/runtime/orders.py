@@ -76,7 +76,7 @@ class Orders(Closing):
         try:
             complete(path, self._world)
         except Exception as error:  # the others wait for this rank
-            self.abort(f"rank {self.launched.rank} failed: {describe(error)}")
+            self.abort(f"{self.launched.name} failed: {describe(error)}")
             raise
 
     def tell(self, order: bytes) -> None:

@@ -8,9 +8,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from onnxpar.runtime.launch import Launched
 from onnxpar.runtime.log import Log, write_all
 
-_terminal: list[tuple[int, int]] = []
+_terminal: list[tuple[Launched, int]] = []
 """The rank of this process, and a copy of the descriptor of its original standard error; empty if
 standard error is not redirected."""
 
@@ -20,10 +21,12 @@ _log: list[tuple[int, Path]] = []
 redirected."""
 
 
-def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = True) -> None:
+def redirect_output(
+    log_dir: str | os.PathLike[str], launched: Launched, stdout: bool = True
+) -> None:
     """Redirects the output of this process to `rank.N/stdout.log` and `rank.N/stderr.log` in
     `log_dir`; with `stdout=False`, only standard error, and `write_log` alone writes the other."""
-    log = Log.open(log_dir, rank)
+    log = Log.open(log_dir, launched.rank)
     assert log.folder is not None
     for descriptor, _ in _log:
         os.close(descriptor)
@@ -33,7 +36,7 @@ def redirect_output(log_dir: str | os.PathLike[str], rank: int, stdout: bool = T
             continue
         stream.flush()
         if number == 2 and not _terminal:
-            _terminal.append((rank, os.dup(number)))
+            _terminal.append((launched, os.dup(number)))
         os.dup2(file.fileno(), number)
     log.close()
 
@@ -46,7 +49,7 @@ def write_log(text: str) -> None:
         write_all(descriptor, text, path)
 
 
-_HEAD_START = 2.0
+HEAD_START = 2.0
 """Seconds that a failed rank waits so that rank 0 reports first: a launcher ends all ranks after
 the first one ends."""
 
@@ -55,10 +58,12 @@ def report_failure(text: str) -> None:
     """Writes an error to the original standard error; does nothing if standard error is not
     redirected. Ranks other than 0 wait first: most failures are the same on all ranks, and the
     launcher ends the waiting ranks after rank 0 has reported."""
-    for rank, descriptor in _terminal:
-        if rank:
-            time.sleep(_HEAD_START)
-        _write(descriptor, f"onnxpar: error{f' on rank {rank}' if rank else ''}: {text}")
+    for launched, descriptor in _terminal:
+        if launched.rank:
+            time.sleep(HEAD_START)
+        _write(
+            descriptor, f"onnxpar: error{f' on {launched.name}' if launched.rank else ''}: {text}"
+        )
 
 
 def tell_terminal(text: str) -> None:
@@ -72,8 +77,8 @@ def tell_terminal(text: str) -> None:
 def report_for_all_ranks(text: str) -> None:
     """Writes a text about all ranks, such as a warning, to the original standard error of rank 0;
     does nothing if that is not redirected."""
-    for rank, descriptor in _terminal:
-        if not rank:
+    for launched, descriptor in _terminal:
+        if not launched.rank:
             _write(descriptor, f"onnxpar: {text}")
 
 

@@ -127,7 +127,32 @@ def test_programs_and_their_status(cluster: Cluster) -> None:
     words = [*LAUNCH, "--hosts", "a:1,b:1", "--", "python", "-c", program]
     status, output, errors = finish(cluster, words)
     assert (status, sorted(output.split())) == (3, ["a", "b"])
-    assert errors == "onnxpar: rank 1 on host b failed first: it ended with status 3\n"
+    assert errors == "onnxpar: rank 1 on host b ended first, with status 3\n"
+
+
+def test_a_common_cause_is_told_once(cluster: Cluster, expected: np.ndarray) -> None:
+    """With the rank and the host that it comes from."""
+    damaged = cluster.folder / "damaged.par"
+    shutil.copytree(cluster.folder / "model.par", damaged)
+    file = damaged / "rank_0003.onnx"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    words = [*LAUNCH, "--hosts", "a:2,b:2", "--insecure", "--", "run", "damaged.par", *RUN[2:]]
+    status, output, errors = finish(cluster, [*words, "x.npz"])
+    assert (status, output) == (2, "")
+    first, last = errors.splitlines()
+    where = "the start of damaged.par: rank 3 (host b) failed: damaged.par/rank_0003.onnx"
+    assert first.startswith(f"onnxpar: error: {where} has changed since it was written"), errors
+    assert last == "onnxpar: rank 0 on host a ended first, with status 2"
+
+
+def test_a_cause_of_one_host_names_it(cluster: Cluster, expected: np.ndarray) -> None:
+    a, _, _ = cluster.hosts
+    a.run(["cp", f"{cluster.folder}/in.npz", "/tmp/own.npz"])
+    words = [*LAUNCH, "--hosts", "a:2,b:2", "--insecure", "--", "run", "model.par", "--inputs"]
+    status, output, errors = finish(cluster, [*words, "/tmp/own.npz"])
+    assert (status, output) == (2, "")
+    for rank in (2, 3):
+        assert f"onnxpar: error on rank {rank} (host b): there is no file /tmp/own.npz" in errors
 
 
 def test_a_host_that_is_not_there(cluster: Cluster) -> None:

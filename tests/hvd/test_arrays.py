@@ -339,7 +339,7 @@ def test_a_rank_that_fails_is_what_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError, match="too small"):
         hvd.run_on_threads(body, 3)
-    assert heard == ["Barrier: aborted by rank 1: ZeroDivisionError: too small"] * 2
+    assert heard == ["Barrier: rank 1 failed: ZeroDivisionError: too small"] * 2
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -32,11 +32,11 @@ def launch(
     ("end", "status", "how"),
     [
         ("echo done", 0, ""),
-        ("exit 3", 3, "onnxpar: rank 0 on host localhost failed first: it ended with status 3\n"),
+        ("exit 3", 3, "onnxpar: rank 0 on host localhost ended first, with status 3\n"),
         (
             "kill -KILL $$",
             137,
-            "onnxpar: rank 0 on host localhost failed first: it was ended by signal 9\n",
+            "onnxpar: rank 0 on host localhost ended first, by signal 9\n",
         ),
     ],
 )

@@ -324,13 +324,14 @@ def test_abort_reaches_every_rank_and_every_later_collective(fresh_worlds: World
     def each(world: World) -> None:
         if world.rank == 2:
             time.sleep(0.1)
-            world.abort("the dog ate my tensor")
+            world.abort("rank 2 failed: the dog ate my tensor")
         run(world, ALL_REDUCE, *[np.ones([2], "f4")] * 3)
 
     for _ in range(2):
         begun = time.monotonic()
         for message in errors_on_ranks(worlds, each):
-            assert "AllReduce 'node' (tag 1): aborted by rank 2: the dog ate my tensor" in message
+            assert "AllReduce 'node' (tag 1): rank 2 failed: the dog ate my tensor" in message
+        assert {w.failure() for w in worlds} == {"rank 2 failed: the dog ate my tensor"}
         assert time.monotonic() - begun < 10
 
 

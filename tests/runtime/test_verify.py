@@ -177,7 +177,10 @@ def test_several_hosts_are_named(
     )
     flip(other / "rank_0001.weights")
     for said in started([par, other], verify=True):
-        assert said.startswith("host beta, rank 1: ") and "rank_0001.weights has changed" in said
+        assert (
+            said.startswith("rank 1 (host beta) failed: ")
+            and "rank_0001.weights has changed" in said
+        )
     flip(other / "rank_0001.weights")
     plan = json.loads((other / "plan.json").read_text())
     (other / "plan.json").write_text(digests.sealed({**plan, "notes": ["another"]}))
