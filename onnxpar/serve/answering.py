@@ -56,7 +56,9 @@ class Answering(Visiting):
 
     def _prepared(self, body: bytes) -> tuple[Wanted, Prepared]:
         """What a request wants, and its tokens; in a thread, as it may take a while."""
-        wanted = self._read(fields_of(body), self._service.settings)
+        fields = fields_of(body)
+        wanted = self._read(fields, self._service.settings)
+        fields.refuse_others()
         return wanted, prepare(self._service, wanted)
 
 

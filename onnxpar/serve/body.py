@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from starlette.types import Receive
 
 from onnxpar.serve.api_error import ApiError, quoted
 
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
+    }
+)
+"""Fields of OpenAI that change no answer here."""
 _MOST_DIGITS = 20
 """Digits of a whole number; no field has a larger one."""
 
@@ -66,10 +74,25 @@ class Fields:
 
     def __init__(self, found: Mapping[str, Any], where: str = "") -> None:
         self._found, self._where = found, where
+        self._asked = set(_WITHOUT_EFFECT)
 
     def get(self, name: str) -> Any:
         """Returns a value as it is; None if there is none."""
+        self._asked.add(name)
         return self._found.get(name)
+
+    def refuse_others(self) -> None:
+        """Errors: ApiError if there is a field that nothing has asked for: it may be misspelt, or
+        ask for what is not there."""
+        for name, value in self._found.items():
+            if value is not None and name not in self._asked:
+                known = get_close_matches(name, self._asked, 1)
+                hint = f"; {quoted(known[0])} is" if known else "; leave it out"
+                raise ApiError(
+                    f"{quoted(name)} is not a field of this request{hint}",
+                    param=self._where + name,
+                    code="unknown_field",
+                )
 
     def refuse(self, name: str, why: str, code: str | None = None) -> NoReturn:
         """Raises the error of a field: `why` goes behind its name."""

@@ -23,12 +23,11 @@ def chat_request(fields: Fields, settings: Settings) -> Wanted:
     wants_logprobs = fields.flag("logprobs")
     if top is not None and not wants_logprobs:
         fields.refuse("top_logprobs", "needs logprobs: true")
-    most = max_tokens(fields, "max_completion_tokens", settings)
-    if most is None:
-        most = max_tokens(fields, "max_tokens", settings)
+    names = ("max_completion_tokens", "max_tokens")
+    most = [max_tokens(fields, name, settings) for name in names]
     return Wanted(
         prompts=[messages],
-        max_tokens=most,
+        max_tokens=most[1] if most[0] is None else most[0],
         logprobs=(top or 0) if wants_logprobs else None,
         schema=_schema(fields),
         **common(fields, settings, 1),

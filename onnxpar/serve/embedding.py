@@ -33,10 +33,17 @@ class EmbeddingAnswering(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        request = await run_sync(lambda: self._read(fields_of(body), self._service))
+        request = await run_sync(lambda: self._request(body))
         results = await self._results(request)
         written = await run_sync(lambda: json_bytes(request.answer(results)))
         await written_response(written)(scope, receive, stream.raw)
+
+    def _request(self, body: bytes) -> EncoderRequest:
+        """Errors: ApiError."""
+        fields = fields_of(body)
+        request = self._read(fields, self._service)
+        fields.refuse_others()
+        return request
 
     async def _results(self, request: EncoderRequest) -> Array:
         """What the model computes of the texts. Errors: ApiError if it does not."""

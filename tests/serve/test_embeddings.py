@@ -156,6 +156,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"input": ["x", "a b " * 500]}, "input"),
     ({"input": ["x"] * 51}, "input"),
     ({"input": "x", "dimensions": 0}, "dimensions"),
+    ({"input": "x", "truncate": True}, "truncate"),
     ({"input": "x", "dimensions": 33}, "dimensions"),
     ({"input": "x", "dimensions": 1.5}, "dimensions"),
     ({"input": "x", "dimensions": "3"}, "dimensions"),
@@ -181,6 +182,7 @@ WRONG_RERANKING: list[tuple[dict[str, Any], str]] = [
     ({"documents": ["x", "a b " * 500]}, "documents"),
     ({"documents": ["x"] * 51}, "documents"),
     ({"top_n": 0}, "top_n"),
+    ({"top_k": 1}, "top_k"),
     ({"return_documents": "yes"}, "return_documents"),
 ]
 

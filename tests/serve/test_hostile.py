@@ -151,6 +151,8 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"response_format": "json"}, "response_format"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (CHAT, {"guided_json": {}}, "guided_json"),
+    (TEXT, {"prompt": "x", "x" * 50_000: 1}, None),
 ]
 
 
@@ -165,12 +167,22 @@ def test_fields_that_are_wrong(
     assert found["type"] == "invalid_request_error"
 
 
+def test_a_field_that_is_misspelt(shared: Served) -> None:
+    """Else an answer would be drawn at temperature 1."""
+    body = {"messages": USER, "temprature": 0}
+    found = error_of(shared.http.post(CHAT, json=body), 400)
+    text = "'temprature' is not a field of this request; 'temperature' is"
+    assert (found["message"], found["param"]) == (text, "temprature")
+    assert found["code"] == "unknown_field"
+
+
 HARMLESS: list[dict[str, Any]] = [
-    {"unknown": [1], "user": "x", "store": True, "metadata": {}, "service_tier": "auto"},
+    {"unknown": None, "user": "x", "store": True, "metadata": {}, "service_tier": "auto"},
     {"tools": [], "tool_choice": "none", "functions": None, "modalities": ["text"]},
     {"n": None, "stop": None, "temperature": None, "logit_bias": None, "stream": None},
     {"n": 1.0, "temperature": 1e-300, "logit_bias": {"5": -100}, "stop": []},
     {"response_format": {"type": "text"}, "top_k": -1},
+    {"max_completion_tokens": 2, "max_tokens": 3},
 ]
 
 
