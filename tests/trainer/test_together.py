@@ -17,6 +17,7 @@ from training.steps import MLP, ThreadTrainer, shard, write_step
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.runtime import redirect
+from onnxpar.runtime.launch import Launched
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, warn
 from onnxpar.trainer.together import Together
 
@@ -179,7 +180,8 @@ def test_a_warning_reaches_the_terminal_once(
     rank: int, told: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = os.pipe()
-    monkeypatch.setattr(redirect, "_terminal", [(rank, theirs)])
+    launched = Launched(rank, 2, 2, "file:/tmp")
+    monkeypatch.setattr(redirect, "_terminal", [(launched, theirs)])
     warn("one is damaged")
     os.write(theirs, b".")
     assert os.read(ours, 1000).removesuffix(b".") == told.removesuffix(b".")
