@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from onnxpar.runtime.shards import PortParts, Rows, Shards
 from onnxpar.runtime.state_files import Origin
 
 _worlds = itertools.count()
+_BY_A_RANK = re.compile(r"rank \d+( \(host [^)]*\))? failed: ")
+"""What a rank says that fails for a reason of its own."""
 _LONGEST_RECORD = 1 << 30
 """The largest record of a rank that is accepted, in bytes. onnxruntime records at most a million
 events, which need less."""
@@ -277,8 +280,10 @@ class LaunchedRank:
             raise fail(f"{what} of {self._path}", reason) from error
 
     def _failed_start(self, what: str, reason: str) -> RankError:
-        """Returns the error that all ranks raise: why the first of them failed."""
-        reason = self._world.failure() or reason
+        """Returns the error that all ranks raise: why the first of them failed, if one has said so,
+        and not how this one noticed."""
+        told = self._world.failure()
+        reason = told if _BY_A_RANK.match(told) else reason
         self._world.abort(reason)
         self._leave(reason)
         return RankError(f"{what}: {reason}")
