@@ -103,6 +103,11 @@ ONNXPAR_EXPORT int onnxpar_world_destroy(const char* id) {
   });
 }
 
+/// Says why this rank is going to leave a world before others expect it.
+ONNXPAR_EXPORT int onnxpar_world_explain(const char* id, const char* why) {
+  return Guard([&] { WorldNamed(id)->Explain(why); });
+}
+
 /// Makes every running and later collective of a world fail with `message` on all ranks.
 ONNXPAR_EXPORT int onnxpar_world_abort(const char* id, const char* message) {
   return Guard([&] { WorldNamed(id)->Abort(message); });

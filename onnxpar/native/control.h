@@ -73,7 +73,7 @@ class Control : public Store {
   void Ready(uint64_t epoch) { Send(messages::Ready{epoch}); }
   /// Leaves the world normally; `runs` has the number of collectives that this rank has begun, by
   /// group.
-  void Leave(const Runs& runs) { Send(messages::Leave{runs}); }
+  void Leave(const Runs& runs, const std::string& why) { Send(messages::Leave{why, runs}); }
   /// Ends the hub if this process serves it. Called before the process ends.
   void StopHub();
 

@@ -78,12 +78,16 @@ std::optional<std::string> FindDeserter(const std::vector<Member>& members, cons
     if (members[other].state != Member::State::kLeft) continue;
     const auto ran = members[other].ran.find({report.ranks, report.stream});
     if (ran != members[other].ran.end() && ran->second > report.run) continue;
-    return members[other].Name() + " left the world before " + report.name;
+    return members[other].Left(" before " + report.name);
   }
   return std::nullopt;
 }
 
 }  // namespace
+
+std::string Member::Left(const std::string& before) const {
+  return Name() + " left the world" + before + (why.empty() ? "" : ": " + why);
+}
 
 std::string Member::Name() const {
   const std::string where = names_host && !host.empty() ? " on " + host : "";

@@ -22,9 +22,12 @@ struct Member {
   bool is_ready = false;               // it has left the interrupted run
   std::map<uint64_t, Report> waiting;  // its last report of each stream, which may be outdated
   Runs ran;                            // at the time when it left
+  std::string why;                     // why it left, if it has failed
 
   /// E.g. "rank 2 (pid 4711)", or "rank 2 (pid 4711 on b)".
   std::string Name() const;
+  /// E.g. "rank 2 (pid 4711) left the world", with `before` and the reason behind it.
+  std::string Left(const std::string& before = "") const;
 };
 
 /// A rank's answer to the question whether it has begun a collective.

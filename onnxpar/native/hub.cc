@@ -205,7 +205,7 @@ void Hub::HandleRank(Peer& peer, const Frame& frame) {
     case Kind::kReady:
       return HandleReady(peer.rank, Decode<messages::Ready>(frame, scope).epoch);
     case Kind::kLeave:
-      return HandleLeave(peer.rank, Decode<messages::Leave>(frame, scope).runs);
+      return HandleLeave(peer.rank, Decode<messages::Leave>(frame, scope));
     default:
       throw ProtocolError("no message from a rank to the hub is of kind " +
                           std::to_string(frame.kind));
@@ -367,7 +367,7 @@ void Hub::RenewOnceReady() {
   }
   for (const Member& member : members_) {
     if (interruption_ && member.state == Member::State::kLeft) {
-      return Fail(member.Name() + " left the world");
+      return Fail(member.Left());
     }
     if (!member.is_ready) return;
   }
@@ -386,12 +386,13 @@ void Hub::RenewOnceReady() {
   interruption_.reset();
 }
 
-void Hub::HandleLeave(int rank, Runs runs) {
+void Hub::HandleLeave(int rank, messages::Leave leave) {
   Member& leaver = members_[rank];
   leaver.state = Member::State::kLeft;
   leaver.waiting.clear();
-  leaver.ran = std::move(runs);
-  if (ready_until_) return Fail(leaver.Name() + " left the world");
+  leaver.ran = std::move(leave.runs);
+  leaver.why = std::move(leave.why);
+  if (ready_until_) return Fail(leaver.Left());
   for (const Member& member : members_) {
     if (const auto reason = FindDeserter(members_, member.rank)) return Fail(*reason);
   }

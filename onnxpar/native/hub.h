@@ -94,7 +94,7 @@ class Hub {
   void HandleReady(int rank, uint64_t epoch);
   void RenewOnceReady();
   void ConcludeInquiry();
-  void HandleLeave(int rank, Runs runs);
+  void HandleLeave(int rank, messages::Leave leave);
   void Lose(Peer& peer, const std::string& how);
   void CheckDeadlines();
   Peer* PeerOf(int rank);

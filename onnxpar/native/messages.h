@@ -13,7 +13,7 @@
 namespace onnxpar {
 
 /// The version of the protocol; increase it with every change to the messages.
-constexpr uint64_t kProtocol = 5;
+constexpr uint64_t kProtocol = 6;
 /// The largest number of ranks in a world.
 constexpr uint64_t kMaxWorld = 1 << 16;
 /// In place of a rank that another one waits for: it waits for none.
@@ -291,13 +291,16 @@ struct Ready {
   }
 };
 
-/// This rank leaves the world normally, after it has begun these numbers of collectives.
+/// This rank leaves the world normally, after it has begun these numbers of collectives; `why` is
+/// empty unless it has failed.
 struct Leave {
   static constexpr Kind kKind = Kind::kLeave;
+  std::string why;
   Runs runs;
 
   template <typename Fields>
   void Visit(Fields& fields) {
+    fields.Text(why);
     fields.GroupRuns(runs);
   }
 };

@@ -253,6 +253,16 @@ std::string World::Failure() {
   return is_for_good_ ? failure_ : "";
 }
 
+void World::Explain(const std::string& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  explanation_ = why;
+}
+
+std::string World::Explanation() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return explanation_;
+}
+
 void World::OnFailure(const std::string& reason) { Stop(reason, /*for_good=*/true); }
 
 void World::OnInterrupt(uint64_t epoch, uint64_t call, const std::string& reason) {
@@ -332,7 +342,7 @@ void World::Close() {
   const auto stopped = Stopped(streams);
   std::shared_ptr<Control> control = Channel();
   if (!control) return;
-  control->Leave(Runs());
+  control->Leave(Runs(), Explanation());
   std::vector<std::shared_ptr<Transport>> transports;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -344,7 +354,7 @@ void World::Close() {
 void World::LeaveAtExit() {
   const std::shared_ptr<Control> control = Channel();
   if (!control) return;
-  control->Leave(Runs());
+  control->Leave(Runs(), Explanation());
   control->StopHub();
 }
 

@@ -107,6 +107,8 @@ class World : public ControlListener {
   std::string Renew();
   /// Why every collective fails from now on; empty if none has to.
   std::string Failure();
+  /// Says why this rank is going to leave the world before others expect it.
+  void Explain(const std::string& why);
   /// Leaves the world.
   void Close();
   /// Leaves the world without freeing its threads and memory, because the process is about to end.
@@ -129,6 +131,7 @@ class World : public ControlListener {
   std::vector<Stream*> Streams();
   uint64_t Enter(Stream& stream, const Operation& operation);
   void Leave(Stream& stream);
+  std::string Explanation();
 
   struct Running {
     Running(World& in, Stream& of, const Operation& operation)
@@ -156,6 +159,7 @@ class World : public ControlListener {
   bool is_for_good_ = false;
   uint64_t epoch_ = 0;        // how many runs were interrupted
   std::string interruption_;  // why the last run was interrupted
+  std::string explanation_;   // why this rank leaves, if it has failed
   uint64_t call_ = 0;
   std::string next_failure_;  // reason why the next call has failed
   std::map<GroupId, std::unique_ptr<Group>> groups_;

@@ -77,6 +77,10 @@ class World(Closing):
         message."""
         check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
 
+    def explain(self, why: str) -> None:
+        """Says why this rank is going to leave the world before others expect it."""
+        check(library().onnxpar_world_explain(self.id.encode(), why.encode()))
+
     def shares_memory_with(self, rank: int) -> bool:
         """True if messages to `rank` go through shared memory, not through Gloo. Errors: RankError
         if the world has no such rank."""

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,8 +204,12 @@ class LaunchedRank:
         self.check_usable()
 
     def close(self) -> None:
-        """Leaves the world."""
+        """Leaves the world; within an error, as at the end of a `with`, other ranks that wait for
+        this one get to know it."""
         if self._closed is None:
+            error = sys.exc_info()[1]
+            if isinstance(error, Exception):
+                self._world.explain(describe(error))
             self._leave("close() was called")
 
     def _gather_parts(

@@ -64,6 +64,7 @@ def _bound(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "onnxpar_world_renew": [text],
         "onnxpar_hub_start": [text, ctypes.POINTER(number), text],
         "onnxpar_world_failure": [text],
+        "onnxpar_world_explain": [text, text],
         "onnxpar_hub_stop": [text, number],
     }
     for name, arguments in signatures.items():

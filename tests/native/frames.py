@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 KEY = "0123456789abcdef0123456789abcdef"
-PROTOCOL = 5
+PROTOCOL = 6
 EXTREMES = [0, 1, 2, 3, 7, 255, 2**20, 2**30, 2**31, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 
 
@@ -93,7 +93,7 @@ def from_rank(rank: int, size: int) -> list[bytes]:
         frame(Kind.ABORT, "the reason"),
         frame(Kind.INTERRUPT, 0, 0, "the reason"),
         frame(Kind.READY, 0),
-        frame(Kind.LEAVE, [0, 1, 2], 0, 4, [0, rank], 1, 2),
+        frame(Kind.LEAVE, "the reason", [0, 1, 2], 0, 4, [0, rank], 1, 2),
     ]
 
 
@@ -154,7 +154,8 @@ def ends_something(data: bytes, rank: int, size: int) -> bool:
     layout = ENDING.get(Kind(body[0]))
     rest = body[1:]
     if layout is None:
-        while rest is not None and rest:
+        rest = _after("t", rest, rank, size)
+        while rest:
             rest = _after("lnn", rest, rank, size)
         return rest == b""
     return _after(layout, rest, rank, size) == b""

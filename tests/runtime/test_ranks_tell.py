@@ -121,6 +121,40 @@ def test_ranks_that_have_different_models(folder: Path, tmp_path: Path) -> None:
         assert code == 2 and "the ranks disagree on the model" in error, error
 
 
+LEAVES = """
+import os, sys, numpy, onnxpar
+try:
+    with onnxpar.InferenceSession("data-parallel.par", timeout=20) as session:
+        if os.environ["ONNXPAR_RANK"] == "1":
+            raise ValueError("no more rows")
+        session.run(None, {"i": numpy.int64([0, 1, 9, 3])})
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.usefixtures("medium")
+def test_a_rank_that_leaves_says_why(folder: Path, tmp_path: Path) -> None:
+    """To those that wait for it: they may be all that a user sees."""
+    common = {"ONNXPAR_WORLD_SIZE": "2", "ONNXPAR_STORE": f"file:{tmp_path}/store"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES],
+            cwd=folder,
+            env={**os.environ, **common, "ONNXPAR_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (rank.communicate(timeout=60)[1] for rank in ranks)
+    assert second == "ValueError: no more rows\n"
+    assert re.search(
+        rf"^RankError: .*rank 1 \(pid {ranks[1].pid}\) left the world.*: ValueError: no more rows$",
+        first.splitlines()[-1],
+    ), first
+
+
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies(folder: Path, tmp_path: Path, victim: int) -> None:
