@@ -57,7 +57,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
     failure: Exception | None = None
     try:
         with _ends_of_imports():
-            args = _arguments(sys.argv[1:] if argv is None else argv)
+            args = arguments(sys.argv[1:] if argv is None else argv)
             refuse_overwriting(vars(args))
             set_variables(args)
             status = int(args.command(args))
@@ -92,7 +92,7 @@ def _ends_of_imports() -> Iterator[None]:
         raise
 
 
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments. For a correct command in QUICK, does not import what others need."""
     add = QUICK.get(argv[0]) if argv else None
     if add is not None:

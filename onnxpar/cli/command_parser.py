@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
                 if self.commands is None:
                     continue
                 if arg not in self.commands.choices:
-                    self.error(f"there is no command {arg!r}{_nearest(arg, self.commands.choices)}")
+                    self.error(f"there is no command {arg!r}{nearest(arg, self.commands.choices)}")
                 self.commands.choices[arg].siblings = self.commands.choices
                 return
             name = arg.partition("=")[0]
@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
         ]
         if having:
             return f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
-        return _nearest(name, self._option_string_actions)
+        return nearest(name, self._option_string_actions)
 
     def _is_flag(self, name: str) -> bool:
         known = self._option_string_actions
@@ -107,7 +107,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"onnxpar: error: {' '.join(text.split())}; see `{self.prog} --help`\n")
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a hint at the most similar name; empty if none is similar."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
@@ -117,7 +117,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text in choices:
             return text
-        near = _nearest(text, choices) or f"; give one of {', '.join(choices)}"
+        near = nearest(text, choices) or f"; give one of {', '.join(choices)}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a choice{near}")
 
     return parse

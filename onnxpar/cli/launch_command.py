@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from typing import Any
 
@@ -78,6 +79,8 @@ def add_launch(to: Any) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    from onnxpar.cli.command_line import arguments
+    from onnxpar.cli.command_parser import nearest
     from onnxpar.cli.parser import command_names
     from onnxpar.launcher.generations import Generations
     from onnxpar.launcher.launcher import Command, Launcher, passed_on
@@ -88,7 +91,10 @@ def _launch(args: argparse.Namespace) -> int:
     if not words:
         raise InputError("launch needs a command, as in: onnxpar launch --hosts a:2,b:2 -- run ...")
     if words[0] in command_names():
+        arguments(words)  # what is wrong with them is told once, and not by each rank
         words = [args.python, "-m", "onnxpar", *words]
+    elif shutil.which(words[0]) is None and (hint := nearest(words[0], command_names())):
+        raise InputError(f"there is no program {words[0]}{hint}")
     if not 0 <= args.grace <= LONGEST:
         raise InputError(f"--grace {args.grace:g}: give a number of seconds of at least 0")
     slots = parse_hosts(args.hosts) if args.hosts else read_hostfile(args.hostfile)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import json
 import os
 import selectors
@@ -47,7 +48,7 @@ def main() -> int:
         with OwnFolder() as folder:
             Agent(json.loads(first), rest, Path(folder)).run()
     except OSError as error:
-        _say({"error": f"host {socket.gethostname()}: {error}"})
+        _say({"error": f"host {socket.gethostname()} cannot start its ranks: {_why(error)}"})
         return 2
     return 0
 
@@ -93,6 +94,9 @@ class Agent:
             "ONNXPAR_LOCAL_WORLD_SIZE": str(len(asked["ranks"])),
             "ONNXPAR_STORE": f"file:{folder}",
         }
+        if not os.path.isdir(asked["folder"]):
+            text = "no folder (a launch runs in the folder of the same name on each host)"
+            raise FileNotFoundError(errno.ENOENT, text, asked["folder"])
         process = subprocess.Popen(
             asked["command"],
             cwd=asked["folder"],
@@ -197,6 +201,12 @@ class Agent:
         self._ending = time.monotonic() + self._grace
         for process in self._ranks.values():
             _kill(process, signal.SIGTERM)
+
+
+def _why(error: OSError) -> str:
+    """The cause of an error, with the file that it is about."""
+    name = f": {os.fsdecode(error.filename)}" if error.filename else ""
+    return f"{(error.strerror or str(error)).lower()}{name}"
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onnxpar.errors import RankError
+from onnxpar.runtime.bundle_files import ranks_text
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.redirect import HEAD_START
 from onnxpar.runtime.supervision import AGAIN, HOST_GONE
@@ -173,13 +174,13 @@ class Launcher(Closing):
         assert agent.process.stderr is not None
         os.set_blocking(agent.process.stderr.fileno(), False)
         said = (agent.said + (agent.process.stderr.read() or b"")).decode(errors="replace").strip()
-        host, ranks = agent.host, ", ".join(map(str, sorted(agent.running)))
+        host, ranks = agent.host, ranks_text(sorted(agent.running))
         why = said.splitlines()[-1].rstrip(".") if said else "the connection ended"
         if agent.has_started:
-            agent.lost = f"host {host}, with rank {ranks}, is lost: {why}"
+            agent.lost = f"host {host}, with {ranks}, is lost: {why}"
         else:
             agent.lost = (
-                f"host {host}, for rank {ranks}, cannot be reached: {why}; `ssh {host}` must work "
+                f"host {host}, for {ranks}, cannot be reached: {why}; `ssh {host}` must work "
                 "without a password, and Python with onnxpar must be there (--python)"
             )
         self.ends |= dict.fromkeys(sorted(agent.running), HOST_GONE)
@@ -233,7 +234,7 @@ class Launcher(Closing):
     def _tell_who_runs(self) -> None:
         """Says for whom the end waits."""
         each = [
-            f"rank {', '.join(map(str, sorted(agent.running)))} on host {agent.host}"
+            f"{ranks_text(sorted(agent.running))} on host {agent.host}"
             for agent in self._agents
             if agent.running
         ]

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "diagnosis.h"
+
 namespace onnxpar {
 namespace {
 
@@ -67,8 +69,9 @@ void Control::Join(Rendezvous& rendezvous) {
     std::this_thread::sleep_for(kRetry);
   }
   throw std::runtime_error("rank " + std::to_string(scope_.rank) + " on host " + HostName() +
-                           " has waited for " + std::to_string(timeout_.count()) +
-                           " ms to join the world: " + setback.why);
+                           " has waited for " +
+                           Seconds(std::chrono::duration<double>(timeout_).count()) +
+                           " to join the world: " + setback.why);
 }
 
 /// Tries to join through a hub. Returns false and sets `setback` if a later attempt may succeed;

@@ -6,12 +6,6 @@
 namespace onnxpar {
 namespace {
 
-std::string Seconds(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%g s", seconds);
-  return text;
-}
-
 std::string Joined(const std::vector<std::string>& clauses) {
   std::string text;
   for (const std::string& clause : clauses) text += (text.empty() ? "" : "; ") + clause;
@@ -84,6 +78,12 @@ std::optional<std::string> FindDeserter(const std::vector<Member>& members, cons
 }
 
 }  // namespace
+
+std::string Seconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g s", seconds);
+  return text;
+}
 
 std::string Member::Left(const std::string& before) const {
   return Name() + " left the world" + before + (why.empty() ? "" : ": " + why);

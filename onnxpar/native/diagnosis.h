@@ -37,6 +37,9 @@ struct Answer {
   uint64_t awaited = kNobody;  // the rank for which it waits there
 };
 
+/// E.g. "1.5 s".
+std::string Seconds(double seconds);
+
 /// Returns which ranks are missing, e.g. "rank 2 has not joined the world within 5 s".
 std::string DescribeAbsent(const std::vector<Member>& members, double seconds);
 

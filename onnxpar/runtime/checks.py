@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -178,13 +179,21 @@ def check_ranks_per_numa(count: int | None, bind: str, is_launched: bool) -> int
     return count
 
 
-def check_threads(threads: int) -> int:
-    """Returns the number of threads of a rank. Errors: InputError unless it is at least 1."""
+def check_threads(threads: int, most: float = math.inf) -> int:
+    """Returns the number of threads of a rank. Errors: InputError unless it is from 1 to `most`."""
     if not isinstance(threads, int) or threads < 1:
         raise InputError(f"threads {threads}: give a whole number of at least 1")
+    if threads > most:
+        raise InputError(
+            f"threads {threads}: give at most {most}, which are {CROWD} for each hardware thread "
+            "of this host"
+        )
     return threads
 
 
+CROWD = 16
+"""Threads of a rank, for each hardware thread of its host, above which starting them takes too
+long: they spin."""
 LONGEST = 1e8
 """The longest timeout in seconds: three years, which sockets still accept."""
 

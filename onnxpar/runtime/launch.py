@@ -101,7 +101,8 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> Launched | Non
             )
         size = size if size is not None else _place(other, environment)[1]
     if rank is None or size is None or not 0 <= rank < size:
-        raise RankError(f"this process is rank {rank} of {size}; set {present[0].sizes[0]}")
+        of = "an unknown number" if size is None else size
+        raise RankError(f"this process is rank {rank} of {of}; set {present[0].sizes[0]}")
     local = next(
         (n for one in present if (n := _number(environment, one.local_size)) is not None), None
     )

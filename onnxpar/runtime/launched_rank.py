@@ -291,7 +291,7 @@ class LaunchedRank:
         reason = told if _BY_A_RANK.match(told) else reason
         self._world.abort(reason)
         self._leave(reason)
-        return RankError(f"{what}: {reason}")
+        return RankError(f"{what}: {reason}" if _BY_A_RANK.match(reason) else reason)
 
     def _failure(self, what: str, reason: str) -> RankError:
         """Returns the error that all ranks raise: RunError if they are ready for the next call,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from onnxpar.files.own_folder import OwnFolder
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
 from onnxpar.runtime.checks import (
+    CROWD,
     check_bind,
     check_elsewhere,
     check_feeds,
@@ -445,7 +447,8 @@ class InferenceSession(Session):
             replicas=replicas,
         )
         if threads is not None:
-            fields = {**spec.fields, "intra_op_num_threads": check_threads(threads)}
+            most = CROWD * (os.cpu_count() or 1) if start_ranks is None else math.inf
+            fields = {**spec.fields, "intra_op_num_threads": check_threads(threads, most)}
             spec = replace(spec, fields=fields)
 
         if start_ranks is not None:

@@ -45,20 +45,20 @@ async def read_body(receive: Receive, most: int) -> bytes:
 
 
 def fields_of(body: bytes) -> Fields:
-    """Returns the fields of a request. Errors: ApiError if it is no JSON object."""
+    """Returns the fields of a request. Errors: ApiError if it is not a JSON object."""
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse, parse_int=_whole)
     except RecursionError:
         raise ApiError("the request is nested too deeply", code="invalid_json") from None
     except ValueError as error:
-        raise ApiError(f"the request is no JSON: {error}", code="invalid_json") from None
+        raise ApiError(f"the request is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(found, dict):
         raise ApiError("the request must be a JSON object", code="invalid_json")
     return Fields(found)
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _whole(digits: str) -> int | float:

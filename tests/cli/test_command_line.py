@@ -171,6 +171,6 @@ def test_the_end_in_the_middle_of_an_import(
         raise ImportError("initialization failed") from Terminated(signal.SIGTERM)
 
     given = argparse.Namespace(command=command)
-    monkeypatch.setattr("onnxpar.cli.command_line._arguments", lambda argv: given)
+    monkeypatch.setattr("onnxpar.cli.command_line.arguments", lambda argv: given)
     assert main(["run"]) == 143
     assert capsys.readouterr().err == "onnxpar: terminated\n"

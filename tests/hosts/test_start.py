@@ -159,7 +159,7 @@ def test_a_host_that_is_not_there(cluster: Cluster) -> None:
     words = [*LAUNCH, "--hosts", "a:2,nowhere:2", "--insecure", "--", *RUN, "x.npz"]
     status, output, errors = finish(cluster, words)
     assert (status, output) == (2, "")
-    assert "host nowhere, for rank 2, 3, cannot be reached: " in errors
+    assert "host nowhere, for ranks 2 and 3, cannot be reached: " in errors
     assert not (cluster.folder / "x.npz").exists()
 
 

@@ -238,7 +238,7 @@ def test_a_hub_that_takes_a_rank_and_is_silent() -> None:
             accept(wire, KEY)
             wire.sendall(frame(Kind.ACCEPT))
             silent = (
-                rf"rank 1 on host {socket.gethostname()} has waited for 1000 ms to join the world: "
+                rf"rank 1 on host {socket.gethostname()} has waited for 1 s to join the world: "
                 rf"the hub on 127.0.0.1:{port} does not respond: "
             )
             with pytest.raises(OnnxparError, match=silent):
