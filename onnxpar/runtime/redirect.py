@@ -61,9 +61,8 @@ def report_failure(text: str) -> None:
     for launched, descriptor in _terminal:
         if launched.rank:
             time.sleep(HEAD_START)
-        _write(
-            descriptor, f"onnxpar: error{f' on {launched.name}' if launched.rank else ''}: {text}"
-        )
+        where = f" on {launched.name}" if launched.rank else ""
+        _write(descriptor, f"onnxpar: error{where}: {text}")
 
 
 def tell_terminal(text: str) -> None:
