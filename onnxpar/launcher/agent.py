@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.files.own_folder import OwnFolder
+from onnxpar.files.write_file import unread
 
 TICK = 0.05
 DRAIN = 1.0
@@ -48,7 +49,9 @@ def main() -> int:
         with OwnFolder() as folder:
             Agent(json.loads(first), rest, Path(folder)).run()
     except OSError as error:
-        _say({"error": f"host {socket.gethostname()} cannot start its ranks: {_why(error)}"})
+        name = f": {os.fsdecode(error.filename)}" if error.filename else ""
+        why = f"host {socket.gethostname()} cannot start its ranks: {unread(error)}{name}"
+        _say({"error": why})
         return 2
     return 0
 
@@ -201,12 +204,6 @@ class Agent:
         self._ending = time.monotonic() + self._grace
         for process in self._ranks.values():
             _kill(process, signal.SIGTERM)
-
-
-def _why(error: OSError) -> str:
-    """The cause of an error, with the file that it is about."""
-    name = f": {os.fsdecode(error.filename)}" if error.filename else ""
-    return f"{(error.strerror or str(error)).lower()}{name}"
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> None:
