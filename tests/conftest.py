@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
+import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from sharded import PLACE
+
+from onnxpar.runtime import session
+from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.ranks import ProcessRanks, Ranks
+from onnxpar.runtime.threads import ThreadRanks
 
 # In a shell's background, or under nohup, these are ignored: commands that tests start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -20,21 +29,25 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 os.environ["ONNXPAR_MEASURE"] = "0"  # costs do not depend on the machine; commands inherit this
 
+MEDIA = "shared-memory", "gloo"
 FRACTION = 20
 """Of as many cases of a matrix one runs by default."""
 
 hypothesis.settings.register_profile(
     "repeatable",
+    max_examples=40,
     derandomize=True,
     deadline=None,
     database=None,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile("repeatable")
+hypothesis.settings.register_profile(
+    "thorough", hypothesis.settings.get_profile("repeatable"), max_examples=400
+)
 
 
-@pytest.fixture(scope="module", params=["shared-memory", "gloo"])
+@pytest.fixture(scope="module", params=MEDIA)
 def medium(request: pytest.FixtureRequest) -> Iterator[str]:
     """What carries the messages of worlds that tests and their child processes make."""
     before = os.environ.get("ONNXPAR_TRANSPORT")
@@ -44,6 +57,49 @@ def medium(request: pytest.FixtureRequest) -> Iterator[str]:
         del os.environ["ONNXPAR_TRANSPORT"]
     else:
         os.environ["ONNXPAR_TRANSPORT"] = before
+
+
+class _Ranks:
+    """Starts the ranks of sessions as threads, in a fiftieth of the time that processes take,
+    except in tests that are marked `processes`. Threads write no logs."""
+
+    as_processes = False
+
+    def __call__(
+        self,
+        bundle: Bundle,
+        spec: SessionSpec,
+        timeout: float,
+        log_dir: str | os.PathLike[str] | None,
+        bind_address: str,
+    ) -> Ranks:
+        if self.as_processes:
+            return ProcessRanks(bundle, spec, timeout, log_dir, bind_address)
+        return ThreadRanks(bundle, spec, timeout)
+
+
+RANKS = _Ranks()
+session.ProcessRanks = RANKS  # type: ignore[assignment, misc]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    RANKS.as_processes = item.get_closest_marker("processes") is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Decides how many examples are drawn, and makes the folder of sharded models, for all
+    processes of this run."""
+    hypothesis.settings.load_profile("thorough" if config.getoption("zoo") else "repeatable")
+    if PLACE not in os.environ:
+        os.environ[PLACE] = tempfile.mkdtemp(prefix="onnxpar-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(PLACE)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what the parts of tests/run.sh took before."""
+    if parts := os.environ.get("ONNXPAR_PARTS"):
+        terminalreporter.write_line(f"before the tests: {parts.rstrip(', ')}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,9 +140,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _checksum(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _runs_over_the_other_medium(item: pytest.Item) -> bool:
+    """True for one of two cases that differ by the medium alone, except in the plugin's tests."""
+    medium = item.callspec.params.get("medium") if hasattr(item, "callspec") else None
+    if medium is None or "tests/native/" in item.nodeid:
+        return False
+    same_in_both = item.nodeid.replace(medium, "", 1)
+    return MEDIA[zlib.crc32(same_in_both.encode()) % 2] != medium
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Unless all are wanted, leaves one case in FRACTION of each test that is marked as a matrix,
-    and no test that is marked as slow."""
+    one medium for each case outside of tests/native, and no test that is marked as slow."""
     if config.getoption("zoo"):
         return
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
@@ -94,8 +163,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
     left_out = {item for item in items if item.get_closest_marker("slow")}
+    left_out.update(item for item in items if _runs_over_the_other_medium(item))
     for of_test in cases.values():  # by checksum, because neighbours have parameters in common
-        by_checksum = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        by_checksum = sorted(of_test, key=_checksum)
         left_out.update(by_checksum[math.ceil(len(of_test) / FRACTION) :])
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))

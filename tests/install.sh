@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# install.sh [WHEEL]: installs a wheel where there is no compiler, no Gloo and no copy of this
-# repository, and runs a model over ranks there. Without a wheel, makes one from a source archive, of
-# which it shows that it says what it needs where that is missing. Called by tests/run.sh; needs .venv
-# with the test extra.
+# install.sh WHEEL: installs a wheel where there is no compiler, no Gloo and no copy of this
+# repository, and runs a model over ranks there. Shows before that a source archive, where one lies
+# beside the wheel, says what it needs where that is missing. Needs .venv with the test extra.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
@@ -13,24 +12,23 @@ if ! $hidden true; then
   exit 0
 fi
 cp models/llama.dynamo.static.onnx "$scratch/model.onnx"
-.venv/bin/python -m venv "$scratch/venv"
-bin=$scratch/venv/bin
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONPATH=
+cp "$(dirname "$1")"/onnxpar-* "$scratch"
+cp .venv/bin/uv "$scratch"
+"$scratch/uv" venv --quiet --python .venv/bin/python "$scratch/venv"
+export VIRTUAL_ENV=$scratch/venv
 
-if [ $# = 1 ]; then
-  cp "$1" "$scratch"
-else
-  .venv/bin/uv build --quiet --python .venv/bin/python --out-dir "$scratch" .
-  if $hidden "$bin/pip" install --no-deps "$scratch"/onnxpar-*.tar.gz >"$scratch/log" 2>&1; then
+source=$(find "$scratch" -maxdepth 1 -name '*.tar.gz')
+if [ -n "$source" ]; then
+  if $hidden "$scratch/uv" pip install --no-deps "$source" >"$scratch/log" 2>&1; then
     echo "the source was built without a compiler" >&2
     exit 1
   fi
-  tail -n 9 "$scratch/log" | grep -F 'apt install g++'
+  grep -F 'apt install g++' "$scratch/log"
 fi
 
-$hidden "$bin/pip" install --quiet --only-binary :all: "$scratch"/onnxpar-*.whl
+$hidden "$scratch/uv" pip install --quiet --compile-bytecode --no-build "$scratch/$(basename "$1")"
 for transport in shared-memory gloo; do
-  $hidden env ONNXPAR_TRANSPORT=$transport \
-    "$bin/onnxpar" check "$scratch/model.onnx" --devices 2 --preset tensor-parallel --no-measure |
+  $hidden env ONNXPAR_TRANSPORT=$transport PYTHONPATH= \
+    "$scratch/venv/bin/onnxpar" check "$scratch/model.onnx" --devices 2 --preset tensor-parallel --no-measure |
     grep '^all outputs agree'
 done

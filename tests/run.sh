@@ -1,13 +1,32 @@
 #!/usr/bin/env bash
-# Lint, types, and all tests, in .venv.
+# Set-up, lint, types, wheels and all tests that run by default, in .venv; says how long each part
+# takes. Arguments go to pytest. tests/nightly.sh runs what takes longer, tests/changed.sh what a change
+# needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-.ci/install.sh test
+export ONNXPAR_PARTS= PYTHONDONTWRITEBYTECODE=
+part() { # part NUMBER NAME COMMAND...
+  local began=$SECONDS
+  echo "[$1 of 6] $2 ..."
+  "${@:3}"
+  ONNXPAR_PARTS+="$2 $((SECONDS - began)) s, "
+  echo "[$1 of 6] $2: $((SECONDS - began)) s"
+}
+lint() {
+  ruff check .
+  ruff format --check --quiet .
+  clang-format --dry-run -Werror onnxpar/native/*.cc onnxpar/native/*.h
+}
+types() { # meanwhile the other core compiles the tests, which each worker would do for itself
+  pytest -q --collect-only >/dev/null 2>&1 &
+  mypy
+  wait
+}
+part 1 set-up .ci/install.sh test
 PATH=$PWD/.venv/bin:$PATH
-ruff check .
-ruff format --check --quiet .
-clang-format --dry-run -Werror onnxpar/native/*.cc onnxpar/native/*.h
-mypy
-tests/oldest.sh
-tests/install.sh
-pytest -q -n 2 "$@"
+part 2 lint lint
+part 3 types types
+part 4 "oldest versions" tests/oldest.sh
+part 5 wheel tests/install.sh build/dist/*.whl
+echo "[6 of 6] tests ..."
+pytest -q -n 2 --dist loadscope "$@"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -37,12 +38,15 @@ class Proof:
     missed: list[str]
 
 
-def prove(case: Case) -> Proof:
-    """Tests every split that the rule of the case allows, and tries splits that it forbids."""
+def prove(case: Case, every: int = 1) -> Proof:
+    """Tests the splits that the rule of the case allows, all or one of `every` so many, and tries
+    splits that it forbids."""
     oracle = Oracle(case)
     cuts = {(cut.factor, cut.kind): cut for cut in oracle.cuts()}.values()
     oracles = [oracle, *(Oracle(case, cut) for cut in cuts)]
-    found = [each.wrong(split) for each in oracles for split in each.splits()]
+    splits = [(each, split) for each in oracles for split in each.splits()]
+    first = crc32(f"{case.op} {oracle.op.rule.text()}".encode()) % every  # others for other cases
+    found = [each.wrong(split) for each, split in splits[first % max(len(splits), 1) :: every]]
     wrong = [f for f in found if f] + false_claims(oracle)
     return Proof(oracle.op.rule.text(), len(found), wrong, missed_splits(oracle))
 

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxpar.base.typed_bytes import of_bytes, to_bytes
@@ -73,7 +73,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(VALUES)
 def test_what_is_read_is_what_was_written(value: Any) -> None:
     assert same(of_bytes(to_bytes(value)), value)

@@ -38,7 +38,6 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from scipy.stats import rankdata, spearmanr
 
 from onnxpar import InferenceSession
 from onnxpar.cli.command_line import main as command
@@ -228,6 +227,8 @@ def busy_seconds() -> float:
 
 def table(entries: Sequence[Entry]) -> Iterator[str]:
     """The strategies, the fastest first."""
+    from scipy.stats import rankdata  # takes seconds, which tests of other benchmarks need not
+
     predicted = rankdata([entry.predicted for entry in entries])
     measured = rankdata([entry.measured for entry in entries])
     heads = f"{'predicted':>11}{'measured':>10}{'ratio':>7}{'ranks':>11}"
@@ -256,6 +257,8 @@ def places(entries: Sequence[Entry]) -> list[float]:
 
 def verdict(entries: Sequence[Entry]) -> tuple[str, bool]:
     """The last line of a table, and whether all limits are kept."""
+    from scipy.stats import spearmanr
+
     predicted, measured = np.array([(entry.predicted, entry.measured) for entry in entries]).T
     plain = float(spearmanr(predicted, measured).statistic)
     correlation = float(spearmanr(predicted, places(entries)).statistic)

@@ -19,6 +19,7 @@ from bench.peers import Figure, Peer, Running, Turn, measure, tree_seconds, watc
 import onnxpar
 
 
+@pytest.mark.slow
 def test_figures_of_peers_that_agree() -> None:
     peers = [Peer("a", constant, (2.0,)), Peer("b", constant, (2.1,))]
     found = measure(peers, rounds=2, seconds=1e-4, results=1, tolerance=0.1)
@@ -28,6 +29,7 @@ def test_figures_of_peers_that_agree() -> None:
     assert 0 < found["a"].low <= found["a"].median <= found["a"].high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [2.3, float("nan")])
 def test_a_peer_that_disagrees_is_not_timed(value: float) -> None:
     peers = [Peer("a", constant, (2.0,)), Peer("b", constant, (value,))]

@@ -237,6 +237,7 @@ def test_weights_from_memory_differ() -> None:
     assert len(set(each)) == 6
 
 
+@pytest.mark.slow
 def test_a_file_is_measured_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.yaml"
     assert main(["calibrate", "-o", str(file), "--ranks", "2", "--seconds", "0.01"]) == 0

@@ -176,6 +176,7 @@ def test_sizes_that_are_taken_of_the_encoders_result(tmp_path: Path) -> None:
         part(folder, DECODER)
 
 
+@pytest.mark.slow
 def test_projections_that_depend_on_the_decoders_tokens(tmp_path: Path) -> None:
     folder = copy(FOLDERS[0], tmp_path)
     file = folder / "decoder_model.onnx"

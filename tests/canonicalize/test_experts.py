@@ -60,6 +60,7 @@ def test_experts_become_a_dimension(name: str) -> None:
     assert {node.outputs[0].shape[0] for node in products} == {count}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 3", "data-parallel 3"])
 @pytest.mark.parametrize("name", ALL)
@@ -85,6 +86,7 @@ def test_other_meshes(name: str, layout: str, tmp_path: Path) -> None:
     check(MODELS / f"{name}.onnx", layout, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 4", "data-parallel 2"])
 @pytest.mark.parametrize("name", OPEN)
@@ -144,6 +146,7 @@ def test_weights_in_another_file(tmp_path: Path) -> None:
     check(tmp_path / "model.onnx", "expert-parallel 3", tmp_path)
 
 
+@pytest.mark.slow
 def test_experts_that_differ_stay_apart(tmp_path: Path) -> None:
     model = onnx.load(MODELS / "mixtral.loop.legacy.onnx")
     node = next(n for n in model.graph.node if n.op_type == "Sigmoid" and "experts.2" in n.name)

@@ -259,6 +259,7 @@ def compare(decoder: Decoder, model: onnx.ModelProto, folder: Path, devices: int
                 np.testing.assert_allclose(completion.logprobs, chances, atol=2e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", KEPT)
 def test_pages_generate_the_tokens_of_the_unsplit_model(name: str, tmp_path: Path) -> None:
     change, attributes = KEPT[name]
@@ -281,6 +282,7 @@ def test_other_attention_is_refused(name: str) -> None:
         page_caches(changed(change), 16)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("spelling", ["concat", "copies"])
 @pytest.mark.parametrize("devices", [1, 3, 4])
@@ -330,6 +332,7 @@ FUSED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FUSED)
 def test_ops_of_attention_have_pages(name: str, tmp_path: Path) -> None:
     compare(FUSED[name], build(FUSED[name]), tmp_path)

@@ -44,6 +44,7 @@ def feeds(folder: Path, *names: str) -> str:
     return str(folder / "in.npz")
 
 
+@pytest.mark.slow
 def test_unknown_names_are_errors(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_unknown_names_are_errors(
         )
 
 
+@pytest.mark.slow
 def test_made_up_inputs_are_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +75,7 @@ def test_the_times_of_both(model: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert " ms unsplit, " in out and " ms on 2 ranks" in out
 
 
+@pytest.mark.slow
 def test_a_tolerance_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that doubles every element passes where that much may differ, and only there."""
 
@@ -200,6 +203,7 @@ def test_each_with_open_sizes(
     assert "the first that differs is 'd' of MatMul 'down': float32 [1, 3, 16], error" in out
 
 
+@pytest.mark.slow
 def test_made_up_lengths_shrink_to_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
     model = Path(__file__).parents[2] / "models" / "gpt2.legacy.dynamic.onnx"  # of 16 positions
     assert main(["check", str(model), "--devices", "2", "--preset", "tensor-parallel"]) == 0

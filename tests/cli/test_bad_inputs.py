@@ -230,6 +230,7 @@ BAD_ARRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", BAD_ARRAYS)
 def test_bad_arrays(fault: str, place: Path, capsys: Capture) -> None:
     make, word = BAD_ARRAYS[fault]
@@ -271,6 +272,7 @@ BAD_YAML: dict[str, bytes] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", BAD_YAML)
 def test_bad_yaml(fault: str, place: Path, capsys: Capture) -> None:
     file = place / "bad.yaml"
@@ -448,6 +450,7 @@ def test_options_of_grad_are_checked_before_sizes(
     refused(capsys, [*grad, "--loss", "mse"], "these sizes are open: batch")
 
 
+@pytest.mark.processes
 def test_check_names_the_model_and_no_temporary_folder(place: Path, capsys: Capture) -> None:
     model = place / "m.onnx"
     refused(capsys, ["check", model, "--train", "--devices", 2], f"{model} is not a training step")
@@ -463,6 +466,7 @@ def test_a_seed_below_0(place: Path, capsys: Capture) -> None:
     refused(capsys, ["check", place / "m.onnx", "--devices", 2, "--seed", -1], "--seed -1")
 
 
+@pytest.mark.slow
 def test_a_full_standard_output() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -509,6 +513,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,status", [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupted_shard_leaves_nothing(name: str, status: int, place: Path) -> None:
     import signal
@@ -536,6 +541,7 @@ EMBEDDING = """<ir_version: 8, opset_import: ["" : 17]>
 look (int64[4,2] ids) => (float[4,2,4] y) { [found] y = Gather(table, ids) }"""
 
 
+@pytest.mark.processes
 def test_an_index_out_of_range(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = onnx.parser.parse_model(EMBEDDING)
     table = np.ones((8, 4), np.float32)

@@ -80,6 +80,7 @@ STARTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(
     "number,status,word",
@@ -117,6 +118,7 @@ def test_importing_the_package_leaves_signals_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("command", [["ops"], ["plan", "--help"]])
 def test_a_reader_that_goes_away(command: list[str], start: str) -> None:
@@ -129,11 +131,13 @@ def test_a_reader_that_goes_away(command: list[str], start: str) -> None:
     assert (process.wait(timeout=60), error) == (0, b"")
 
 
+@pytest.mark.slow
 def test_no_standard_output_at_all() -> None:
     line = f"{sys.executable} -m onnxpar ops Relu >&- 2>&-"
     assert subprocess.run(["sh", "-c", line], timeout=60).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_stop_the_cleaning() -> None:
     code = """if True:
         import signal, sys, tempfile, time

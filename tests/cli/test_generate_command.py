@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 from cli.under_mpirun import check_one_rank_prints
 from committed import MODELS
+from sharded import sharded
 
-import onnxpar
 from onnxpar.cli import main
 from onnxpar.llm.generator import Generator
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> str:
-    par = tmp_path_factory.mktemp("llama") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2, preset="tensor-parallel")
-    return str(par)
+def par() -> str:
+    return str(sharded(MODELS / "llm" / "llama", devices=2, preset="tensor-parallel"))
 
 
+@pytest.mark.slow
 def test_a_text(par: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with Generator(par) as generator:
         (wanted,) = generator.generate("import os", max_new_tokens=20)
@@ -55,6 +54,7 @@ def counted(generator: Generator, chat: list[dict[str, str]]) -> int:
     return len(generator.tokenizer.chat(chat))
 
 
+@pytest.mark.slow
 def test_a_long_talk_forgets_its_oldest_messages(
     par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +80,7 @@ def test_a_long_talk_forgets_its_oldest_messages(
     assert told and [int(number) for number in found] == told
 
 
+@pytest.mark.slow
 def test_a_message_without_room_is_not_kept(
     par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_help_is_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokenizer.json." in description and max(map(len, description.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_drawn_texts(par: str, capsys: pytest.CaptureFixture[str]) -> None:
     def text(*options: str) -> str:
         assert main(["generate", par, "x", "--max-new-tokens=12", "--sample", *options]) == 0

@@ -10,25 +10,21 @@ import numpy as np
 import pytest
 from cli.under_mpirun import check_one_rank_prints
 from committed import MODELS
+from sharded import sharded
 from sounds import RATE, sound
 
-import onnxpar
 from onnxpar.cli import main
 from onnxpar.llm.generator import Generator
 
 
 @pytest.fixture(scope="module")
-def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
-    par = tmp_path_factory.mktemp("t5") / "t5.par"
-    onnxpar.shard(MODELS / "llm" / "t5", par, devices=2, preset="tensor-parallel")
-    return str(par)
+def t5() -> str:
+    return str(sharded(MODELS / "llm" / "t5", devices=2, preset="tensor-parallel"))
 
 
 @pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> str:
-    par = tmp_path_factory.mktemp("whisper") / "whisper.par"
-    onnxpar.shard(MODELS / "llm" / "whisper", par, devices=2, preset="tensor-parallel")
-    return str(par)
+def whisper() -> str:
+    return str(sharded(MODELS / "llm" / "whisper", devices=2, preset="tensor-parallel"))
 
 
 @pytest.fixture
@@ -40,6 +36,7 @@ def speech(tmp_path: Path) -> Path:
     return tmp_path / "speech.wav"
 
 
+@pytest.mark.slow
 def test_a_text(t5: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Generator(t5) as generator:
         (wanted,) = generator.generate("import os", max_new_tokens=20)
@@ -86,6 +83,7 @@ def test_serving_is_refused(t5: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "is an encoder-decoder, which cannot be served yet" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "args,named",
     [

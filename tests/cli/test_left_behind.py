@@ -91,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_temporary_file_is_left(
@@ -150,6 +151,7 @@ def by_save(source: Path, output: Path) -> None:
     save(onnx.load(source, load_external_data=False), source, output)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_links", [True, False])
 @pytest.mark.parametrize("has_old", [True, False])
 @pytest.mark.parametrize("write", [by_write_model, by_save])

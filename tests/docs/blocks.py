@@ -13,6 +13,7 @@ the repository take the place of those that it would write where that is not ins
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -21,9 +22,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+from onnxpar.cli.command_line import main
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(
@@ -77,8 +81,9 @@ def _block(match: re.Match[str], page: str) -> Block:
     return Block(match["kind"], textwrap.dedent(match["text"]), line, needs, stand_ins)
 
 
-def run(block: Block, folder: Path) -> None:
-    """Runs a block in a folder; fails where a command fails or prints something else."""
+def run(block: Block, folder: Path, in_process: bool = False) -> None:
+    """Runs a block in a folder; fails where a command fails or prints something else. With
+    `in_process`, plain commands of onnxpar need no process."""
     named = _FILE.match(block.text)
     if named is not None and block.kind != "console":
         (folder / named[1]).write_text(block.text)
@@ -90,7 +95,8 @@ def run(block: Block, folder: Path) -> None:
         _run([sys.executable, "-c", block.text], folder)
     elif block.kind == "console":
         for command, printed in commands(block.text):
-            found = _run(["bash", "-c", command], folder)
+            is_plain = in_process and re.match(r"onnxpar [^|<>&;$]*(#|$)", command)
+            found = _main(command, folder) if is_plain else _run(["bash", "-c", command], folder)
             assert matches(printed, found), f"$ {command}\n{found}\ninstead of\n{printed}"
     else:
         assert block.kind in SHOWN, f"a block of kind {block.kind!r} is neither run nor shown"
@@ -126,6 +132,19 @@ def matches(printed: str, found: str) -> bool:
     parts = [re.escape(part.strip()) for part in printed.strip().split("...")]
     parts = [_ERROR.sub(lambda _: _ERROR_TEXT, part) for part in parts]
     return re.fullmatch(r"(?s:\s*.*?\s*)".join(parts), found.strip()) is not None
+
+
+def _main(command: str, folder: Path) -> str:
+    """What a command of onnxpar prints; it fails where the command does."""
+    before, printed, complaints = Path.cwd(), io.StringIO(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with redirect_stdout(printed), redirect_stderr(complaints):
+            status = main(shlex.split(command, comments=True)[1:])
+    finally:
+        os.chdir(before)
+    assert status == 0, f"{command}\n{printed.getvalue()}{complaints.getvalue()}"
+    return printed.getvalue()
 
 
 def _run(command: list[str], folder: Path) -> str:

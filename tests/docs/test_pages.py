@@ -12,21 +12,22 @@ from onnxpar.cli.parser import parser
 
 PAGES = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 RUN = ("README.md", *(page for page in PAGES if blocks(ROOT / page)))
-FIRST = ("README.md", *(page for page in RUN if page.startswith("docs/tutorials/")))
+FIRST = "README.md"
 """What a new user reads; the other pages take minutes."""
 REPOSITORY = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "models/README.md")
 """Pages that are read in the repository, not on the site."""
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=() if page in FIRST else pytest.mark.slow) for page in RUN]
+    "page", [pytest.param(page, marks=() if page == FIRST else pytest.mark.slow) for page in RUN]
 )
-def test_page(page: str, tmp_path: Path) -> None:
+def test_page(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    in_process = not request.config.getoption("zoo")
     for name in ("models", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     for block in blocks(ROOT / page):
         try:
-            run(block, tmp_path)
+            run(block, tmp_path, in_process)
         except AssertionError as error:
             raise AssertionError(f"{page}:{block.line}: {error}") from None
 

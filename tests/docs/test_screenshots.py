@@ -30,6 +30,7 @@ def test_the_documentation_has_them() -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+@pytest.mark.slow
 def test_they_can_be_taken_again(tmp_path: Path) -> None:
     take(tmp_path)
     check(tmp_path)

@@ -41,6 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_it_needs_nothing_from_elsewhere(site: Path) -> None:
     """No page loads a font, a script, a style or a picture from another host."""
     loaded = re.compile(
@@ -52,6 +53,7 @@ def test_it_needs_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"url\(\"?https?:", style.read_text()), style
 
 
+@pytest.mark.slow
 def test_the_command_line_has_every_command_and_option(site: Path) -> None:
     text = (site / "reference" / "command-line.html").read_text()
     flags = set(re.findall(r"<code>([^<]*)</code>", text))
@@ -85,6 +87,7 @@ def test_the_reference_shows_the_whole_public_interface() -> None:
     assert not {f"onnxpar.training.{name}" for name in training.__all__} - shown
 
 
+@pytest.mark.slow
 def test_all_that_the_reference_shows_has_a_docstring() -> None:
     griffe = pytest.importorskip("griffe")
     package = griffe.load("onnxpar", search_paths=[str(ROOT)], resolve_aliases=True)

@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("systems")
     (path / "models").symlink_to(ROOT / "models")
     for block in blocks(PAGE):
-        run(block, path)
+        run(block, path, in_process=True)
     return path
 
 

@@ -64,6 +64,7 @@ def killed_at(number: int, under: Path, what: Callable[[], Any]) -> bool:
         os._exit(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_swap", [True, False])
 def test_a_kill_at_any_file_operation_loses_nothing(
     can_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +112,7 @@ def test_where_the_old_one_went_is_told(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.par"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
@@ -153,6 +155,7 @@ def test_what_came_while_ranks_were_written_stays(
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.par"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("output", [".", "..", "../model.par", "inner/.."])
 def test_the_folder_one_stands_in_is_not_replaced(
     output: str,

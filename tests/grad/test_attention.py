@@ -64,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(prove, case):
     prove(case, results=case.outputs)

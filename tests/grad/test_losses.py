@@ -30,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op)
 def test_gradient(prove, case):
     prove(case)

@@ -14,6 +14,12 @@ from hosts import ssh
 from hosts.hosts import Host, Hosts, why_not
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests on hosts of their own take long, each."""
+    if "cluster" in getattr(item, "fixturenames", ()):
+        item.add_marker("slow")
+
+
 @dataclass
 class Cluster:
     """Hosts, a folder that all share, and the environment in which ssh works between them."""

@@ -47,6 +47,7 @@ def on_one_host(size: int) -> list[dict[str, list[str]]]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("counts", "connections", "slow"),
     [
@@ -76,6 +77,7 @@ def test_a_sum_crosses_the_link_once() -> None:
             assert 4 * elements * turns < moved < 1.1 * 4 * elements * turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 3])
 def test_a_rank_that_dies_is_named_on_every_host(killed: int) -> None:
     for line in said([2, 2], killed=str(killed)):

@@ -36,6 +36,7 @@ def faults(seeds: Sequence[int], folder: Path) -> str:
     return "\n".join(f"{each.how}: {each.case}\n{each.details}" for each in found if each.is_fault)
 
 
+@pytest.mark.slow
 def test_every_kind(folder: Path) -> None:
     assert {draw(seed).kind for seed in SEEDS} == {*KINDS}
     assert faults(SEEDS, folder) == ""

@@ -308,6 +308,7 @@ def test_a_rank_that_leaves_early() -> None:
         assert "left the world" in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late() -> None:
     done = threading.Event()
 

@@ -70,6 +70,7 @@ def test_the_results_are_those_without_cycles(ranks: int, milliseconds: float) -
                 assert one == other
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("threshold,buffers", [(str(1 << 20), 2), ("800", 5), ("0", 10)])
 def test_allreduces_of_a_cycle_share_buffers(
     threshold: str, buffers: int, monkeypatch: pytest.MonkeyPatch

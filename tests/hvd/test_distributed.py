@@ -33,6 +33,7 @@ def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndar
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, err_msg=name)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @pytest.mark.parametrize("threshold", [0, 100, 64 << 20])

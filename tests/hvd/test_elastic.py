@@ -98,6 +98,7 @@ def test_an_undisturbed_run(undisturbed: list[dict[str, Any]]) -> None:
         assert found["w"] == undisturbed[0]["w"] and found["left"] == 36
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how,victim", [("disagree", 1), ("kill", 0), ("kill", 1)])
 def test_ranks_go_on_from_the_last_commit(
     undisturbed: list[dict[str, Any]], how: str, victim: int, tmp_path: Path

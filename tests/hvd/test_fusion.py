@@ -27,6 +27,7 @@ def arrays(rank: int) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_fused_equals_unfused_bit_by_bit(ranks: int, compression: str) -> None:

@@ -109,6 +109,7 @@ def test_torchrun(tmp_path: Path) -> None:
     check(tmp_path, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_a_killed_rank_is_named_on_the_others(tmp_path: Path) -> None:
     common = {"ONNXPAR_WORLD_SIZE": "3", "ONNXPAR_STORE": f"file:{tmp_path}/store"}
@@ -121,6 +122,7 @@ def test_a_killed_rank_is_named_on_the_others(tmp_path: Path) -> None:
         assert re.search(named, error), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_example_is_one_process_on_the_global_batch(
     tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

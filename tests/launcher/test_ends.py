@@ -28,6 +28,7 @@ def launch(
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("end", "status", "how"),
     [
@@ -56,12 +57,14 @@ def test_what_a_rank_leaves_behind_ends(
     assert wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_like_ssh_does_not_lose_its_host() -> None:
     options = ["--hosts", "localhost:2", "--min-ranks", "1"]
     ended = launch("sh", "-c", "[ $ONNXPAR_RANK = 0 ] && exit 255; sleep 600", options=options)
     assert ended.returncode == 255 and b"lost" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_who_is_waited_for_is_told() -> None:
     """Whom a signal does not end."""
     options = ["--hosts", "localhost:2", "--grace", "3"]
@@ -80,6 +83,7 @@ def python_that(folder: Path, does: str) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 def test_what_a_login_script_prints(tmp_path: Path) -> None:
     """Is not of onnxpar, though it may be JSON."""
     python = python_that(tmp_path, f'echo 5; echo "[]"; echo hello; exec {sys.executable} "$@"')

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PRINTS = """
 import os, sys, time
 line = f"rank {os.environ['ONNXPAR_RANK']} says \\u00e9\\n".encode()
@@ -16,6 +18,7 @@ os.write(1, b"and no more")
 """
 
 
+@pytest.mark.slow
 def test_lines_of_ranks_do_not_mix() -> None:
     """Though each is written in parts, and one in the middle of a letter."""
     command = ["launch", "--hosts", "localhost:3", "--", sys.executable, "-c", PRINTS]
@@ -28,6 +31,7 @@ def test_lines_of_ranks_do_not_mix() -> None:
     assert sorted(found) == sorted(f"rank {rank} says é" for rank in range(3) for _ in range(200))
 
 
+@pytest.mark.slow
 def test_a_line_without_an_end_does_not_grow() -> None:
     """It is passed on in parts, all of which arrive."""
     command = [sys.executable, "-c", "print('x' * 300_000, end='')"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,11 +28,14 @@ LAUNCH = ["launch", "--hosts", "localhost:2", "--"]
         (["run", "m.par"], "onnxpar: error: run: give --inputs; see `onnxpar run --help`\n"),
     ],
 )
-def test_words_that_are_wrong(words: list[str], text: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "onnxpar", *LAUNCH, *words], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", text)
+def test_words_that_are_wrong(
+    words: list[str], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = main([*LAUNCH, *words])
+    except SystemExit as end:
+        status = end.code
+    assert (status, *capfd.readouterr()) == (2, "", text)
 
 
 def test_a_program_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:

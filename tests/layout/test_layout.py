@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxpar.cost.cost import Costs
@@ -143,7 +143,6 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts())
-@settings(max_examples=200)
 def test_parts_assemble_to_the_whole(layout: Layout) -> None:
     whole = np.random.default_rng(0).standard_normal(layout.shape).astype(np.float32)
     parts = [layout.take(whole, MESH, rank) for rank in range(MESH.size)]
@@ -153,7 +152,6 @@ def test_parts_assemble_to_the_whole(layout: Layout) -> None:
 
 
 @given(layouts())
-@settings(max_examples=200)
 def test_the_short_form_means_the_same(layout: Layout) -> None:
     for dim in layout.dims:
         for rank in range(MESH.size):
@@ -278,7 +276,6 @@ def simulate(step: ReshardStep, factors: TensorFactors, parts: list[Array]) -> l
 
 
 @given(reshards())
-@settings(max_examples=400)
 def test_steps_lead_from_any_placement_to_any_other(
     case: tuple[TensorFactors, FactorSharding, FactorSharding],
 ) -> None:

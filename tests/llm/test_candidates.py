@@ -98,6 +98,7 @@ def test_logits_that_are_no_numbers() -> None:
             Sampling().choose(Candidates.all(np.array(logits, np.float32)), [], 0, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "ranks,size,dtype,opset",
     [
@@ -168,6 +169,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
     return drawn(dense)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_seed_draws_the_same_on_any_number_of_ranks(
     ranks: int, wanted: list[list[list[int]]], tmp_path: Path

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from committed import MODELS
 from runtime.bundles import pids, wait_until
+from sharded import sharded
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError
@@ -37,10 +38,8 @@ def wanted(pooling: str = "mean") -> Any:
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("embedder") / "bert.par"
-    onnxpar.shard(BERT, path, devices=2, preset="data-parallel")
-    return path
+def par() -> Path:
+    return sharded(BERT, devices=2, preset="data-parallel")
 
 
 @pytest.fixture
@@ -77,6 +76,7 @@ def test_results_are_those_of_pytorch(tmp_path: Path, ranks: int, preset: str) -
     np.testing.assert_allclose(alone, [*expected["scores"].values()], atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "config,pooling",
     [
@@ -103,6 +103,7 @@ def test_poolings(tmp_path: Path, config: Any, pooling: str) -> None:
     np.testing.assert_allclose(found, wanted(pooling), atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name,value,named",
     [
@@ -120,6 +121,7 @@ def test_unknown_configurations(tmp_path: Path, name: str, value: object, named:
         Embedder(tmp_path / "bert.par")
 
 
+@pytest.mark.slow
 def test_folders_are_written_again(tmp_path: Path) -> None:
     for devices in (2, 1):
         onnxpar.shard(BERT, tmp_path / "bert.par", devices=devices)
@@ -141,6 +143,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     assert not is_encoder(tmp_path / "gpt2.par")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["legacy.static", "dynamo.dynamic"])
 def test_models_of_fixed_and_open_sizes(tmp_path: Path, form: str) -> None:
     """The fixed one runs 4 texts of 16 tokens."""
@@ -170,6 +173,7 @@ def test_batches_are_of_similar_lengths(make: Make) -> None:
         np.testing.assert_allclose(events.get(timeout=TIMEOUT)[0], vector, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "ids,named",
     [([], "no tokens"), ([320], "from 0 to 319"), ([-1], "from 0 to 319"), ([5] * 121, "most 120")],
@@ -198,6 +202,7 @@ def test_queue_cancel_drain_and_close(make: Make) -> None:
     assert events.get(timeout=TIMEOUT) == End("cancelled")
 
 
+@pytest.mark.processes
 def test_requests_go_on_when_ranks_die(make: Make) -> None:
     embedder, events = make(batch_tokens=200), queue.Queue[Any]()
     running: queue.Queue[Any] = queue.Queue()

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from committed import MODELS
+from sharded import sharded
 from sounds import RATE, sound
 
 import onnxpar
@@ -50,23 +51,20 @@ def cases(name: str) -> Iterator[tuple[dict[str, str], list[Any], list[list[int]
 
 
 @pytest.fixture(scope="module", params=["t5", "bart"])
-def translator(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Generator]:
-    par = tmp_path_factory.mktemp(request.param) / "m.par"
-    onnxpar.shard(FOLDERS[request.param], par, devices=2, preset="tensor-parallel")
+def translator(request: pytest.FixtureRequest) -> Iterator[Generator]:
+    par = sharded(FOLDERS[request.param], devices=2, preset="tensor-parallel")
     with Generator(par, timeout=TIMEOUT) as generator:
         yield generator
 
 
 @pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generator]:
-    par = tmp_path_factory.mktemp("whisper") / "whisper.par"
-    onnxpar.shard(FOLDERS["whisper"], par, devices=2, preset="tensor-parallel")
+def whisper() -> Iterator[Generator]:
+    par = sharded(FOLDERS["whisper"], devices=2, preset="tensor-parallel")
     with Generator(par, timeout=TIMEOUT) as generator:
         yield generator
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FOLDERS)
@@ -82,10 +80,10 @@ def test_tokens_are_those_of_pytorch(name: str, layout: str, tmp_path: Path) -> 
             assert alone == together == wanted
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FOLDERS)
-def test_no_weight_of_the_decoder_is_in_the_encoder(name: str, tmp_path: Path) -> None:
-    par = tmp_path / "m.par"
-    onnxpar.shard(FOLDERS[name], par, devices=1)
+def test_no_weight_of_the_decoder_is_in_the_encoder(name: str) -> None:
+    par = sharded(FOLDERS[name], devices=1)
     decoder, encoder = (Bundle.load(folder).data["weights"] for folder in (par, par / "encoder"))
     sizes = [sum(weight["bytes"] for weight in each) for each in (decoder, encoder)]
     whole = 4 * parameters(name)
@@ -105,6 +103,7 @@ def parameters(name: str) -> int:
     return sum(found.values())
 
 
+@pytest.mark.slow
 def test_caches_of_cross_attention_stay_on_the_ranks(translator: Generator) -> None:
     session, model = translator._session, translator.model
     cross = [name for name in model.caches if ".encoder." in name]
@@ -131,6 +130,7 @@ def test_caches_of_cross_attention_stay_on_the_ranks(translator: Generator) -> N
         np.testing.assert_array_equal(before[name], after[name])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("prompts", [[0, 1], [2, 0, 1], [1, 1]])
 def test_a_batch_is_each_text_alone(translator: Generator, prompts: list[int]) -> None:
     texts = ["a", "a much longer text than the others, of several words", "of three"]
@@ -143,6 +143,7 @@ def test_a_batch_is_each_text_alone(translator: Generator, prompts: list[int]) -
     assert [c.prompt for c in together] == lengths
 
 
+@pytest.mark.slow
 def test_options_are_those_of_decoders(translator: Generator) -> None:
     (whole,) = translator.generate("x", max_new_tokens=40, eos_token_id=[])
     stop = whole.text[12:14]
@@ -215,9 +216,9 @@ def test_wrong_prompts(
     assert translator.generate("x", max_new_tokens=3)[0].reason
 
 
-def test_positions_limit_prompts_and_answers(tmp_path: Path) -> None:
-    par = tmp_path / "bart.par"
-    onnxpar.shard(FOLDERS["bart"], par, devices=1)
+@pytest.mark.slow
+def test_positions_limit_prompts_and_answers() -> None:
+    par = sharded(FOLDERS["bart"], devices=1)
     with Generator(par, timeout=TIMEOUT) as generator:
         with pytest.raises(InputError, match="257 tokens, and the encoder reads at most 256"):
             generator.generate([[5] * 257])
@@ -225,6 +226,7 @@ def test_positions_limit_prompts_and_answers(tmp_path: Path) -> None:
         assert len(found.tokens) == 255 and found.reason == "stop", "with the start token, 256"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "prompt,options,named",
     [
@@ -261,14 +263,16 @@ def test_folders_that_lack_files(tmp_path: Path) -> None:
         onnxpar.plan(FOLDERS["t5"], devices=2, kv_dtype="int8")
 
 
+@pytest.mark.slow
 def test_the_encoder_of_another_model_is_refused(tmp_path: Path) -> None:
     for name in ("t5", "llama"):
-        onnxpar.shard(MODELS / "llm" / name, tmp_path / name, devices=1)
+        shutil.copytree(sharded(MODELS / "llm" / name, devices=1), tmp_path / name)
     shutil.copytree(tmp_path / "t5" / "encoder", tmp_path / "llama" / "encoder")
     with pytest.raises(ModelError, match=r"is not the encoder of .*; shard the folder again"):
         Generator(tmp_path / "llama")
 
 
+@pytest.mark.slow
 def test_a_folder_is_written_again(tmp_path: Path) -> None:
     par = tmp_path / "t5.par"
     for devices in (2, 1):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from committed import MODELS
 from runtime.bundles import pids, wait_until
+from sharded import sharded
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError, RunError
@@ -72,17 +73,14 @@ def send(engine: Engine, prompt: Sequence[int], new: int = 40) -> tuple[Client, 
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("engine") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", path, devices=2)
-    return path
+def par() -> Path:
+    return sharded(MODELS / "llm" / "llama", devices=2)
 
 
 @pytest.fixture(scope="module")
-def alone(par: Path) -> Iterator[Callable[[Sequence[int], int], list[int]]]:
+def alone() -> Iterator[Callable[[Sequence[int], int], list[int]]]:
     """The tokens of a prompt alone, from the model with caches of its own."""
-    dense = par.parent / "dense.par"
-    onnxpar.shard(MODELS / "llm" / "llama", dense, devices=1, page_size=0)
+    dense = sharded(MODELS / "llm" / "llama", devices=1, page_size=0)
     with Generator(dense, timeout=TIMEOUT) as generator:
         known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
@@ -115,6 +113,7 @@ def prompts(number: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     return [rng.integers(3, 320, rng.integers(1, longest)).tolist() for _ in range(number)]
 
 
+@pytest.mark.slow
 def test_requests_join_late(make: Make, alone: Callable[..., list[int]]) -> None:
     engine = make()
     given = prompts(4)
@@ -151,6 +150,7 @@ def test_a_listener_that_fails_ends_its_request_alone(
     assert engine.counts.running == engine.counts.used_pages == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("step_tokens", [1, 7, 64])
 def test_prompts_are_read_in_chunks(
     make: Make, alone: Callable[..., list[int]], step_tokens: int
@@ -267,6 +267,8 @@ def test_closing_cancels(make: Make) -> None:
         assert client.end == End("cancelled")
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_requests_go_on_when_ranks_die(make: Make, alone: Callable[..., list[int]]) -> None:
     """Those that run with their next token, and those that wait."""
     engine = make(max_running=2)
@@ -280,6 +282,8 @@ def test_requests_go_on_when_ranks_die(make: Make, alone: Callable[..., list[int
     assert counts.prompt_tokens == 8 and counts.used_pages == 0
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_request_that_loses_its_ranks_again_and_again_fails(
     make: Make, alone: Callable[..., list[int]]
 ) -> None:
@@ -298,6 +302,7 @@ def test_a_request_that_loses_its_ranks_again_and_again_fails(
     assert second.tokens[:40] == alone([5, 4])
 
 
+@pytest.mark.processes
 def test_drawn_tokens_and_schemas_go_on_when_ranks_die(make: Make) -> None:
     """A seed draws the same tokens; a constraint has seen each token once."""
 
@@ -359,6 +364,7 @@ def test_a_run_that_fails_on_ranks_that_can_continue(
     assert second.wait() == alone([5, 4]) and engine.counts.restarts == 0
 
 
+@pytest.mark.processes
 def test_ranks_that_die_while_idle_are_started_again(
     make: Make, alone: Callable[..., list[int]]
 ) -> None:
@@ -368,6 +374,7 @@ def test_ranks_that_die_while_idle_are_started_again(
     assert send(engine, [5, 6])[0].wait() == alone([5, 6])
 
 
+@pytest.mark.processes
 def test_ranks_that_do_not_start_again_end_the_engine(par: Path, tmp_path: Path) -> None:
     copy, told = tmp_path / "copy.par", list[str]()
     shutil.copytree(par, copy)
@@ -386,6 +393,7 @@ def test_ranks_that_do_not_start_again_end_the_engine(par: Path, tmp_path: Path)
     assert told[1].startswith("no ranks start: there is no folder")
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[int]]) -> None:
     """Requests come, grow and are cancelled at random."""
     rng = random.Random(6)
@@ -414,6 +422,8 @@ def test_answers_do_not_depend_on_company(make: Make, alone: Callable[..., list[
     assert counts.cached_tokens > 0
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_ranks_do_not_start_on_another_model(tmp_path: Path) -> None:
     """A folder that was written again meanwhile: answers would change without a word."""
     par, told = tmp_path / "m.par", []
@@ -487,6 +497,7 @@ def test_models_without_pages_are_refused(par: Path, alone: Callable[..., list[i
         Engine(par.parent / "dense.par")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "prompt,limits,named",
     [

@@ -15,6 +15,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from committed import MODELS
+from sharded import sharded
 
 import onnxpar
 from onnxpar.errors import InputError, ModelError, StrategyError
@@ -38,12 +39,9 @@ def expected(name: str) -> Mapping[str, list[int]]:
 
 
 @pytest.fixture(scope="module", params=[16, 0], ids=["pages", "batch"])
-def llama(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Generator]:
+def llama(request: pytest.FixtureRequest) -> Iterator[Generator]:
     """With caches in pages, or as the model has them."""
-    par = tmp_path_factory.mktemp("llama") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2, page_size=request.param)
+    par = sharded(MODELS / "llm" / "llama", devices=2, page_size=request.param)
     with Generator(par, timeout=TIMEOUT) as generator:
         yield generator
 
@@ -91,6 +89,7 @@ def test_tokens_are_those_of_others(
     assert alone == together == list(wanted.values())
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_unsplit_model(llama: Generator) -> None:
     prompt = llama.tokenizer.encode("import numpy")
     (found,) = llama.generate(prompt, max_new_tokens=NEW, eos_token_id=[])
@@ -98,6 +97,7 @@ def test_tokens_are_those_of_the_unsplit_model(llama: Generator) -> None:
     assert found.reason == "length" and found.prompt == len(prompt)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("prompts", [[0, 1], [2, 0, 1], [1, 1]])
 def test_a_batch_is_each_text_alone(llama: Generator, prompts: list[int]) -> None:
     texts = ["a", "a much longer text than the others, of several words", "of three"]
@@ -185,6 +185,7 @@ def test_a_stream_is_the_text(llama: Generator) -> None:
     assert len(pieces) > 20
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text_before_it(llama: Generator) -> None:
     (whole,) = llama.generate("def", max_new_tokens=60, eos_token_id=[])
     for stop in (whole.text[20:23], whole.text[20]):  # within a token, over several
@@ -226,6 +227,7 @@ def test_rows_of_an_array_are_prompts(llama: Generator) -> None:
     assert tokens(np.zeros((0, 3), int)) == []
 
 
+@pytest.mark.slow
 def test_the_caches_limit_a_prompt(tmp_path: Path) -> None:
     onnxpar.shard(MODELS / "llm" / "llama", tmp_path / "m.par", devices=1)
     with Generator(tmp_path / "m.par", kv_memory=100_000, timeout=TIMEOUT) as generator:
@@ -300,6 +302,7 @@ def test_a_model_without_a_cache_is_named(tmp_path: Path) -> None:
         Generator(par)
 
 
+@pytest.mark.slow
 def test_a_decoder_of_one_token_without_mask_and_tokenizer(tmp_path: Path) -> None:
     par = tmp_path / "decode.par"
     model = MODELS / "llama_decode.dynamo.dynamic.onnx"
@@ -316,6 +319,7 @@ def test_a_decoder_of_one_token_without_mask_and_tokenizer(tmp_path: Path) -> No
             generator.generate("text")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kv_dtype,close", [("float32", 1e-5), ("float16", 0.2), ("int8", 0.5)])
 @pytest.mark.parametrize("name", ["llama_int4", "gemma2"])
 def test_caches_of_other_types_are_close(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from committed import MODELS
+from sharded import sharded
 
 import onnxpar
 from onnxpar.errors import InputError, RunError
@@ -21,13 +22,11 @@ Feeds = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pages") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", path, devices=2)
-    return path
+def par() -> Path:
+    return sharded(MODELS / "llm" / "llama", devices=2)
 
 
-@pytest.fixture(params=["processes", "threads"])
+@pytest.fixture(params=[pytest.param("processes", marks=pytest.mark.processes), "threads"])
 def session(par: Path, request: pytest.FixtureRequest) -> Iterator[Session]:
     kind = onnxpar.InferenceSession if request.param == "processes" else ThreadSession
     with kind(par) as made:
@@ -48,6 +47,7 @@ def feeds(positions: list[int], pages: list[int]) -> Feeds:
     }
 
 
+@pytest.mark.slow
 def test_cleared_states_are_zeros(session: Session) -> None:
     keys = session.states.read(KEYS)
     assert keys.shape == SHAPE and not keys.any()

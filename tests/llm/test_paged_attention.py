@@ -207,6 +207,7 @@ class Paged:
         return np.concatenate([y[0], *(s[0] for s in sums)], axis=1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("together", [1, 7, 100])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_each_text_alone(case: Case, together: int) -> None:
@@ -237,6 +238,7 @@ def test_equals_each_text_alone(case: Case, together: int) -> None:
         )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[1, 3], [0, 2]], [[], [3], [0, 1, 2]]])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_parts_together_are_the_whole(case: Case, parts: list[list[int]]) -> None:

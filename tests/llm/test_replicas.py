@@ -19,8 +19,8 @@ import pytest
 from committed import MODELS
 from llm.test_engine import TIMEOUT, Client, alone, par, prompts
 from runtime.bundles import pids, wait_until
+from sharded import sharded
 
-import onnxpar
 from onnxpar.errors import InputError, RankError
 from onnxpar.llm.embedder import Embedder
 from onnxpar.llm.encoder import Tokens
@@ -75,6 +75,8 @@ def hold_back(engine: Engine, monkeypatch: pytest.MonkeyPatch, until: Callable[[
     monkeypatch.setattr(engine, "_start", late)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_another_one_goes_on_while_ranks_start_again(
     make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +105,7 @@ def test_another_one_goes_on_while_ranks_start_again(
     assert send(replicas, [5, 6])[0].wait() == alone([5, 6])
 
 
+@pytest.mark.processes
 def test_both_die(make: Make, alone: Alone) -> None:
     """Then requests wait for the first ranks that start again."""
     replicas = make(max_running=2)
@@ -115,6 +118,7 @@ def test_both_die(make: Make, alone: Alone) -> None:
     assert replicas.counts.restarts == 2 and replicas.status == READY
 
 
+@pytest.mark.processes
 def test_one_that_cannot_start_again_is_tried_later(
     par: Path, tmp_path: Path, make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +167,7 @@ def test_prompts_with_the_same_beginning_come_together(make: Make) -> None:
     assert [first.prompt_tokens, second.prompt_tokens] == [4 * len(shared) + 3 + 4, 2]
 
 
+@pytest.mark.slow
 def test_requests_go_where_least_is_to_do(make: Make) -> None:
     replicas = make(max_running=2, max_waiting=1)
     for wanted in ([1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]):
@@ -175,6 +180,7 @@ def test_requests_go_where_least_is_to_do(make: Make) -> None:
     assert not make().workers[0].burden([5])[1]
 
 
+@pytest.mark.processes
 def test_requests_that_wait_for_ranks_which_do_not_start_move_on(
     make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +205,7 @@ def test_requests_that_wait_for_ranks_which_do_not_start_move_on(
     assert wait_until(lambda: first.status == FAILED, TIMEOUT) and replicas.status == READY
 
 
+@pytest.mark.slow
 def test_all_have_the_same_room(make: Make) -> None:
     """A share of the memory each."""
     replicas = make(replicas=3)
@@ -211,6 +218,8 @@ def test_all_have_the_same_room(make: Make) -> None:
         make(replicas=0)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_logs_and_ends(make: Make, tmp_path: Path) -> None:
     replicas = make(log_dir=tmp_path, max_running=1)
     assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.glob("*/*")) == [
@@ -228,6 +237,7 @@ def test_logs_and_ends(make: Make, tmp_path: Path) -> None:
         assert client.end == End("cancelled")
 
 
+@pytest.mark.processes
 def test_requests_that_are_cancelled_while_they_move(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +263,8 @@ def test_requests_that_are_cancelled_while_they_move(
     assert wait_until(lambda: running(replicas) == [0, 0], TIMEOUT)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_ranks_die_at_random(make: Make, alone: Alone) -> None:
     """While requests come: no token is lost, or comes twice."""
     rng = random.Random(1)
@@ -277,9 +289,9 @@ def test_ranks_die_at_random(make: Make, alone: Alone) -> None:
     assert replicas.counts.restarts >= 1
 
 
-def test_embedders(tmp_path: Path) -> None:
-    par = tmp_path / "bert.par"
-    onnxpar.shard(MODELS / "embed" / "bert", par, devices=2, preset="data-parallel")
+@pytest.mark.processes
+def test_embedders() -> None:
+    par = sharded(MODELS / "embed" / "bert", devices=2, preset="data-parallel")
     texts = [Tokens([5 + i % 50] * 100) for i in range(600)]
     with EmbedderReplicas(par, replicas=2, batch_tokens=200, timeout=TIMEOUT) as replicas:
         events: list[queue.Queue[Any]] = [queue.Queue() for _ in range(3)]

@@ -42,6 +42,7 @@ def test_greedy_is_the_likeliest_with_its_probability() -> None:
     assert math.isclose(math.exp(logprob), 0.4, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_has_the_probabilities_of_the_softmax() -> None:
     found = drawn(20_000)
     for token, wanted in enumerate(np.exp(LOGITS)):
@@ -49,6 +50,7 @@ def test_what_is_drawn_has_the_probabilities_of_the_softmax() -> None:
         assert abs(found[token] / 20_000 - wanted) < 4 * error
 
 
+@pytest.mark.slow
 def test_a_temperature_changes_the_probabilities() -> None:
     powers = np.exp(LOGITS.astype(float) / 0.5)
     found = drawn(20_000, temperature=0.5)
@@ -56,6 +58,7 @@ def test_a_temperature_changes_the_probabilities() -> None:
         assert abs(found[token] / 20_000 - wanted) < 4 * math.sqrt(wanted * (1 - wanted) / 20_000)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options,wanted",
     [

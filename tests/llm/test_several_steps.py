@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from committed import MODELS
 from runtime.bundles import wait_until
+from sharded import sharded
 
-import onnxpar
 from onnxpar.ir.paged_attention import too_old
 from onnxpar.llm import paged_decoder
 from onnxpar.llm.candidates import Candidates
@@ -28,10 +28,8 @@ TIMEOUT = 30.0
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", folder, devices=2)
-    return folder
+def par() -> Path:
+    return sharded(MODELS / "llm" / "llama", devices=2)
 
 
 @pytest.fixture
@@ -68,6 +66,7 @@ def singly(par: Path) -> dict[str, list[int]]:
         }
 
 
+@pytest.mark.slow
 def test_one_text(llama: Generator, singly: dict[str, list[int]], calls: list[int]) -> None:
     (found,) = llama.generate("one two", max_new_tokens=40, eos_token_id=[])
     assert found.tokens == singly["one two"] and len(found.logprobs) == 40
@@ -120,6 +119,7 @@ def test_tokens_of_a_call_come_one_by_one(llama: Generator, singly: dict[str, li
     assert cut.text == llama.tokenizer.decode(singly["three"])[:3]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [

@@ -13,7 +13,7 @@ import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxpar.compiler.pass_ import LoweredState
@@ -179,7 +179,6 @@ def worlds() -> Iterator[list[World]]:
 
 def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
     @given(cases())
-    @settings(max_examples=150)
     def check(case: tuple[Mesh, TensorFactors, FactorSharding, FactorSharding, Hand]) -> None:
         mesh, tensor, start, goal, hand = case
         source, target = layout(tensor, start, hand), layout(tensor, goal, hand)

@@ -62,6 +62,7 @@ def shard(path: Path, folder: Path, how: Options) -> tuple[Path, Plan]:
     return par, pipeline.shard(path, par, how)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("first", [False, True], ids=["shared last", "shared first"])
@@ -166,6 +167,7 @@ def test_each_replica_exchanges_its_own_rows(mesh: str, slots: int, tmp_path: Pa
         assert got[0].tobytes() == run_ranks(one, feeds)[0].tobytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh, slots", [("ep=3", 2), ("dp=2,ep=2", 1), ("dp=2,ep=3", 2)])
 def test_open_rows(mesh: str, slots: int, tmp_path: Path) -> None:
     """The same nodes move at all sizes, also where ranks have no row."""

@@ -37,6 +37,7 @@ def check_model(name: str, layout: str, folder: Path) -> Plan:
     return plan
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name, layout",
     [
@@ -88,6 +89,7 @@ CHOICES: dict[str, Any] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("case", CHOICES)
 def test_what_a_router_may_choose(case: str, ranks: int, tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_open_rows(layout: str, tmp_path: Path) -> None:
         check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral.loop.dynamo", "qwen3_moe.batched_mm.dynamo"])
 def test_exported_models_with_open_sizes(name: str, tmp_path: Path) -> None:
     path = MODELS / f"{name}.onnx"

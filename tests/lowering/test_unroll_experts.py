@@ -39,6 +39,7 @@ def matrices(graph: onnx.GraphProto) -> list[list[int]]:
     return [stored[node.input[1]] for node in products]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "experts"),
     [("data-parallel 2", [4, 4]), ("expert-parallel 3", [2, 1, 1]), ("tensor-parallel 2", [4, 4])],

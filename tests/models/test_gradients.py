@@ -11,6 +11,7 @@ from committed import MODELS, TRAINING
 from model_gradients import bounds, run_gradients
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", TRAINING)
 def test_gradients_of_every_parameter(model: str) -> None:
     path = MODELS / model

@@ -34,6 +34,7 @@ def start_all(ranks: list[RankProcess], runs: int, which: str = "") -> None:
         rank.start(runs, which)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("which", "victim"), [("", 0), ("", 2), ("in two", 0), ("in two", 2), ("two streams", 2)]
 )
@@ -50,6 +51,7 @@ def test_a_rank_killed_in_a_collective(ranks: list[RankProcess], which: str, vic
             assert raised - killed < 3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_between_collectives(ranks: list[RankProcess], victim: int) -> None:
     start_all(ranks, 1)
@@ -66,6 +68,7 @@ def test_a_rank_killed_between_collectives(ranks: list[RankProcess], victim: int
             assert raised - begun < 3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("which", ["", "in two"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_rank(ranks: list[RankProcess], victim: int, which: str) -> None:
@@ -82,6 +85,7 @@ def test_a_stopped_rank(ranks: list[RankProcess], victim: int, which: str) -> No
         assert raised - begun < TIMEOUT + 2.5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("which", ["", "in two"])
 def test_a_late_rank(ranks: list[RankProcess], which: str) -> None:
     start_all(ranks[:2], 1, which)
@@ -96,6 +100,7 @@ def test_a_late_rank(ranks: list[RankProcess], which: str) -> None:
     assert "rank 2" in ranks[2].finish()[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("leaver", [0, 2])
 def test_a_rank_that_ends_too_early(ranks: list[RankProcess], leaver: int) -> None:
     start_all(ranks, 1)

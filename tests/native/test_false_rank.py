@@ -153,6 +153,7 @@ def an_unknown_kind(false: FalseRank) -> None:
     false.send(99, 0, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "says",
     [
@@ -165,6 +166,7 @@ def test_messages_that_nobody_waits_for(says: Says) -> None:
     assert "rank 1" in what_rank_0_says(says)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(10))
 def test_random_messages(seed: int) -> None:
     dice = random.Random(seed)

@@ -37,6 +37,7 @@ def hostile(case: str, kind: str = "", count: int = 0, seed: int = 1) -> tuple[A
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["random", "mutated"])
 def test_frames_of_a_rank(kind: str, frames: int) -> None:
     """The other ranks' collectives go on, and the world begins anew when it is interrupted."""
@@ -49,6 +50,7 @@ def test_frames_of_a_rank(kind: str, frames: int) -> None:
     assert re.match(r"onnxpar: rank 2 \(pid \d+\) has sent a malformed message, which is", line)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["random", "mutated"])
 def test_frames_of_strangers(kind: str, frames: int) -> None:
     found, said = hostile("strangers", kind, frames)
@@ -58,6 +60,7 @@ def test_frames_of_strangers(kind: str, frames: int) -> None:
     assert said == ""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["random", "mutated"])
 def test_frames_of_a_false_hub(kind: str, frames: int) -> None:
     """A rank's world fails with the reason, and its process lives."""
@@ -74,6 +77,7 @@ def test_frames_of_a_false_hub(kind: str, frames: int) -> None:
     assert len(found["errors"]) - len(wrong) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind, count", [("large", 120), ("small", 300)])
 def test_strangers_that_never_end_their_hello(kind: str, count: int) -> None:
     """They get a few kB and seconds, and they are few."""
@@ -89,6 +93,7 @@ def test_a_rank_that_never_reads() -> None:
     assert found["grown"] < 200
 
 
+@pytest.mark.slow
 def test_a_hub_without_descriptors_says_so() -> None:
     found, _ = hostile("starved")
     assert re.search(

@@ -84,6 +84,7 @@ def results(
     return on_ranks(worlds, run)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", ["f4", "f2", "i1", "?"])
 def test_all_reduce(case: Case, worlds: list[World], name: str, length: int) -> None:
@@ -92,6 +93,7 @@ def test_all_reduce(case: Case, worlds: list[World], name: str, length: int) -> 
         np.testing.assert_array_equal(y, by_host(case, "sum", xs))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
 @pytest.mark.parametrize("name", ["f8", "i4", "u8"])
 def test_other_reductions(case: Case, worlds: list[World], name: str, op: str) -> None:
@@ -100,6 +102,7 @@ def test_other_reductions(case: Case, worlds: list[World], name: str, op: str) -
         np.testing.assert_array_equal(y, by_host(case, op, xs))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", [(3, 2), (57, 61), (500, 333)])
 def test_reduce_scatter_has_the_bits_of_all_reduce(
@@ -116,6 +119,7 @@ def test_reduce_scatter_has_the_bits_of_all_reduce(
         np.testing.assert_array_equal(y, whole)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("rows", [0, 1, 90])
 def test_all_gather(case: Case, worlds: list[World], rows: int, axis: int) -> None:
@@ -128,6 +132,7 @@ def test_all_gather(case: Case, worlds: list[World], rows: int, axis: int) -> No
         np.testing.assert_array_equal(y, np.concatenate(xs, axis))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", [0, 1, 1000, 100_003])
 def test_broadcast(case: Case, worlds: list[World], length: int) -> None:
     xs = [random(np.dtype("f4"), [length], member) for member in range(len(case.group))]
@@ -136,6 +141,7 @@ def test_broadcast(case: Case, worlds: list[World], length: int) -> None:
             np.testing.assert_array_equal(y, xs[root])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 300])
 def test_all_to_all(case: Case, worlds: list[World], rows: int) -> None:
     members = len(case.group)
@@ -146,6 +152,7 @@ def test_all_to_all(case: Case, worlds: list[World], rows: int) -> None:
         np.testing.assert_array_equal(y, np.concatenate([x[part] for x in xs], 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["f2", "f4"])
 def test_a_mean_does_not_overflow_where_its_operands_do_not(
     case: Case, worlds: list[World], name: str
@@ -158,6 +165,7 @@ def test_a_mean_does_not_overflow_where_its_operands_do_not(
         assert y.tobytes() == ys[0].tobytes()
 
 
+@pytest.mark.matrix
 def test_all_runs_give_the_same_bits(case: Case, worlds: list[World]) -> None:
     xs = [random(np.dtype("f4"), [123_457], member) for member in range(len(case.group))]
     runs = [results(case, worlds, "AllReduce", xs) for _ in range(3)]

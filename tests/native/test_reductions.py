@@ -54,6 +54,7 @@ def fold(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
         return result.astype(xs[0].dtype)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("op", FOLDS)
 @pytest.mark.parametrize("name", DTYPES)
 def test_all_reduce_matches_numpy_bit_for_bit(worlds_of: Worlds, name: str, op: str) -> None:
@@ -69,6 +70,7 @@ def test_all_reduce_matches_numpy_bit_for_bit(worlds_of: Worlds, name: str, op: 
             np.testing.assert_array_equal(y, fold(op, xs))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["f4", "f2"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_reduce_of_any_length(worlds_of: Worlds, ranks: int, name: str) -> None:
@@ -210,6 +212,7 @@ def test_reduce_scatter_of_each_type(worlds_of: Worlds, name: str) -> None:
         np.testing.assert_array_equal(y, part)
 
 
+@pytest.mark.slow
 def test_reductions_do_not_depend_on_the_algorithm(worlds_of: Worlds) -> None:
     """Fusing all-reduces, or splitting one into reduce-scatter and all-gather, changes no bit."""
     n = 40_000

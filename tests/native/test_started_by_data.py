@@ -67,6 +67,7 @@ MATRICES: list[Matrix] = [
 """Rows for all, for one alone, of one alone, for the rank itself; ranks that send or get none."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("matrix", MATRICES, ids=str)
 @pytest.mark.parametrize("axis, width", [(0, 3), (1, 3), (0, 20_000)])
 @pytest.mark.parametrize("dtype", ["f4", "f2"])
@@ -117,6 +118,7 @@ WRONG: dict[str, tuple[Matrix, Matrix]] = {
 """Sends and receives of two ranks with two rows each, by what the error says."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("reason", WRONG)
 def test_wrong_sizes(reason: str, started: bool, fresh_worlds: Fresh) -> None:

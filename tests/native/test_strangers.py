@@ -86,6 +86,7 @@ def check(worlds: list[World]) -> None:
         np.testing.assert_array_equal(total, SIZE * ones)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_starts(kind: str) -> None:
     """No start fails, whatever comes to the hub, to ranks that connect, and to their sockets."""
@@ -101,6 +102,7 @@ def test_starts(kind: str) -> None:
         assert those.count >= COUNT
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs(kind: str) -> None:
     """Collectives go on, and the world begins anew after an interrupt."""

@@ -74,6 +74,7 @@ def test_a_world_of_one_stream_has_one_order(fresh_worlds: Fresh) -> None:
         assert "has not arrived, it is in AllReduce" in message
 
 
+@pytest.mark.slow
 def test_groups_that_cross(fresh_worlds: Fresh) -> None:
     """A mesh of 2 x 2: sums over columns are under way while rows take maxima, again and again."""
     columns, rows = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
@@ -118,6 +119,7 @@ def test_ranks_that_disagree_while_another_stream_works(stream: int, fresh_world
         assert ("stream=1" in message) == (stream == 1)
 
 
+@pytest.mark.slow
 def test_a_late_rank_says_what_it_does_in_all_streams(fresh_worlds: Fresh) -> None:
     """Rank 1 never starts `a`: it waits for rank 2 in two streams."""
     worlds = opened(fresh_worlds, 3, 3, timeout=1)

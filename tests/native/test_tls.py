@@ -62,6 +62,7 @@ def total(worlds: list[World], x: np.ndarray) -> list[np.ndarray]:
         )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("connections", ["1", "3"])
 @pytest.mark.parametrize("length", [1, 5000, 100_003, 5_000_001])
 def test_all_reduce(
@@ -168,12 +169,14 @@ def refused(folder: Path | None, monkeypatch: pytest.MonkeyPatch, first_waits: f
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_certificate_of_another_authority(
     encrypted: None, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "its certificate is refused: " in refused(folders[1], monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_hub_that_gives_up_first(
     encrypted: None, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +184,7 @@ def test_a_hub_that_gives_up_first(
     assert "its certificate is refused: " in refused(folders[1], monkeypatch, first_waits=1)
 
 
+@pytest.mark.slow
 def test_one_end_without_tls(encrypted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "or other certificates, or is no hub of onnxpar" in refused(None, monkeypatch)
 

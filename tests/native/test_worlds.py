@@ -223,6 +223,7 @@ def test_a_launcher_that_ends_its_hub_leaves_the_ranks_alone() -> None:
     close(worlds)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_never_joins(kind: str, missing: int, tmp_path: Path) -> None:
@@ -252,6 +253,7 @@ def test_ranks_that_expect_different_worlds() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_number() -> None:
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(join, "hash:twice", [3, 3, 3], 8, [0, 1])
@@ -261,6 +263,7 @@ def test_two_ranks_of_one_number() -> None:
         rest.result()
 
 
+@pytest.mark.slow
 def test_what_the_hub_refused_is_said_however_late() -> None:
     """The hub's refusal is the error, also where the last attempt to join ended within the last
     millisecond before the timeout."""
@@ -273,6 +276,7 @@ def test_what_the_hub_refused_is_said_however_late() -> None:
         rest.result()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "rank, size, store, reason",
     [
@@ -481,6 +485,7 @@ def test_the_end_of_a_world_leaves_nothing(store: str, tmp_path: Path) -> None:
     assert ended, (before, held())
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_when_it_knows_the_reason() -> None:
     """The other may still be connecting to it: it reports the same reason, and its next call says
     what is wrong then."""

@@ -224,6 +224,7 @@ def test_sizes_must_be_multiples(doubled: Path, layout: str, tmp_path: Path) -> 
         session.run(None, feeds)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
 def test_waveforms_of_any_length(layout: str, tmp_path: Path) -> None:
     """Hops of 160: at small samples the length would look constant."""
@@ -311,6 +312,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 IMAGES = [(1, 3, 16, 12), (1, 3, 2, 12), (2, 3, 12, 3), (1, 3, 2, 2), (3, 3, 7, 9)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("axis", [2, 3])
 def test_parts_may_be_smaller_than_windows(
@@ -400,6 +402,7 @@ def test_a_known_height_is_exchanged_beside_open_sizes(windowed: Path, tmp_path:
     assert "NeighborExchange" in check(windowed, tmp_path / "m.par", "tp=2", shapes, **how)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("width", "ranks"), [(2, 2), (2, 3), (4, 3), (4, 5)])
 def test_windows_side_by_side_over_empty_parts(width: int, ranks: int, tmp_path: Path) -> None:
     """The heights sampled are steps apart that may be the number of ranks; those fed are not."""

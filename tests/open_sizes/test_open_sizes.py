@@ -58,6 +58,7 @@ def test_one_folder_runs_at_all_sizes(model: str, layout: str, tmp_path: Path) -
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["bert", "dlrm", "vit"])
 def test_the_search_splits_only_what_a_run_can_tell(name: str, tmp_path: Path) -> None:
     """On ranks that talk at hardly any cost, everything is split that may be."""
@@ -75,6 +76,7 @@ def test_the_search_splits_only_what_a_run_can_tell(name: str, tmp_path: Path) -
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor-parallel 2", "tensor-parallel 3", "data-parallel 2"])
 def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path) -> None:
     """32 greedy tokens: only token ids are fed, the caches stay where they are."""
@@ -98,6 +100,7 @@ def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path)
             check_outputs([session.states.read(source)], [wanted[result]], [result])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["gpt2.legacy", "llama.dynamo", "falcon.legacy", "t5.dynamo"])
@@ -113,6 +116,7 @@ def test_a_sequence_is_split_at_any_remainder(name: str, ranks: int, tmp_path: P
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.slow
 def test_plan_names_open_sizes(tmp_path: Path) -> None:
     plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
     ports = {p["name"]: p["shape"] for p in plan.to_json()["inputs"] + plan.to_json()["outputs"]}
@@ -120,6 +124,7 @@ def test_plan_names_open_sizes(tmp_path: Path) -> None:
     assert ports["present_key_0"] == ["batch", 4, "past + 1", 6]
 
 
+@pytest.mark.slow
 def test_sizes_that_contradict_each_other_are_named(tmp_path: Path) -> None:
     plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 2"))
     feeds = feeds_at(plan, {"batch": 4, "past": 3})
@@ -131,6 +136,7 @@ def test_sizes_that_contradict_each_other_are_named(tmp_path: Path) -> None:
         session.run(None, feeds)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["hybrid dp=3,tp=2"])
 @pytest.mark.parametrize("model", DYNAMIC)
@@ -147,6 +153,7 @@ def test_batches_below_the_number_of_ranks(model: str, layout: str, tmp_path: Pa
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.slow
 def test_a_cache_of_one_row_stays_on_four_ranks(tmp_path: Path) -> None:
     plan = pipeline.shard(MODELS / DECODE, tmp_path / "m.par", options("data-parallel 4"))
     whole = ort.InferenceSession(str(MODELS / DECODE), providers=["CPUExecutionProvider"])
@@ -164,6 +171,7 @@ def test_a_cache_of_one_row_stays_on_four_ranks(tmp_path: Path) -> None:
             check_outputs([session.states.read(source)], [wanted[result]], [result])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2.dynamo", "llama.dynamo", "t5.legacy"])
 def test_a_sequence_shorter_than_its_ranks(name: str, tmp_path: Path) -> None:
     model = MODELS / f"{name}.dynamic.onnx"

@@ -94,6 +94,7 @@ def test_equal_symbols(shape: str, target: str, wanted: tuple[str, str] | None) 
     assert equal_symbols(own, new) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [8, 37 * 41 * 43 * 47])
 def test_a_rest_that_no_size_changes(width: int, tmp_path: Path) -> None:
     """Also where a longer x and the same target would leave a whole number, as for a width that the

@@ -48,6 +48,7 @@ def test_parts_are_those_of_typical_sizes(tmp_path: Path) -> None:
     assert [c.before for c in made.collectives] == ["[dp{8,4}, -]"]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "sizes", "preset"),
@@ -81,6 +82,7 @@ def test_costs_are_those_of_fixed_sizes(name: str, sizes: dict[str, int], preset
     assert all(example[name] != size for name, size in sizes.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2.dynamo.dynamic", "bert.legacy.dynamic"])
 def test_what_caches_hold_is_decided_at_typical_sizes(name: str) -> None:
     """Few nodes differ: what is folded at fixed sizes is not written between others."""
@@ -96,6 +98,7 @@ def test_what_caches_hold_is_decided_at_typical_sizes(name: str) -> None:
     assert len(same) > 0.95 * len(both)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_is_not_worth_a_split() -> None:
     """One of two ranks has all of it, so that both take as long as one; a batch of 64 halves."""
     how = {"devices": 2, "preset": "data-parallel"}
@@ -128,6 +131,7 @@ def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
         check_agrees(path, tmp_path, Options(devices=2, typical=own, verify=True))
 
 
+@pytest.mark.slow
 def test_several_are_weighed() -> None:
     """Times are means by weight, memory is the most."""
     name, mesh = "llama.dynamo.dynamic", Mesh.parse("tp=2")
@@ -146,6 +150,7 @@ def test_several_are_weighed() -> None:
     assert [weight for _, weight in both.typical] == [0.75, 0.25]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -212,6 +217,7 @@ def test_sizes_that_are_tied() -> None:
         found(total=9, past=5, seq=5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("told", "sizes"),
     [

@@ -22,6 +22,7 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.peer
 @pytest.mark.parametrize("number", range(SLICES))
 def test_every_split_of_a_part(worker: Worker, number: int) -> None:

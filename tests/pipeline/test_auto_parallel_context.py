@@ -219,6 +219,7 @@ def layouts(plan: Any) -> dict[str, str]:
     return {p.name: p.layout.text(plan.mesh) for p in plan.inputs if p.layout is not None}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("preset", [None, "tensor-parallel"])
 @pytest.mark.parametrize(
     "asked,wanted",

@@ -38,6 +38,7 @@ QKV = "transformer.h.0.attn.c_attn.weight"
 MLP_IN = "transformer.h.0.mlp.c_fc.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "speeds", "wanted"),
@@ -107,6 +108,7 @@ def test_training_steps_agree_with_one_rank(
     assert report.ok, report.text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "preset"), [("tp=2", "tensor-parallel"), ("tp=2", None)])
 def test_balanced_parts_are_faster(mesh: str, preset: str | None) -> None:
     devices = topology(3, 1)
@@ -185,6 +187,7 @@ def test_a_search_keeps_to_the_memory_of_each_rank(balance: bool, tmp_path: Path
     assert plan.loads[0].held <= 460_000 and plan.loads[1].held <= 300_000
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_given_holds_for_every_rank() -> None:
     """The fast rank would take three quarters; it takes what the limit lets it."""
     how = options("tp=2", None, topology(3, 1))

@@ -49,6 +49,7 @@ def layout_texts(plan: Plan) -> dict[str, str]:
     return {p.name: p.layout.text(plan.mesh) for p in ports if p.layout is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "speeds", "wanted"),
@@ -179,6 +180,7 @@ STEP = """step (float[n,6] x, float[n,5] t, float[6,5] p) => (float l, float[6,5
 }"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "speeds", "parameter"),
     [

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_of_a_rank_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
     model, options = CASES[name]
@@ -125,6 +126,7 @@ def test_what_several_ranks_hold_is_apart_from_what_one_holds(tmp_path: Path) ->
     }
 
 
+@pytest.mark.slow
 def test_ranks_that_come_later_join(tmp_path: Path) -> None:
     whole, par = tmp_path / "whole.par", tmp_path / "m.par"
     plan = onnxpar.shard(LLAMA, whole, measure=False, **HYBRID)
@@ -195,6 +197,7 @@ print(onnxpar.inspect(par).data["sha256"])
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -233,6 +236,7 @@ def test_hosts_find_the_same_plan(model: str, options: dict[str, Any], tmp_path:
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_host_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name,how",
@@ -265,6 +266,7 @@ def test_a_dump_changes_nothing_in_the_graphs_of_ranks(tmp_path: Path) -> None:
     assert {o.domain for o in onnx.load(second).opset_import} == {"", "onnxpar"}
 
 
+@pytest.mark.slow
 def test_fusion_runs_once_and_says_what_it_joined(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +304,7 @@ def test_fusion_runs_once_and_says_what_it_joined(
     assert capsys.readouterr().out.strip() == again.strip()
 
 
+@pytest.mark.slow
 def test_the_only_fusion_may_be_one_with_options_of_its_own(step: Path) -> None:
     how = {"devices": 2, "preset": "data-parallel"}
     own = ["fuse-all-reduces{bucket-bytes=3000} after compress-collectives"]

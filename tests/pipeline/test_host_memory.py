@@ -35,6 +35,7 @@ def fastest() -> Plan:
     return plan(MODEL, Options(devices=4))[0]
 
 
+@pytest.mark.slow
 def test_a_small_host_has_the_weights_split(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = int(0.8 * held_together(fastest) / SHARE)
     made = planned(memory, monkeypatch)
@@ -42,6 +43,7 @@ def test_a_small_host_has_the_weights_split(fastest: Plan, monkeypatch: pytest.M
     assert any("to fit the" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_plan_that_was_made_again_are_its_own(
     fastest: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +60,7 @@ def test_a_large_host_changes_nothing(fastest: Plan, monkeypatch: pytest.MonkeyP
     assert made.memory == fastest.memory and made.notes == fastest.notes
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_plan_says_so(
     fastest: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +80,7 @@ def test_a_topology_is_not_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("this host" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_device_in_a_topology(fastest: Plan) -> None:
     """Is a limit for the search, and a note where a preset decides."""
     needed = sum(fastest.memory.values())

@@ -42,6 +42,7 @@ def limited(memory: float, **more: object) -> Options:
     return Options(objective=Objective(memory=memory), verify=True, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("limit", [400 * KB, 200 * KB, 175 * KB])
 def test_ranks_hold_no_more(limit: float, tmp_path: Path) -> None:
     mesh = Mesh.parse("dp=2,tp=2")
@@ -52,6 +53,7 @@ def test_ranks_hold_no_more(limit: float, tmp_path: Path) -> None:
     check_agrees(GPT2, tmp_path, how)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", ["bert.legacy.static.onnx", "resnet.dynamo.static.onnx", "dlrm.dynamo.static.onnx"]
 )
@@ -72,6 +74,7 @@ def test_annotations_keep_to_it(tmp_path: Path) -> None:
     assert again.memory == made.memory
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_that_do() -> None:
     with pytest.raises(StrategyError, match=r"over tp=2, .*, or give --devices 3, the fewest"):
         pipeline.plan(GPT2, limited(250 * KB, devices=2))
@@ -84,6 +87,7 @@ def test_a_mesh_that_is_given_does_not_grow() -> None:
         pipeline.plan(GPT2, limited(50 * KB, mesh=Mesh.parse("tp=2")))
 
 
+@pytest.mark.slow
 def test_untied_layers_need_not_all_pay(tmp_path: Path) -> None:
     path = tmp_path / "llama.onnx"
     llama_shape.write(path, layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=128)
@@ -112,6 +116,7 @@ def test_what_no_number_of_ranks_can_do(tmp_path: Path) -> None:
         pipeline.plan(write(TINY, tmp_path), limited(64.0, devices=2))
 
 
+@pytest.mark.slow
 def test_the_solver_prints_nothing(tmp_path: Path) -> None:
     """Native code, which writes to the process's own stdout."""
     machine = tmp_path / "machine.yaml"
@@ -149,6 +154,7 @@ def test_a_size_needs_a_unit() -> None:
     assert Objective.given(None, "16GB").memory == 16e9 and Objective.given(None, 16).memory == 16.0
 
 
+@pytest.mark.slow
 def test_what_no_ranks_can_hold_is_answered_in_time_and_with_a_bound(tmp_path: Path) -> None:
     """Which strategies hold little is known by then, whatever number of ranks was tried."""
     told: list[str] = []
@@ -182,6 +188,7 @@ def test_a_step_has_no_throughput() -> None:
         pipeline.plan(path, Options(devices=2, objective=Objective("fastest")))
 
 
+@pytest.mark.slow
 def test_weights_that_stay_on_every_rank_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """And what splits them; of a plan that splits them, nothing is said."""
     how = ["plan", str(GPT2), "--devices", "4"]
@@ -194,6 +201,7 @@ def test_weights_that_stay_on_every_rank_are_told(capsys: pytest.CaptureFixture[
         assert "every rank holds" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_parameters_of_a_step_that_stay_on_every_rank(tmp_path: Path) -> None:
     """Its constants, such as masks, do not count."""
     step = tmp_path / "step.onnx"

@@ -106,6 +106,7 @@ APART = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MIXING)
 def test_decoders_that_mix_tokens_are_refused(name: str, tmp_path: Path) -> None:
     file = written(MIXING[name], tmp_path)
@@ -114,6 +115,7 @@ def test_decoders_that_mix_tokens_are_refused(name: str, tmp_path: Path) -> None
     assert onnxpar.plan(file, devices=2).inputs[1].name == "attention_mask"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", APART)
 def test_decoders_that_keep_tokens_apart_have_pages(name: str, tmp_path: Path) -> None:
     plan = onnxpar.plan(written(APART[name], tmp_path), devices=2, page_size=16)
@@ -209,6 +211,7 @@ def test_folders_keep_their_caches_where_pages_cannot_be(tmp_path: Path) -> None
         names(page_size=16)
 
 
+@pytest.mark.slow
 def test_folders_have_pages_by_default_and_files_do_not() -> None:
     def names(model: Path, **options: int) -> set[str]:
         return {port.name for port in onnxpar.plan(model, devices=2, **options).inputs}
@@ -335,6 +338,7 @@ def test_logits_of_the_last_token_alone_are_picked_too(name: str, tmp_path: Path
         assert generator.generate(prompt, max_new_tokens=20)[0].tokens == tokens[:20]
 
 
+@pytest.mark.slow
 def test_pages_count_once_in_memory() -> None:
     def memory(pages: int) -> tuple[int, int]:
         sizes = {"new_tokens": 8, "texts": 8, "pages_of_text": 32, "pages": pages, "picks": 8}
@@ -346,12 +350,14 @@ def test_pages_count_once_in_memory() -> None:
     assert few[1] == many[1]
 
 
+@pytest.mark.slow
 def test_the_search_counts_pages_once_too() -> None:
     """They are written where they are."""
     plan = onnxpar.plan(LLAMA, devices=2, memory_limit="5MB", measure=False)
     assert 4e6 < sum(plan.memory.values()) <= 5e6
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "limit,how,remedy",
     [
@@ -371,6 +377,7 @@ def test_a_limit_that_pages_exceed_names_the_number_of_pages(
     assert sum(made.memory.values()) <= 3e6
 
 
+@pytest.mark.slow
 def test_a_table_of_tokens_is_split_where_a_step_takes_little_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

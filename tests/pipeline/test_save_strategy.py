@@ -68,6 +68,7 @@ def check(model: Path, how: Options, folder: Path) -> int:
     return len(strategy.shard) + len(strategy.tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("exporter", "mesh"), [("legacy", "tp=2"), ("dynamo", "dp=2,tp=2")])
 @pytest.mark.parametrize("model", SAVED)
@@ -113,6 +114,7 @@ def test_every_entry_is_needed(model: str, how: Options, tmp_path: Path) -> None
         assert plan_of(again) != plan_of(made), name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", SAVED)
 def test_presets(model: str, tmp_path: Path) -> None:
     path = MODELS / f"{model}.legacy.static.onnx"
@@ -131,6 +133,7 @@ def test_open_sizes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -159,6 +162,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [searched("dp=4,tp=4"), Options(mesh=Mesh.parse("dp=2,tp=2"), preset="hybrid")]
 )
@@ -194,6 +198,7 @@ def test_patterns(name: str, names: tuple[str, ...], fits: str, pattern: str) ->
     assert widest_pattern(name, names, lambda n: n in fits or fits in n) == pattern
 
 
+@pytest.mark.slow
 def test_annotations_say_what_was_found(tmp_path: Path) -> None:
     model, how = MODELS / "gpt2.legacy.static.onnx", searched("dp=2,tp=2")
     found, _ = pipeline.plan(model, how)

@@ -117,6 +117,7 @@ def test_options_of_a_check_of_training(
     assert f"{option[0]} {option[1]}: applies to --train only" in refused(arguments, capsys)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "option",
     [

@@ -10,6 +10,11 @@ from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Processes are the subject of these tests."""
+    item.add_marker("processes")
+
+
 @pytest.fixture(params=["threads", "processes"])
 def open_session(request: pytest.FixtureRequest) -> Callable[..., Session]:
     """Opens a session of either kind."""

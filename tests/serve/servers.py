@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import openai
 import uvicorn
+from lazily import lazily
 from serve.scripted_engine import Engine
 
 from onnxpar.serve.application import application
@@ -19,6 +19,8 @@ from onnxpar.serve.server import bind, url_of
 from onnxpar.serve.settings import Settings
 
 TIMEOUT = 30.0
+
+openai = lazily("openai")
 
 
 class Served:

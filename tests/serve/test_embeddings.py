@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,16 +17,16 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from committed import MODELS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lazily import lazily
 from runtime.bundles import pids
 from serve.servers import TIMEOUT, Served, serving, until
 from serve.test_hostile import BODIES, error_of
+from sharded import sharded
 
-import onnxpar
 from onnxpar.llm.embedder import Embedder
 from onnxpar.llm.requests import Busy
 
@@ -38,14 +39,16 @@ TEXTS = list(EXPECTED)
 SCORES = json.loads((RERANKER / "expected.json").read_bytes())
 DOCUMENTS = list(SCORES["scores"])
 
+openai = lazily("openai")
+
 
 @pytest.fixture(scope="module")
 def pars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with bert.par and reranker.par."""
     path = tmp_path_factory.mktemp("embeddings")
     for folder in (BERT, RERANKER):
-        out = path / f"{folder.name}.par"
-        onnxpar.shard(folder, out, devices=2, preset="data-parallel")
+        par = sharded(folder, devices=2, preset="data-parallel")
+        shutil.copytree(par, path / f"{folder.name}.par")
     return path
 
 
@@ -207,7 +210,6 @@ VALUES = st.recursive(
 FIELDS = ("input", "dimensions", "encoding_format", "query", "documents", "top_n", "model")
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES))
 def test_any_fields(bert: Served, reranker: Served, body: dict[str, Any]) -> None:
     for served, path in ((bert, "embeddings"), (reranker, "rerank")):
@@ -257,6 +259,7 @@ def test_keys(pars: Path) -> None:
         close_to(found.data[0].embedding, EXPECTED["x"])
 
 
+@pytest.mark.processes
 def test_a_full_queue_and_ranks_that_die(pars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Embedder(pars / "bert.par", timeout=TIMEOUT), model_name="bert") as served:
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from serve.scripted_engine import forever
 from serve.servers import TIMEOUT, Served, serving
@@ -231,7 +231,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150)
 @given(st.sampled_from([CHAT, TEXT]), st.dictionaries(FIELDS, VALUES, max_size=8))
 def test_random_bodies_never_fail(shared: Served, path: str, body: dict[str, Any]) -> None:
     usual: dict[str, Any] = {"max_tokens": 2}

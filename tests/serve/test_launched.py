@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from committed import MODELS
 from serve.servers import TIMEOUT, until
+from sharded import sharded
 
-import onnxpar
 from onnxpar.llm.embedder import Embedder
 from onnxpar.llm.generator import Generator
 
@@ -89,10 +89,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    par = tmp_path_factory.mktemp("llama") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2, preset="tensor-parallel")
-    return par
+def par() -> Path:
+    return sharded(MODELS / "llm" / "llama", devices=2, preset="tensor-parallel")
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +187,9 @@ def test_a_second_signal_ends_a_follower_at_once(par: Path, start: Start) -> Non
     assert launched.processes[1].wait(TIMEOUT) == 143
 
 
+@pytest.mark.processes
 def test_an_embedding_model(tmp_path: Path, start: Start) -> None:
-    bert = tmp_path / "bert.par"
-    onnxpar.shard(MODELS / "embed" / "bert", bert, devices=2, preset="data-parallel")
+    bert = sharded(MODELS / "embed" / "bert", devices=2, preset="data-parallel")
     texts = ["a text", "another, longer text", "x"]
     with Embedder(bert, timeout=TIMEOUT) as embedder:
         expected = embedder.embed(texts)

@@ -21,8 +21,8 @@ import pytest
 from committed import MODELS
 from runtime.bundles import pids
 from serve.servers import TIMEOUT, Served, serving, until
+from sharded import sharded
 
-import onnxpar
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
 
@@ -50,16 +50,13 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    par = tmp_path_factory.mktemp("load") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2)
-    return par
+def par() -> Path:
+    return sharded(MODELS / "llm" / "llama", devices=2)
 
 
-def texts(folder: Path) -> dict[tuple[int, int], str]:
+def texts() -> dict[tuple[int, int], str]:
     """The greedy texts by prompt and number of tokens, from a model of caches of its own."""
-    dense = folder / "dense.par"
-    onnxpar.shard(MODELS / "llm" / "llama", dense, devices=1, page_size=0)
+    dense = sharded(MODELS / "llm" / "llama", devices=1, page_size=0)
     found = {}
     with Generator(dense, timeout=TIMEOUT) as generator:
         for number, prompt in enumerate(prompts()):
@@ -141,10 +138,11 @@ def resident(pid: int) -> int:
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(900)
 def test_many_clients(par: Path, request: pytest.FixtureRequest) -> None:
     seconds = 600 if request.config.getoption("--zoo") else 8
-    wanted = texts(par.parent)
+    wanted = texts()
     engine = Engine(par, timeout=TIMEOUT, kv_memory=4096 * 90, max_waiting=40, step_tokens=64)
     with serving(engine) as served:
         clients = [Client(served, number, wanted) for number in range(CLIENTS)]

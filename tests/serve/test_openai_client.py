@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import openai
 import pytest
+from lazily import lazily
 from serve.scripted_engine import END, FOLDER, forever, says
 from serve.servers import Served
 
@@ -16,6 +16,8 @@ from onnxpar.llm.tokenizer import Tokenizer
 
 USER: list[Any] = [{"role": "user", "content": "hello"}]
 TEXT = "Größe: 😀 naïve"
+
+openai = lazily("openai")
 
 
 def test_models(served: Served) -> None:

@@ -16,8 +16,8 @@ from committed import MODELS
 from runtime.bundles import pids
 from serve.servers import TIMEOUT, Served, serving, until
 from serve.test_metrics import numbers
+from sharded import sharded
 
-import onnxpar
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.replicas import EngineReplicas
@@ -26,10 +26,8 @@ PROMPTS = ("import os", "def", "hello, world", "x = [1, 2, 3]")
 
 
 @pytest.fixture(scope="module")
-def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    par = tmp_path_factory.mktemp("llama") / "llama.par"
-    onnxpar.shard(MODELS / "llm" / "llama", par, devices=2, preset="tensor-parallel")
-    return par
+def par() -> Path:
+    return sharded(MODELS / "llm" / "llama", devices=2, preset="tensor-parallel")
 
 
 @pytest.fixture
@@ -73,6 +71,7 @@ def test_a_schema(served: Served) -> None:
     assert content in [f'["{first}","{second}"]' for first in "ab" for second in "ab"]
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies(served: Served) -> None:
     """Answers come later, and are the same."""
     wanted = text(served, "import os")
@@ -82,6 +81,7 @@ def test_a_rank_that_dies(served: Served) -> None:
     assert text(served, "import os") == wanted
 
 
+@pytest.mark.processes
 def test_another_replica_goes_on(par: Path) -> None:
     """In the middle of a stream, which has each token once; the server stays ready, and the metrics
     tell replicas apart."""

@@ -220,6 +220,7 @@ def test_a_disk_that_hangs(
     assert newest(tmp_path) is None
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_before_it_has_written(
     par: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def test_the_newest_whole_one_is_loaded(
         same(states(trainer), wanted)
 
 
+@pytest.mark.processes
 def test_several_are_damaged_and_then_all(made: Path, folder: Path, capsys: Capture) -> None:
     for step in (5, 4, 2):
         flip(at(folder, step) / "rank_0001.bin", 99)

@@ -120,6 +120,7 @@ def losses(told: list[Record]) -> dict[int, float]:
     return {record.total: record.values["loss"] for record in told}
 
 
+@pytest.mark.processes
 def test_fewer_ranks_go_on_to_the_bits_of_a_resume_by_hand(
     made: Path, tmp_path: Path, mortal: type[Mortal], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +169,7 @@ CASES: dict[str, tuple[dict[int, Exception], int, list[int], int]] = {
 the last generation goes on."""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", CASES)
 def test_deaths(case: str, made: Path, tmp_path: Path, mortal: type[Mortal]) -> None:
     deaths, restarts, sizes, last = CASES[case]
@@ -209,6 +211,7 @@ def test_deaths_end_a_run_that_is_not_elastic(
     assert mortal.sizes == [3]
 
 
+@pytest.mark.processes
 def test_each_generation_has_its_logs(made: Path, tmp_path: Path, mortal: type[Mortal]) -> None:
     mortal.deaths = {1 + 8: death(1)}
     run, elastic = run_of(tmp_path / "run"), Elastic(max_restarts=1, min_ranks=3)
@@ -284,6 +287,7 @@ def killed(
     yield run
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("medium")
 def test_processes_that_are_killed(
     made: Path, tmp_path: Path, killed: Callable[..., tuple[int, str]]
@@ -311,6 +315,7 @@ def test_processes_that_are_killed(
     assert logs == ["generation.1", "generation.2"]
 
 
+@pytest.mark.processes
 def test_processes_that_are_all_killed_at_once(
     made: Path, tmp_path: Path, killed: Callable[..., tuple[int, str]]
 ) -> None:

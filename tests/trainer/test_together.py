@@ -130,6 +130,7 @@ def test_all_processes_do_the_same(home: Path) -> None:
     assert not (home / "host0" / "apart").exists()
 
 
+@pytest.mark.processes
 def test_the_command_says_who_holds_the_folder(home: Path) -> None:
     """In one line; nothing is written."""
     np.savez(home / "train.npz", x=np.zeros((8, 6), np.float32), labels=np.zeros(8, np.int64))

@@ -21,7 +21,6 @@ from training.steps import MLP, newest, shard, write_model, write_step
 
 from onnxpar.cli.command_line import main
 from onnxpar.runtime.log import Log
-from onnxpar.runtime.threads import ThreadSession
 from onnxpar.trainer.checkpoint import Checkpoint, checkpoints, damage
 from onnxpar.trainer.merge import merge
 from onnxpar.trainer.together import ALONE
@@ -78,6 +77,7 @@ def at_once(made: Path) -> Path:
     return out
 
 
+@pytest.mark.processes
 def test_what_a_run_prints_and_leaves(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at_once: Path
 ) -> None:
@@ -103,17 +103,6 @@ def test_what_a_run_prints_and_leaves(
     same(left(tmp_path), left(at_once))  # twice the same command, and checkpoints change nothing
 
 
-@pytest.fixture
-def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads: nothing here depends on what they are."""
-
-    def session(par: Path, **options: Any) -> ThreadSession:
-        return ThreadSession(par)
-
-    monkeypatch.setattr("onnxpar.trainer.trainer.InferenceSession", session)
-
-
-@pytest.mark.usefixtures("on_threads")
 def test_steps_after_a_checkpoint_are_told_once(made: Path, at_once: Path, tmp_path: Path) -> None:
     assert main(arguments(made, tmp_path, "--every", "4")) == 0
     for done in (12, 14):
@@ -341,7 +330,6 @@ def test_what_a_rank_prints_and_what_is_written_do_not_overwrite(tmp_path: Path)
     ]
 
 
-@pytest.mark.usefixtures("on_threads")
 def test_only_the_newest_checkpoints_are_kept(made: Path, at_once: Path, tmp_path: Path) -> None:
     assert main(arguments(made, tmp_path, "--every", "4", "--keep", "2")) == 0
     names = sorted(p.name for p in (tmp_path / "c").iterdir())
@@ -349,7 +337,6 @@ def test_only_the_newest_checkpoints_are_kept(made: Path, at_once: Path, tmp_pat
     same(left(tmp_path), left(at_once))
 
 
-@pytest.mark.usefixtures("on_threads")
 def test_a_loss_that_is_no_number_ends_the_run(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,7 +352,6 @@ def test_a_loss_that_is_no_number_ends_the_run(
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-@pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -392,7 +378,6 @@ def test_bad_arguments(
     assert not (tmp_path / "c").exists() and not (tmp_path / "log" / "metrics.jsonl").exists()
 
 
-@pytest.mark.usefixtures("on_threads")
 def test_what_is_in_the_way(made: Path, at_once: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checkpoints of an earlier run, or of one of another seed; nothing is overwritten."""
     before = metrics(at_once)

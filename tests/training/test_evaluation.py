@@ -142,6 +142,7 @@ def test_training_evaluates_nothing(tmp_path: Path) -> None:
     assert not any("evaluation" in c.tensor for c in plan.collectives)
 
 
+@pytest.mark.processes
 def test_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,6 +355,7 @@ def test_weights_that_may_be_fed_are_dealt_whole(tmp_path: Path) -> None:
         agree("y", session.run(["y"], {"x": x})[0], wanted, "double")
 
 
+@pytest.mark.processes
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On processes; `check --train` holds the ranks' copies against each other."""
     model = write(tmp_path, "model", DEALT.replace("B", "8"), "float")
