@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 os.environ["ONNXPAR_MEASURE"] = "0"  # costs do not depend on the machine; commands inherit this
 
 MEDIA = "shared-memory", "gloo"
-FRACTION = 20
+FRACTION = 60
 """Of as many cases of a matrix one runs by default."""
 
 hypothesis.settings.register_profile(
@@ -116,7 +116,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-graphs",
         type=int,
-        default=240,
+        default=60,
         metavar="N",
         help="random graphs to shard and compare",
     )

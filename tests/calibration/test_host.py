@@ -77,6 +77,7 @@ def anew() -> Topology | None:
     return host.host_topology()
 
 
+@pytest.mark.slow
 def test_a_command_measures_and_the_next_one_reads(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_command_measures_and_the_next_one_reads(
     assert not again.err and again.out == said.out
 
 
+@pytest.mark.slow
 def test_what_is_given_is_not_measured(
     place: Path, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

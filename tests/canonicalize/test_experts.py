@@ -45,6 +45,7 @@ def collectives(plan: pipeline.Plan) -> dict[str, int]:
     return dict(Counter(c.kind for c in plan.collectives))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ALL)
 def test_experts_become_a_dimension(name: str) -> None:
     graph = load(MODELS / f"{name}.onnx").graph
@@ -110,6 +111,7 @@ def test_ranks_gather_tokens_and_sum_results(tmp_path: Path) -> None:
     assert set(layouts.values()) == {"[ep, -, -]"} and len(layouts) == 3
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_send_nothing(tmp_path: Path) -> None:
     for name in ("mixtral.loop.legacy", "qwen3_moe.eager.legacy", "qwen3_moe.batched_mm.dynamo"):
         plan, _ = pipeline.plan(MODELS / f"{name}.onnx", options("data-parallel 2"))

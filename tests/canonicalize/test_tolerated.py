@@ -273,6 +273,7 @@ for _labels in (
     CASES[f"labels {_labels}"] = labelled(*_labels)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_runs(name: str, tmp_path: Path) -> None:
     check(CASES[name](tmp_path), tmp_path)

@@ -154,6 +154,7 @@ open (float[batch,seq,16] x, int64[batch,seq] ids) => (float[batch,k] y) {
 }"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--dim", "batch=1"]])
 def test_each_with_open_sizes(
     more: list[str],

@@ -36,6 +36,7 @@ def checked(decoder: Decoder, other: Decoder, folder: Path, ranks: int = 3) -> R
         return compare(folder / "whole.onnx", session, feeds)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_quantizes_as_it_runs(ranks: int, tmp_path: Path) -> None:
     report = checked(INT4, INT4, tmp_path, ranks)

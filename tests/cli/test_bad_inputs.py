@@ -106,6 +106,7 @@ BAD_MODELS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", BAD_MODELS)
 def test_bad_models(fault: str, place: Path, capsys: Capture) -> None:
     model = place / "bad.onnx"
@@ -541,6 +542,7 @@ EMBEDDING = """<ir_version: 8, opset_import: ["" : 17]>
 look (int64[4,2] ids) => (float[4,2,4] y) { [found] y = Gather(table, ids) }"""
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_index_out_of_range(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = onnx.parser.parse_model(EMBEDDING)

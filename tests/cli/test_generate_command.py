@@ -34,6 +34,7 @@ def test_a_text(par: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert capsys.readouterr().out == wanted.text + "\n"
 
 
+@pytest.mark.slow
 def test_a_chat(
     par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_text(t5: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.match(rf"onnxpar: {wanted.prompt} tokens read, the first new one", printed.err)
 
 
+@pytest.mark.slow
 def test_speech_in_windows(
     whisper: str, speech: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_speech_in_windows(
     assert printed.out == wanted.splitlines(keepends=True)[0] and "features read" in printed.err
 
 
+@pytest.mark.slow
 def test_under_mpirun_one_rank_prints(t5: str, tmp_path: Path) -> None:
     check_one_rank_prints(t5, tmp_path)
 

@@ -290,6 +290,7 @@ def test_equations_are_the_runtimes(network):
         np.testing.assert_allclose(made[f"y{i}"], whole[i], rtol=0, atol=1e-5, err_msg=f"y{i}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("network", [*NETWORKS, *BATCH_FIRST], ids=name_of)
 def test_in_double_precision(network):
     if KERNELS_OF_FLOAT32 & set(network.attrs.get("activations", ())):
@@ -297,6 +298,7 @@ def test_in_double_precision(network):
     compare(network, network.gradients(np.float64), 1e-7)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("network", NETWORKS, ids=name_of)
 def test_in_single_precision(network):
     compare(network, network.gradients(np.float32), 1e-5)

@@ -62,6 +62,7 @@ def best_of(logits: np.ndarray, sampling: Sampling, seen: Sequence[int], step: i
     return Candidates.best(order, logits[order], asked, logits[asked], np.array(totals))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0, 30.0])
 def test_candidates_choose_as_all_logits_do(options: dict[str, Any], scale: float) -> None:

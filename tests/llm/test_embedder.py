@@ -129,6 +129,7 @@ def test_folders_are_written_again(tmp_path: Path) -> None:
     assert {"modules.json", "pooling.json", "sentence_bert_config.json"} <= names
 
 
+@pytest.mark.slow
 def test_other_models_are_refused(tmp_path: Path) -> None:
     onnxpar.shard(MODELS / "llama.legacy.dynamic.onnx", tmp_path / "llama.par", devices=1)
     with pytest.raises(ModelError, match="no language model, and none of its outputs is"):
@@ -159,6 +160,7 @@ def test_models_of_fixed_and_open_sizes(tmp_path: Path, form: str) -> None:
             np.testing.assert_allclose(events.get(timeout=TIMEOUT)[0], vector, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_batches_are_of_similar_lengths(make: Make) -> None:
     embedder = make(batch_tokens=40)
     rng = np.random.default_rng(0)

@@ -127,6 +127,7 @@ def test_requests_join_late(make: Make, alone: Callable[..., list[int]]) -> None
     assert engine.counts.running == engine.counts.used_pages == 0
 
 
+@pytest.mark.slow
 def test_a_listener_that_fails_ends_its_request_alone(
     make: Make, alone: Callable[..., list[int]]
 ) -> None:
@@ -183,6 +184,7 @@ def test_an_answer_is_a_beginning_too(make: Make, alone: Callable[..., list[int]
     assert client.end == End("length", cached=48)
 
 
+@pytest.mark.slow
 def test_texts_wait_again_if_pages_are_few(make: Make, alone: Callable[..., list[int]]) -> None:
     engine = make(kv_memory=4096 * 9)
     assert engine.counts.pages == 9
@@ -302,6 +304,7 @@ def test_a_request_that_loses_its_ranks_again_and_again_fails(
     assert second.tokens[:40] == alone([5, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_drawn_tokens_and_schemas_go_on_when_ranks_die(make: Make) -> None:
     """A seed draws the same tokens; a constraint has seen each token once."""
@@ -364,6 +367,7 @@ def test_a_run_that_fails_on_ranks_that_can_continue(
     assert second.wait() == alone([5, 4]) and engine.counts.restarts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_that_die_while_idle_are_started_again(
     make: Make, alone: Callable[..., list[int]]
@@ -374,6 +378,7 @@ def test_ranks_that_die_while_idle_are_started_again(
     assert send(engine, [5, 6])[0].wait() == alone([5, 6])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_that_do_not_start_again_end_the_engine(par: Path, tmp_path: Path) -> None:
     copy, told = tmp_path / "copy.par", list[str]()

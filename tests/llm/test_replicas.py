@@ -105,6 +105,7 @@ def test_another_one_goes_on_while_ranks_start_again(
     assert send(replicas, [5, 6])[0].wait() == alone([5, 6])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_both_die(make: Make, alone: Alone) -> None:
     """Then requests wait for the first ranks that start again."""
@@ -118,6 +119,7 @@ def test_both_die(make: Make, alone: Alone) -> None:
     assert replicas.counts.restarts == 2 and replicas.status == READY
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_one_that_cannot_start_again_is_tried_later(
     par: Path, tmp_path: Path, make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +182,7 @@ def test_requests_go_where_least_is_to_do(make: Make) -> None:
     assert not make().workers[0].burden([5])[1]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_requests_that_wait_for_ranks_which_do_not_start_move_on(
     make: Make, alone: Alone, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +240,7 @@ def test_logs_and_ends(make: Make, tmp_path: Path) -> None:
         assert client.end == End("cancelled")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_requests_that_are_cancelled_while_they_move(
     make: Make, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +293,7 @@ def test_ranks_die_at_random(make: Make, alone: Alone) -> None:
     assert replicas.counts.restarts >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_embedders() -> None:
     par = sharded(MODELS / "embed" / "bert", devices=2, preset="data-parallel")

@@ -57,6 +57,7 @@ def seconds_of(page_size: int = 16, mesh: str = "cp=2", **sizes: int) -> tuple[f
     return found.predicted.compute, found.predicted.communication
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_pages_that_are_read() -> None:
     some = seconds_of()
     assert seconds_of(pages=6400) == pytest.approx(some), "pages of other texts cost nothing"
@@ -68,6 +69,7 @@ def test_costs_are_those_of_pages_that_are_read() -> None:
         assert many == pytest.approx(few, rel=1e-3), "as many positions in other pages"
 
 
+@pytest.mark.slow
 def test_the_search_splits_positions_of_long_texts() -> None:
     """Two heads of keys are not enough for 4 ranks, and long texts take longest to read."""
     split = []

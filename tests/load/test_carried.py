@@ -253,6 +253,7 @@ RANDOM = np.random.default_rng(5)
 SMALL = ["INT4", "UINT4", "INT2", "UINT2", "FLOAT8E4M3FN", "FLOAT8E5M2", "FLOAT8E4M3FNUZ"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("split", [0, 1])
 @pytest.mark.parametrize("name", SMALL)

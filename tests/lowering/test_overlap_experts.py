@@ -147,6 +147,7 @@ def groups_of(par: Path, rank: int) -> list[list[int]]:
     return [list(a.ints) for node in started for a in node.attribute if a.name == "group"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, slots", [("dp=2,ep=2", 1), ("dp=2,ep=3", 2)])
 def test_each_replica_exchanges_its_own_rows(mesh: str, slots: int, tmp_path: Path) -> None:
     """The mixture has replicas, whose ranks exchange among themselves. Over two ranks, a sum costs

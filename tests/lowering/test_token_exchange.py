@@ -101,6 +101,7 @@ def test_what_a_router_may_choose(case: str, ranks: int, tmp_path: Path) -> None
     check_outputs(run_ranks(tmp_path / "model.par", feeds), run_unsplit(path, feeds), ["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert-parallel 4", "expert-parallel dp=2,ep=4"])
 def test_open_rows(layout: str, tmp_path: Path) -> None:
     """One row over all ranks, fewer than ranks, many."""

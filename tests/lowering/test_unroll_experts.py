@@ -61,6 +61,7 @@ def test_stacks_that_are_one_weight(name: str, tmp_path: Path) -> None:
     assert Counter(node.op_type for node in graph.node)["Scan"] == 0
 
 
+@pytest.mark.slow
 def test_many_experts_stay_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unroll_experts, "MOST", 3)
     graph, _ = ranks_of(LOOP, "data-parallel 2", tmp_path)

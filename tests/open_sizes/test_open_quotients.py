@@ -104,6 +104,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_readers_of_text_run_at_any_width(reader: Path, layout: str, tmp_path: Path) -> None:
     shapes = [{"x": (3 + w % 3, 3, 16, w)} for w in (24, 25, *range(60, 73), 201)]
@@ -180,6 +181,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
 def test_images_are_resized_to_what_they_skip(resized: Path, layout: str, tmp_path: Path) -> None:
     sizes = [(33, 32), (34, 35), (36, 37), (39, 38), (40, 64)]
@@ -441,6 +443,7 @@ def test_windows_that_line_up_at_all_sizes(tmp_path: Path) -> None:
         check(model, tmp_path / f"{ranks}.par", f"tp={ranks}", shapes, strategy=strategy)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("opset", [13, 17])
 @pytest.mark.parametrize("target", ["0, 0, 2, 8", "0, -1, 2, 8", "-1, 2, 8", "2, -1, 16", "-1, 16"])

@@ -58,6 +58,7 @@ def runs(path: Path, length: int) -> bool:
     return True
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_a_length_is_within_the_table(kind: str, tmp_path: Path) -> None:
     for rows, length in ((40, 32), (128, 128), (1024, 128)):

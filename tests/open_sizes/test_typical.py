@@ -31,6 +31,7 @@ def planned(name: str, how: Options) -> Plan:
     return pipeline.plan(MODELS / f"{name}.onnx", how)[0]
 
 
+@pytest.mark.slow
 def test_typical_sizes_as_text() -> None:
     given = onnxpar.plan(
         MODELS / "gpt2.dynamo.dynamic.onnx", devices=2, typical="batch=4,seq=16", preset="hybrid"
@@ -267,6 +268,7 @@ def test_what_cannot_be_read(entry: str) -> None:
         Typical.parse([entry])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "entry", "message"),
     [

@@ -90,6 +90,7 @@ def test_a_split_without_a_rule_is_missed(monkeypatch: pytest.MonkeyPatch) -> No
     assert {o.kind for o in found} == {MISSED}
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_or_blocks_is_counted() -> None:
     worker = Worker(faulty_steps, patience=3.0)
     try:

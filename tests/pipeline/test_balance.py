@@ -179,6 +179,7 @@ def test_a_rank_gets_no_more_than_fits() -> None:
     assert not any("needs" in note for note in fits.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", [False, True])
 def test_a_search_keeps_to_the_memory_of_each_rank(balance: bool, tmp_path: Path) -> None:
     """The fastest strategy splits nothing but the batch, for which neither rank has room."""
@@ -198,6 +199,7 @@ def test_a_limit_that_is_given_holds_for_every_rank() -> None:
     assert max(load.held for load in free.loads) > 330_000
 
 
+@pytest.mark.slow
 def test_a_topology_with_devices_has_no_further_ranks() -> None:
     how = replace(
         options("tp=2", None, topology(3, 1)), mesh=None, devices=2, objective=Objective(memory=2e5)
@@ -206,6 +208,7 @@ def test_a_topology_with_devices_has_no_further_ranks() -> None:
         pipeline.plan(GPT2, how)
 
 
+@pytest.mark.slow
 def test_only_unequal_parts_fit() -> None:
     """Together the devices have room for the model, but half of it fits only into one."""
     small = memories("460 kB", "200 kB")
@@ -229,6 +232,7 @@ def test_a_saved_strategy_and_annotations_give_the_same_parts(tmp_path: Path) ->
     assert any("{" in text for text in layouts(again).values())
 
 
+@pytest.mark.slow
 def test_the_command_and_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mixed.yaml"
     file.write_text(topology(3, 1).text())

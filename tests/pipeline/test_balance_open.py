@@ -101,6 +101,7 @@ STRIDES = """m (float[1,2,n,m] x, float[3,2,3,3] w) => (float[1,3,p,q] y)
 { a = Conv<pads=[1,1,1,1],strides=[2,2]>(x, w)  y = Relu(a) }"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("text", "mesh", "speeds", "layouts", "wanted"),
     [

@@ -356,6 +356,7 @@ def test_opt_writes_stacked_weights_apart(tmp_path: Path) -> None:
     np.testing.assert_array_equal(first[3], parts["onnx::MatMul_726"])
 
 
+@pytest.mark.slow
 def test_a_dump_has_what_was_measured_of_a_device(tmp_path: Path) -> None:
     device = {"flops": "1 GFLOP/s", "ops": {"MatMul": {"row": "1 us", "element": "2 ns"}}}
     topology = tmp_path / "t.yaml"

@@ -120,6 +120,7 @@ class Compared(Exception):
     """Ends a comparison, whose trace is none."""
 
 
+@pytest.mark.slow
 def test_a_trace_is_compared_with_the_plan_that_was_made_last(
     fastest: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_of_other_models(name: str, tmp_path: Path) -> None:
     check_agrees(path, tmp_path, limited(limit, mesh=mesh))
 
 
+@pytest.mark.slow
 def test_annotations_keep_to_it(tmp_path: Path) -> None:
     how = limited(200 * KB, mesh=Mesh.parse("tp=4"))
     made = pipeline.annotate(GPT2, tmp_path / "m.onnx", how)

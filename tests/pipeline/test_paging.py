@@ -196,6 +196,7 @@ def test_models_without_caches_that_are_known_are_refused(tmp_path: Path) -> Non
         onnxpar.plan(tmp_path / "model.onnx", devices=2, page_size=16)
 
 
+@pytest.mark.slow
 def test_folders_keep_their_caches_where_pages_cannot_be(tmp_path: Path) -> None:
     """By default; whether the attention is an unknown one, or tokens mix elsewhere."""
     shutil.copy(LLAMA / "tokenizer.json", tmp_path)
@@ -223,6 +224,7 @@ def test_folders_have_pages_by_default_and_files_do_not() -> None:
     assert "block_table" in names(LLAMA / "model.onnx", page_size=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,more", [("llama", {"kv_dtype": "int8"}), ("bart", {})])
 def test_every_call_plans_the_same_model_of_a_folder(name: str, more: dict[str, str]) -> None:
     folder = MODELS / "llm" / name
@@ -237,6 +239,7 @@ def test_every_call_plans_the_same_model_of_a_folder(name: str, more: dict[str, 
     assert {n.node for n in costs.nodes} <= {step.name for step in plan.explained.steps}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,op", [("llama", "PagedAttention"), ("t5", "Softmax")])
 def test_every_kind_of_plan_command_is_of_the_same_model(
     name: str, op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -254,6 +257,7 @@ def test_every_kind_of_plan_command_is_of_the_same_model(
     assert op in ops and not ops & {"GroupQueryAttention", "If"}
 
 
+@pytest.mark.slow
 def test_a_trace_is_compared_with_the_plan_of_the_same_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +273,7 @@ def test_a_trace_is_compared_with_the_plan_of_the_same_model(
     assert "PagedAttention" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_call_refuses_pages_as_plan_does(tmp_path: Path) -> None:
     """Or keeps the caches as they are, where nothing asks for pages."""
     how: dict[str, Any] = {"devices": 2, "measure": False}
@@ -325,6 +330,7 @@ LAST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAST)
 def test_logits_of_the_last_token_alone_are_picked_too(name: str, tmp_path: Path) -> None:
     """As the builder's option prune_lm_head makes them."""

@@ -97,6 +97,7 @@ def test_entries_say_all_that_can_be() -> None:
     assert "tp:(1)4*tp:(4)2*(3+3)" in str(entries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),
     [
@@ -124,6 +125,7 @@ def test_presets(model: str, tmp_path: Path) -> None:
     assert check(path, data, tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_open_sizes(tmp_path: Path) -> None:
     """They are imagined alike where the mesh is the file's."""
     check(

@@ -56,6 +56,7 @@ EMBEDDINGS = SAMPLES * WIDTH * 4 // 2
 NETWORK = 4 * (16 * 32 + 32 * WIDTH)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("norms", [DIRECT, EXPORTED], ids=["direct", "exported"])
 @pytest.mark.parametrize(
     ("how", "small"),
@@ -83,6 +84,7 @@ def test_ranks_exchange_embeddings_and_a_number_per_sample(
     assert texts["x"] == "[dp, -]" and texts["w1"] == "[-, -]"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("norms", [DIRECT, EXPORTED], ids=["direct", "exported"])
 @pytest.mark.parametrize(
     ("layout", "classes"),
@@ -106,6 +108,7 @@ STRATEGY = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("loss", ["softmax-cross-entropy", "arcface", "cosface"])
 def test_labels_that_a_strategy_splits_are_gathered_not_their_classes(
     loss: str, tmp_path: Path
@@ -118,6 +121,7 @@ def test_labels_that_a_strategy_splits_are_gathered_not_their_classes(
     assert large == expected and "AllToAll" not in others
 
 
+@pytest.mark.slow
 def test_two_million_classes(tmp_path: Path) -> None:
     """Each rank plans its own classes, also of a sample of them."""
     text = """<ir_version: 8, opset_import: ["" : 18]>
@@ -141,6 +145,7 @@ def test_two_million_classes(tmp_path: Path) -> None:
         assert step.stat().st_size < 50_000_000
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("norms", [DIRECT, EXPORTED], ids=["direct", "exported"])
 @pytest.mark.parametrize("layout", ["tensor-parallel 4", "hybrid dp=2,tp=2"])
 def test_tensor_parallel_splits_a_head_by_class(layout: str, norms: str, tmp_path: Path) -> None:
@@ -169,12 +174,14 @@ def test_a_deep_network_does_not_make_large_sums_cheap(tmp_path: Path) -> None:
     assert layouts(plan)["w"] == "[tp, -]"
 
 
+@pytest.mark.slow
 def test_the_search_splits_a_head_of_many_classes(tmp_path: Path) -> None:
     plan = plan_of(write(tmp_path, 200_000), "4")
     assert [c for c in plan.collectives if c.bytes > 10 * SAMPLES * WIDTH * 4 * 8] == []
     assert layouts(plan)["w"] in ("[tp, -]", "[dp, -]")
 
 
+@pytest.mark.slow
 def test_a_tied_vocabulary_is_a_head(tmp_path: Path) -> None:
     """Its lookups are split by row, and its scores by class."""
     step = tmp_path / "step.onnx"

@@ -51,6 +51,7 @@ POSITIONS = 4 * 16
 LAYERS = 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("model", "width"),
@@ -81,6 +82,7 @@ def test_positions_are_exchanged_for_heads(
     assert sent(plan) == {"AllToAll": (4 * LAYERS, total)}
 
 
+@pytest.mark.slow
 def test_heads_that_ranks_do_not_divide_are_not_exchanged(tmp_path: Path) -> None:
     """3 key heads over 4 ranks; and a sequence of which BERT cuts off the first token."""
     for model in ("llama_heads9.dynamo", "bert.legacy"):
@@ -259,6 +261,7 @@ def test_training(
         assert Counter(c.kind for c in plan.collectives if c.bytes > 64) == large
 
 
+@pytest.mark.slow
 def test_training_by_micro_batches(tmp_path: Path) -> None:
     """The tables are looked up in the body of a Scan; blocks are computed again."""
     step = tmp_path / "step.onnx"
@@ -269,6 +272,7 @@ def test_training_by_micro_batches(tmp_path: Path) -> None:
     assert layouts["input_ids"] == "[2*dp, cp]"
 
 
+@pytest.mark.slow
 def test_auto_splits_a_long_sequence_of_one_sample() -> None:
     """The search finds it without a preset: two all-gathers per layer, and the weights are
     whole."""

@@ -56,6 +56,7 @@ def test_exports(model: str, export: str, width: int, tmp_path: Path) -> None:
     assert moved(plan) == {"CollectivePermute": (LAYERS * 3, LAYERS * 3 * POSITIONS * width * 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "3", "5", "dp=2,cp=2", "cp=2,tp=2"])
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_other_exports(model: str, layout: str, tmp_path: Path) -> None:
     assert not moved(plan).keys() & {"AllGather", "AllToAll"}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["3", "dp=2,cp=2"])
 @pytest.mark.parametrize("model", ["gpt2.dynamo", "llama.legacy", "bert.dynamo"])
@@ -139,6 +141,7 @@ def scores(steps: str = "", last: str = "s", is_guarded: bool = False) -> str:
     return PLAIN.format(scores=steps, last=last, guard=guard, weights=weights)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("is_guarded", [False, True])
 @pytest.mark.parametrize("hidden", [-np.inf, np.finfo(np.float32).min, -1e30, -5.0])
@@ -172,6 +175,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "3", "dp=2,cp=2", "cp=2,tp=2"])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_steps_of_scores(chain: str, layout: str, tmp_path: Path) -> None:
@@ -226,6 +230,7 @@ def test_scores_that_a_model_returns_are_kept(tmp_path: Path) -> None:
     assert "CollectivePermute" not in moved(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_training_steps_are_split_as_by_context_parallel(model: str, tmp_path: Path) -> None:
     """Their backward pass reads the weights of the forward pass."""

@@ -70,6 +70,7 @@ EXPERTS = """m (float[6,8] x, float[6,2] gate) => (float[6,8] y) {
   y = ReduceSum<keepdims = 0>(e, zero) }"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_fewer_experts_than_ranks(devices: int, tmp_path: Path) -> None:
     """Ranks that have no expert add nothing, and results are those of the unsplit model."""
@@ -123,6 +124,7 @@ def test_the_hint_to_fix_sizes_is_for_sizes(tmp_path: Path) -> None:
         onnxpar.plan(tmp_path / "m.onnx", strategy=by_hand)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_is_whole_and_the_plan_says_so(tmp_path: Path) -> None:
     onnx.save(onnx.parser.parse_model(HEAD + OPEN.replace("[n", "[1")), tmp_path / "m.onnx")
     found = onnxpar.check(tmp_path / "m.onnx", devices=4, preset="data-parallel")

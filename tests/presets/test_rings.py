@@ -64,6 +64,7 @@ KEYS = 2 * 12 * (16 + 16) * 4
 """Bytes of keys and values in `layer`."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "3", "4", "dp=2,cp=2", "cp=2,tp=2"])
 def test_ring(layout: str, tmp_path: Path) -> None:
     """Keys and values travel together: each rank sends n-1 times one shard of both."""
@@ -76,6 +77,7 @@ def test_ring(layout: str, tmp_path: Path) -> None:
     assert not moved.keys() & {"AllGather", "AllToAll"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "3", "4", "5", "8", "dp=2,cp=2"])
 @pytest.mark.parametrize("attrs", [", is_causal = 1", ", is_causal = 1, left_window_size = 3"])
 def test_causal_ring(attrs: str, layout: str, tmp_path: Path) -> None:
@@ -215,6 +217,7 @@ def test_training_with_fewer_positions_than_ranks(tmp_path: Path) -> None:
     assert calls(plan)["CollectivePermute"] == 13
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("how", "calls_of_rings"),
     [
@@ -249,6 +252,7 @@ a4 = Attention<is_causal = 1, scale = 0.25>(qt, kt, vt{operands})
 at = Transpose<perm = [0, 2, 1, 3]>(a4)  a = Reshape(at, back)  y = MatMul(a, w4) }}"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("type_", "more", "operands"),
     [("float", "", ""), ("double", "", ""), ("float", "int64[2] lengths, ", ",,,, lengths")],

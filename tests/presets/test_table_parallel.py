@@ -58,6 +58,7 @@ def at_sizes(model: Path, how: Options, par: Path, every: Sequence[Mapping[str, 
     return plan
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [
@@ -98,6 +99,7 @@ def test_balance(tmp_path: Path) -> None:
         assert (loads.max(0) <= 1.5 * most).all(), loads
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "optimizer", "lazy"),
     [
@@ -125,6 +127,7 @@ def test_training(layout: str, optimizer: str, lazy: bool, tmp_path: Path) -> No
     assert report.ok, report.text()
 
 
+@pytest.mark.slow
 def test_accumulation(tmp_path: Path) -> None:
     """Rows travel in each iteration, and never whole gradients of tables."""
     step = tmp_path / "step.onnx"
@@ -139,6 +142,7 @@ def test_accumulation(tmp_path: Path) -> None:
     assert report.ok, report.text()
 
 
+@pytest.mark.slow
 def test_more_ranks_than_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = tmp_path / "step.onnx"
     grad(DLRM, step, loss="bce", optimizer="adagrad", clip_norm=0.1)
@@ -157,6 +161,7 @@ def test_two_axes(tmp_path: Path) -> None:
     assert {*held(plan).values()} == {f"[-, dp@{i}.tp@{j}]" for i in (0, 1) for j in (0, 1)}
 
 
+@pytest.mark.slow
 def test_resuming_over_other_ranks(tmp_path: Path) -> None:
     """States have the names and shapes of the tables, so any mesh reads them."""
     step = tmp_path / "step.onnx"
@@ -199,6 +204,7 @@ WIDTHS = """widths (float[6,4] x, int64[6,3] ids, int64[6,2] few, float[6,2] sca
 sample, weighted rows, and ids from which another table's are cut."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_other_lookups(ranks: int, tmp_path: Path) -> None:
     path = write_text(HEAD + WIDTHS, tmp_path / "m.onnx")
@@ -272,6 +278,7 @@ def test_annotations_keep_coordinates(tmp_path: Path) -> None:
     onnx.checker.check_model(onnx.load(annotated))
 
 
+@pytest.mark.slow
 def test_the_search_deals_tables(tmp_path: Path) -> None:
     """Eight tables, of which a step updates few rows, before products that need the whole batch:
     columns of tables would take an all-to-all for each."""

@@ -51,6 +51,7 @@ def test_decoders_reduce_twice_a_layer_and_once_for_the_embedding(model: str, ra
     check_logits_stay_split(plan)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(exports("falcon", "gpt_neox")))
 def test_parallel_blocks_reduce_once_a_layer(model: str, ranks: int) -> None:
     plan = tensor_parallel(model, ranks)
@@ -58,6 +59,7 @@ def test_parallel_blocks_reduce_once_a_layer(model: str, ranks: int) -> None:
     check_logits_stay_split(plan)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(exports("bert_encoder")))
 def test_bert_reduces_twice_a_layer_and_once_for_the_embeddings(model: str, ranks: int) -> None:
     plan = tensor_parallel(model, ranks)
@@ -66,6 +68,7 @@ def test_bert_reduces_twice_a_layer_and_once_for_the_embeddings(model: str, rank
     assert pooled is not None and pooled.text(plan.mesh) == "[-, tp]"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(exports("bert")))
 def test_bert_reduces_once_more_for_its_classifier(model: str, ranks: int) -> None:
     """Pooler by columns, classifier by rows: 5 labels do not split over 8."""
@@ -74,6 +77,7 @@ def test_bert_reduces_once_more_for_its_classifier(model: str, ranks: int) -> No
     assert plan.collectives[-1].tensor == plan.outputs[0].name.split("@")[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(exports("bert_encoder")))
 def test_an_encoder_reduces_twice_a_layer_and_once_for_the_embedding(
     model: str, ranks: int
@@ -81,6 +85,7 @@ def test_an_encoder_reduces_twice_a_layer_and_once_for_the_embedding(
     assert kinds(tensor_parallel(model, ranks)) == {"AllReduce": 2 * LAYERS + 1}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(exports("t5")))
 def test_t5_reduces_per_block(model: str, ranks: int) -> None:
     """Two embeddings, two blocks a layer in the encoder, three in the decoder."""
@@ -124,6 +129,7 @@ def test_no_product_stays_whole(model: str, ranks: int) -> None:
     assert not whole or (model.split(".")[0] in MAY_STAY_WHOLE and len(whole) <= 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAY_STAY_WHOLE)
 def test_nothing_is_excused_without_need(name: str) -> None:
     assert any(whole_products(model, ranks) for model in exports(name) for ranks in RANKS)
@@ -148,6 +154,7 @@ def large_share(plan: Plan) -> float:
     return sum(w.bytes_per_rank for w in large) / sum(w.bytes for w in large)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "ranks"), matrix(exports("gpt2", "llama", "bert", "t5", "vit", "falcon", "gpt_neox"))
 )

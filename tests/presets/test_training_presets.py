@@ -55,6 +55,7 @@ def gpt2(folder: Path) -> Path:
     return folder / "step.onnx"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_data_parallel_is_one_all_reduce_of_all_gradients(ranks: int, tmp_path: Path) -> None:
     plan = plan_of(gpt2(tmp_path), f"data-parallel {ranks}")
@@ -175,6 +176,7 @@ def test_a_tensor_parallel_layer_has_two_all_reduces_each_way(tmp_path: Path) ->
     assert {c.bytes for c in found} == {ACTIVATION}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_a_transformer_layer_has_two_all_reduces_each_way(model: str, tmp_path: Path) -> None:
     """Two layers; an embedding, and a head that is split by the vocabulary."""
@@ -338,6 +340,7 @@ def test_exported_mixtures_train(layout: str, tmp_path: Path) -> None:
     assert texts and {text.split(",")[0] for text in texts.values()} == {"[ep"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor-parallel 2", "tensor-parallel 3", "zero1 dp=2,tp=2"])
 def test_a_parameter_that_no_split_of_activations_reaches_is_split_alone(
     layout: str, tmp_path: Path

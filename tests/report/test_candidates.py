@@ -121,6 +121,7 @@ def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "  expert-parallel ep=4: expert-parallel over 4: the model has no weight" in out
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(model, capsys, "--devices", "4096", "--candidates")
     assert found["ranks"] == 4096

@@ -67,6 +67,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_browser_shows_all_of_it(tab: Browser, explained: Explained, file: Path) -> None:
     tab.open(file)
     assert (
@@ -108,6 +109,7 @@ def test_tables_scroll_on_a_phone_beside_their_first_column(tab: Browser, file: 
     assert tab.run(tensor) < PHONE / 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [320, PHONE, DESKTOP])
 @pytest.mark.parametrize("total", [0.0, 0.6, 1.0, 1000.0, 123456.0])
 def test_charts_can_be_read(tab: Browser, tmp_path: Path, width: int, total: float) -> None:
@@ -148,6 +150,7 @@ def test_what_is_touched_is_large_enough(tab: Browser, file: Path) -> None:
     assert len(heights) > 5 and min(heights) >= 44
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_contrast(tab: Browser, file: Path, blocks: Path, dark: bool) -> None:
     for each in (file, blocks):

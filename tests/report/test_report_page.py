@@ -204,6 +204,7 @@ def test_a_notebook_shows_the_core_alone(tmp_path: Path) -> None:
         assert all(s.strip(" }\n").startswith(".onnxpar") for s in rule.split(","))
 
 
+@pytest.mark.slow
 def test_thousands_of_nodes() -> None:
     kinds = (NODE, COLLECTIVE)
     many = [

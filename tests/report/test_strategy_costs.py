@@ -153,6 +153,7 @@ def test_text_and_json_are_those_of_the_call(
     assert rows[0]["total"] == pytest.approx(total)
 
 
+@pytest.mark.slow
 def test_open_sizes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     path = MODELS / "gpt2.dynamo.dynamic.onnx"
     args = ["plan", str(path), "--devices", "2", "--typical", "batch=4,seq=16"]

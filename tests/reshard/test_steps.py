@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "topology", "mesh"), CASES.values(), ids=CASES)
 def test_no_preset_is_faster(model: str, topology: Topology, mesh: str, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def step(session: Session, ids: np.ndarray) -> np.ndarray:
     return session.run(["y"], {"ids": ids}, keep_states=True)[0]
 
 
+@pytest.mark.matrix
 @KINDS
 def test_a_bad_request_in_a_loop(kind: Callable[..., Session], par: Path) -> None:
     """It fails by the global name and place, and the loop goes on as if it had not been."""
@@ -85,6 +86,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.matrix
 @KINDS
 def test_many_bad_requests_leave_nothing(kind: Callable[..., Session], par: Path) -> None:
     good, bad = requests(1)[0], np.full((BATCH, 1), 2 * ROWS)
@@ -125,6 +127,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 NAMED = {"reshape": "Reshape 'shaped'", "position": "node 'found'", "divisor": "Div 'halves'"}
 
 
+@pytest.mark.matrix
 @KINDS
 @pytest.mark.parametrize("name", REQUESTS)
 def test_requests_that_only_data_decide(

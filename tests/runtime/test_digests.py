@@ -61,6 +61,7 @@ def swap(one: Path, two: Path) -> None:
     two.write_bytes(kept)
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_is_silent(par: Path) -> None:
     """Anywhere in the folder, in plan.json as in weights."""
     random = np.random.default_rng(0)

@@ -31,6 +31,7 @@ def traced(folder: Path, how: Options, runs: int) -> Trace:
         return session.end_profile(folder / "trace.json")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "how",
     [
@@ -81,6 +82,7 @@ def test_a_trace_compares_with_the_plan(tmp_path: Path) -> None:
     assert "AllToAllV" in str(found)
 
 
+@pytest.mark.slow
 def test_a_trace_without_experts_has_no_table(tmp_path: Path) -> None:
     trace = traced(tmp_path, options("expert-parallel 6"), runs=1)  # more ranks than experts
     assert trace.experts == []

@@ -53,6 +53,7 @@ def failure(session: Session, x: np.ndarray) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_killed_between_runs(session: InferenceSession, x: np.ndarray, rank: int) -> None:
     ranks = pids(session)
@@ -65,6 +66,7 @@ def test_a_rank_killed_between_runs(session: InferenceSession, x: np.ndarray, ra
     assert re.match(rf"this session is closed: run 2 of .*: rank {rank} was killed", text)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_collective(session: InferenceSession, x: np.ndarray) -> None:
     victim = pids(session)[1]
     os.kill(victim, signal.SIGSTOP)  # so that the others are in the collective when it dies
@@ -93,6 +95,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_killed_after_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another one still computes; and its exit code is there long after its sockets close."""
     boot = f"from onnxpar.runtime.wire import Wire\n{ANSWERS_AND_ENDS}"
@@ -102,6 +105,7 @@ def test_a_rank_killed_after_its_answer(tmp_path: Path, monkeypatch: pytest.Monk
         ranks.call([{"answers": False}, {"answers": True}], "run 1")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank(session: InferenceSession, x: np.ndarray) -> None:
     ranks = pids(session)
     session._ranks._processes._timeout = 3
@@ -113,6 +117,7 @@ def test_a_stopped_rank(session: InferenceSession, x: np.ndarray) -> None:
     assert not any(map(is_alive, ranks))
 
 
+@pytest.mark.slow
 def test_a_rank_stopped_for_a_moment(session: InferenceSession, x: np.ndarray) -> None:
     victim = pids(session)[2]
     os.kill(victim, signal.SIGSTOP)
@@ -120,6 +125,7 @@ def test_a_rank_stopped_for_a_moment(session: InferenceSession, x: np.ndarray) -
     session.run(None, {"x": x})
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_answering(session: InferenceSession, x: np.ndarray) -> None:
     """Its process runs, but nothing in it does: here because its messages go elsewhere."""
     processes = session._ranks._processes
@@ -134,6 +140,7 @@ def test_a_rank_that_stops_answering(session: InferenceSession, x: np.ndarray) -
     assert seconds < 5
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_long(tmp_path: Path) -> None:
     """It is busy for longer than the timeout, and answers pings meanwhile."""
     body = helper.make_graph(
@@ -176,6 +183,7 @@ def test_a_rank_that_exits(session: InferenceSession, x: np.ndarray) -> None:
     assert "rank 0 was killed by SIGTERM" in text
 
 
+@pytest.mark.slow
 def test_a_new_session_after_a_failure(session: InferenceSession, x: np.ndarray) -> None:
     os.kill(pids(session)[0], signal.SIGKILL)
     failure(session, x)
@@ -199,6 +207,7 @@ def out_of_bounds(folder: Path) -> Path:
     return write_par(folder, "tp=3", inputs, [Tensor("y", (1,))], nodes)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])
 def test_a_run_that_fails_on_one_rank(kind: Callable[..., Session], tmp_path: Path) -> None:
     session = kind(out_of_bounds(tmp_path), timeout=30)
@@ -212,6 +221,7 @@ def test_a_run_that_fails_on_one_rank(kind: Callable[..., Session], tmp_path: Pa
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])
 def test_a_rank_that_does_not_load(kind: Callable[..., Session], par: Path) -> None:
     (par / "rank_0001.onnx").write_bytes(b"no model")
@@ -311,6 +321,7 @@ def start_owner(par: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
     return owner, [int(pid) for pid in owner.stdout.readline().split()]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["kill", "kill while a rank is stopped", "terminate", "exit"])
 def test_ranks_end_with_the_session_process(par: Path, end: str) -> None:
     leave = "time.sleep(60)" if end != "exit" else "import os; os._exit(3)"
@@ -342,6 +353,7 @@ def test_the_end_of_a_script_is_quiet(par: Path) -> None:
     assert not any(is_alive(int(pid)) for pid in done.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_forked_process_cannot_use_the_session(session: InferenceSession, x: np.ndarray) -> None:
     child = os.fork()
     if not child:
@@ -355,6 +367,7 @@ def test_a_forked_process_cannot_use_the_session(session: InferenceSession, x: n
     session.run(None, {"x": x})
 
 
+@pytest.mark.slow
 def test_nothing_is_left(par: Path, x: np.ndarray) -> None:
     """No process, not even a zombie, no descriptor, no shared memory, no thread."""
 

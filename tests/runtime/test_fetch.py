@@ -291,6 +291,7 @@ def test_a_plan_that_names_files_elsewhere(name: str, made: Path, tmp_path: Path
     assert not own.exists() and not (tmp_path / "evil").exists()
 
 
+@pytest.mark.slow
 def test_a_link_in_the_way(made: Path, tmp_path: Path) -> None:
     """Nothing is written through it."""
     par, own, other = tmp_path / "t5.par", tmp_path / "own.par", tmp_path / "other"
@@ -313,6 +314,7 @@ def fetched_alone(folders: Sequence[Path], model: Path) -> list[Ended]:
     return fetched(folders)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder(tmp_path: Path) -> None:
     """The folder of the encoder is fetched when its session opens."""
     par, own = tmp_path / "t5.par", tmp_path / "own.par"
@@ -419,6 +421,7 @@ def large(folder: Path, megabytes: int) -> Path:
     return folder / "m.par"
 
 
+@pytest.mark.slow
 @over_both
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     """It has room for a few pieces of 4 MiB, also while 64 MB arrive."""
@@ -431,6 +434,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     assert max(most) < 32 << 20, most
 
 
+@pytest.mark.matrix
 @over_both
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_meanwhile(killed: int, tmp_path: Path) -> None:
@@ -525,6 +529,7 @@ def run_in_each(script: str, par: Path, *more: object) -> list[Any]:
     return [json.loads(out.splitlines()[-1]) for out, _ in told]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_language_models(name: str, tmp_path: Path) -> None:
     par = tmp_path / "m.par"
@@ -535,6 +540,7 @@ def test_language_models(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "own.par" / "encoder" / "rank_0001.onnx").is_file() == (name == "t5")
 
 
+@pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
     step, par = tmp_path / "step.onnx", tmp_path / "step.par"
     model = MODELS / "dlrm.legacy.training.onnx"

@@ -50,6 +50,7 @@ def stored(step: Path) -> dict[str, Array]:
     }
 
 
+@pytest.mark.matrix
 def test_states_can_be_read_before_a_run(step: Path, par: Path, open_session: Open) -> None:
     """Parameters as the model has them, all else zeros; each of its own type and shape."""
     weights = stored(step)
@@ -65,6 +66,7 @@ def test_states_can_be_read_before_a_run(step: Path, par: Path, open_session: Op
                 assert not value.any()
 
 
+@pytest.mark.matrix
 def test_a_run_starts_from_them(
     step: Path, par: Path, feeds: dict[str, Array], batch: dict[str, Array], open_session: Open
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_reset_goes_back_to_them(
         assert len({float(loss) for loss in first}) == 3
 
 
+@pytest.mark.matrix
 def test_what_is_fed_or_written_comes_before_them(
     step: Path, par: Path, feeds: dict[str, Array], open_session: Open
 ) -> None:
@@ -109,6 +112,7 @@ def test_what_is_fed_or_written_comes_before_them(
             session.states.write("w1", weights["w1"].T)
 
 
+@pytest.mark.matrix
 def test_they_are_saved_as_they_are(
     step: Path, par: Path, open_session: Open, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_no_room_for_a_table(number: int, tmp_path: Path, monkeypatch: Patch) ->
         table(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: Patch) -> None:
     par = write_step(tmp_path, 1)
     with pytest.raises(InputError, match=r"none is not a folder, .*--table-dir"):

@@ -78,6 +78,7 @@ def test_other_memory_each_run(tmp_path: Path) -> None:
         check(session, mine, 3)
 
 
+@pytest.mark.slow
 def test_memory_is_taken_again(tmp_path: Path) -> None:
     """But not while a view of it is in use."""
     with InferenceSession(sharded(tmp_path, ("tp", None))) as session:

@@ -106,6 +106,7 @@ def mpirun(n: int, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_mpirun(four: Path, tmp_path: Path, x: np.ndarray) -> None:
     file = save(x, tmp_path)
     out = mpirun(4, tmp_path / "script.py", four, file, tmp_path / "log")
@@ -276,6 +277,7 @@ def torchrun(rank: int, port: int, size: int = 2) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [slurm, torchrun])
 def test_ranks_of_other_launchers(
     tmp_path: Path, x: np.ndarray, launcher: Callable[[int, int], dict[str, str]]
@@ -353,6 +355,7 @@ def test_where_ranks_listen() -> None:
     assert bind_address({"ONNXPAR_BIND": "10.0.0.7"}) == "10.0.0.7"
 
 
+@pytest.mark.slow
 def test_an_error_reaches_the_terminal(four: Path, tmp_path: Path) -> None:
     """Though all that the ranks write goes to their logs."""
     command = shutil.which("mpirun")

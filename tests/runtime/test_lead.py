@@ -90,6 +90,7 @@ def split(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return par
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 def test_answers(split: Path, start: Start) -> None:
     """They are those of the whole model, also after a pause beyond the timeout, and after errors,
@@ -109,6 +110,7 @@ def test_answers(split: Path, start: Start) -> None:
     np.testing.assert_allclose(found, np.stack(wanted), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_call(split: Path, start: Start) -> None:
     (status, said), other = start("calls", split).ends()
     assert (status, other) == (0, (0, "")), said
@@ -120,6 +122,7 @@ def test_each_call(split: Path, start: Start) -> None:
     assert float(words[1]) == pytest.approx(float(y.sum()), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_two_sessions(tmp_path: Path, start: Start) -> None:
     """By turns; one that is closed leaves the other one."""
     pars = [k_split(tmp_path / "a.par"), k_split(tmp_path / "b.par", k=7)]
@@ -131,6 +134,7 @@ def test_two_sessions(tmp_path: Path, start: Start) -> None:
     assert [float(word) for word in said.split()] == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_a_language_model(tmp_path: Path, start: Start, name: str) -> None:
     """Its tokens are those without a launcher."""
@@ -157,6 +161,7 @@ def lose(led: Led, lost: int, number: int) -> list[str]:
     return said
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("what", ["idle", "busy"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -167,6 +172,7 @@ def test_a_follower_is_lost(tmp_path: Path, start: Start, what: str, number: int
     assert "RankError" in said[1] and "rank 2" in said[1], said
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("what", ["idle", "busy"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -176,6 +182,7 @@ def test_rank_0_is_lost(tmp_path: Path, start: Start, what: str, number: int) ->
         assert text.startswith("RankError ") and "rank 0" in text, text
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks(tmp_path: Path, start: Start) -> None:
     """All of them say so."""
     for status, said in start("idle", k_split(tmp_path / "m.par", ranks=3)).ends():

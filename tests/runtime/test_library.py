@@ -66,6 +66,7 @@ def test_the_plugin_of_another_version(use: Callable[[Path], None], tmp_path: Pa
         groups.thread_worlds(1)
 
 
+@pytest.mark.slow
 def test_a_source_folder_uses_the_library_of_the_installed_package(tmp_path: Path) -> None:
     """A program that runs in a checkout imports the checkout, and so do its ranks."""
     source = Path(onnxpar.__file__).parent

@@ -54,6 +54,7 @@ def of_a_launcher(par: Path, folder: Path) -> list[bool]:
     return [{"True\n": True, "False\n": False}[text] for text in said]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shared", [of_threads, of_a_session, of_a_launcher])
 def test_the_medium_is_the_one_that_is_named(
     shared: Callable[[Path, Path], list[bool]], medium: str, par: Path, tmp_path: Path

@@ -166,6 +166,7 @@ os.{end}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "left"), [(f"_exit({AGAIN})", "a:0 a:1"), ("kill(os.getpid(), 9)", "a:1 b:0")]
 )

@@ -128,6 +128,7 @@ def test_run_options_are_carried() -> None:
     assert not default.only_execute_path_to_fetches and default.log_verbosity_level == 0
 
 
+@pytest.mark.slow
 def test_threads_of_ranks(doubling: Path) -> None:
     """A pool of N threads has N - 1 of its own; all may use every core."""
     tasks = {}

@@ -104,6 +104,7 @@ def plan_of(par: Path) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.slow
 def test_all_collectives_of_all_runs_on_all_ranks(par: Path, recorded: Trace) -> None:
     assert (recorded.ranks, recorded.runs(), recorded.left_out) == (2, [1, 2], 1)
     planned = plan_of(par)["collectives"]
@@ -237,6 +238,7 @@ def test_the_command(
     assert not list((tmp_path / "scratch").iterdir())
 
 
+@pytest.mark.slow
 def test_one_run_is_recorded(par: Path, tmp_path: Path) -> None:
     assert main(run_command(par, "--profile", str(tmp_path / "t.json"))) == 0
     trace = read_trace(tmp_path / "t.json")

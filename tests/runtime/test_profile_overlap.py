@@ -64,6 +64,7 @@ def test_transfers_are_part_of_the_trace(made: Path, capsys: pytest.CaptureFixtu
     check_file(made / "trace.json", trace)
 
 
+@pytest.mark.slow
 def test_transfers_of_tokens_have_the_bytes_that_data_decided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_results(folder: Path, tmp_path: Path) -> None:
     assert found == [(0, "y: float32 4x8\n", ""), (0, "", "")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "inputs,text",
     [
@@ -92,6 +93,7 @@ def test_inputs_that_are_wrong(folder: Path, tmp_path: Path, inputs: str, text: 
         assert text in error
 
 
+@pytest.mark.slow
 def test_a_rank_that_lacks_the_model(folder: Path, tmp_path: Path) -> None:
     """It gets the model from the other one, which says so."""
     gone = tmp_path / "gone.par"
@@ -102,18 +104,21 @@ def test_a_rank_that_lacks_the_model(folder: Path, tmp_path: Path) -> None:
     assert job(folder, tmp_path, "--inputs", "in.npz", second=str(gone)).end()[0][2] == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(folder: Path, tmp_path: Path) -> None:
     given = ["--inputs", "in.npz", "--timeout", 2, "--log-dir", tmp_path / "log"]
     (first,) = Job(folder, tmp_path, *given, pars=["data-parallel.par"]).end()
     assert first == (2, "", "onnxpar: error: rank 1 has not joined the world within 2 s\n")
 
 
+@pytest.mark.slow
 def test_no_rank_has_the_model(folder: Path, tmp_path: Path) -> None:
     given = ["--inputs", "in.npz", "--log-dir", tmp_path / "log"]
     for code, out, said in Job(folder, tmp_path, *given, pars=["gone.par"] * 2).end():
         assert (code, out) == (2, "") and "there is no folder gone.par" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_ranks_that_have_different_models(folder: Path, tmp_path: Path) -> None:
     other = "tensor-parallel.par"
@@ -155,6 +160,7 @@ def test_a_rank_that_leaves_says_why(folder: Path, tmp_path: Path) -> None:
     ), first
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies(folder: Path, tmp_path: Path, victim: int) -> None:
@@ -190,6 +196,7 @@ def waiting(folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     rank.communicate()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_rank_that_waits(waiting: subprocess.Popen[str]) -> None:
     waiting.terminate()
     assert waiting.communicate(timeout=30) == ("", "onnxpar: terminated\n")

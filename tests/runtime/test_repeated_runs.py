@@ -145,6 +145,7 @@ def test_states_of_another_size(tmp_path: Path) -> None:
             session.run(["t"], {"x": x}, keep_states=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fetch", [["t"], ["t", "y"], ["y", "t"]])
 def test_a_state_that_is_kept_and_returned(tmp_path: Path, fetch: list[str]) -> None:
     """s' = 2 s, y = x + s'."""
@@ -186,6 +187,7 @@ def looked_up(folder: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_states_of_a_run_that_failed(tmp_path: Path) -> None:
     """After any number of runs that kept them, the states are those before the run that failed."""
@@ -236,6 +238,7 @@ def test_inputs_of_four_bits(tmp_path: Path) -> None:
             np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_after_a_run_that_failed(tmp_path: Path, messages: list[str]) -> None:
     par = write_par(
@@ -279,6 +282,7 @@ def test_texts(tmp_path: Path, messages: list[str]) -> None:
     assert messages[1:] == ["run 1", "run 2", "run 3", "run 4"]
 
 
+@pytest.mark.slow
 def test_a_long_message(tmp_path: Path) -> None:
     """It does not fit in the buffer of a socket."""
     count = 6000

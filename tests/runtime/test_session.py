@@ -75,6 +75,7 @@ def test_parts_make_the_whole(mesh: str, tensor: Tensor, tmp_path: Path) -> None
     np.testing.assert_array_equal(y, value)
 
 
+@pytest.mark.slow
 def test_parts_make_the_whole_across_processes(tmp_path: Path) -> None:
     cases = [(n, t) for n, (m, t) in enumerate(LAYOUTS) if m == "dp=2,tp=2"]
     inputs = [Tensor(f"x{n}", t.shape, t.layout) for n, t in cases]
@@ -88,6 +89,7 @@ def test_parts_make_the_whole_across_processes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(result, value)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int64", "bool"])
 def test_element_types(dtype: str, tmp_path: Path, open_session: Open) -> None:
     par = identity(tmp_path, "tp=2", Tensor("x", (3, 5), (None, "tp"), dtype))
@@ -202,6 +204,7 @@ def test_ports_are_those_of_the_unsplit_model(par: Path, open_session: Open) -> 
     assert outputs == [("y", "tensor(float)", [4, 3]), ("d", "tensor(float)", [4, 7])]
 
 
+@pytest.mark.slow
 def test_memory_is_reused(par: Path, x: np.ndarray) -> None:
     with InferenceSession(par) as session:
         processes = session._ranks._processes
@@ -229,6 +232,7 @@ def test_threads_take_turns(par: Path, x: np.ndarray) -> None:
     assert right == [True] * 40
 
 
+@pytest.mark.slow
 def test_two_sessions_at_once(par: Path, tmp_path: Path, x: np.ndarray) -> None:
     other = k_split(tmp_path / "other.par", ranks=3)
     with InferenceSession(par) as a, InferenceSession(other) as b:
@@ -246,6 +250,7 @@ def test_closed_sessions_say_so(par: Path, x: np.ndarray, open_session: Open) ->
         session.run(None, {"x": x})
 
 
+@pytest.mark.slow
 def test_a_forgotten_session_ends_its_ranks(par: Path) -> None:
     session = InferenceSession(par)
     ranks = pids(session)

@@ -51,6 +51,7 @@ def write(folder: Path) -> Path:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("kind", [InferenceSession, ThreadSession])
 def test_runs_follow_each_other(kind: type[InferenceSession], tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ with InferenceSession(sys.argv[1], timeout=30) as session:
 """
 
 
+@pytest.mark.slow
 def test_under_a_launcher(tmp_path: Path) -> None:
     """Each process gets the global outputs of each run."""
     par, script = write(tmp_path), tmp_path / "script.py"

@@ -44,6 +44,7 @@ def ran(profile: str) -> set[str]:
     return {event["args"]["op_name"] for event in events if event.get("cat") == "Node"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("ranks", "preset", "is_fused"),
     [(1, None, True), (2, "data-parallel", False), (2, "tensor-parallel", False)],

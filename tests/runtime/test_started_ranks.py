@@ -21,6 +21,7 @@ def early() -> list[int]:
     return [rank.process.pid for each in started_ranks._early for rank in each.ranks]
 
 
+@pytest.mark.slow
 def test_a_session_takes_them(tmp_path: Path) -> None:
     par, x = k_split(tmp_path), np.ones((4, 7), np.float32)
     with started_early(2):
@@ -34,6 +35,7 @@ def test_a_session_takes_them(tmp_path: Path) -> None:
     assert not any(map(is_alive, started))
 
 
+@pytest.mark.slow
 def test_a_session_of_another_size_does_not(tmp_path: Path) -> None:
     par = k_split(tmp_path)
     with started_early(3):
@@ -45,6 +47,7 @@ def test_a_session_of_another_size_does_not(tmp_path: Path) -> None:
     assert not any(map(is_alive, started))
 
 
+@pytest.mark.slow
 def test_a_session_with_a_log_does_not(tmp_path: Path) -> None:
     par = k_split(tmp_path)
     with started_early(2), InferenceSession(par, log_dir=tmp_path / "log") as session:

@@ -57,6 +57,7 @@ def feeds(dtype: str) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.matrix
 def test_kept_states_are_the_next_inputs(
     counter: Path, feeds: dict[str, np.ndarray], open_session: Open
 ) -> None:
@@ -73,6 +74,7 @@ def test_kept_states_are_the_next_inputs(
         np.testing.assert_array_equal(session.states.read("c"), [3, 4])
 
 
+@pytest.mark.matrix
 def test_fed_states_replace_kept_ones(
     counter: Path, feeds: dict[str, np.ndarray], open_session: Open
 ) -> None:
@@ -83,6 +85,7 @@ def test_fed_states_replace_kept_ones(
     np.testing.assert_array_equal(y, np.full(SHAPE, 2))
 
 
+@pytest.mark.matrix
 def test_named_states_are_kept_and_returned(
     counter: Path, feeds: dict[str, np.ndarray], open_session: Open
 ) -> None:
@@ -94,6 +97,7 @@ def test_named_states_are_kept_and_returned(
     np.testing.assert_array_equal(y, np.full(SHAPE, 4))
 
 
+@pytest.mark.matrix
 def test_a_run_that_keeps_nothing_changes_nothing(
     counter: Path, feeds: dict[str, np.ndarray], open_session: Open
 ) -> None:
@@ -128,6 +132,7 @@ def test_states_can_be_written_and_reset(
             session.run(None, {"x": feeds["x"]}, keep_states=True)
 
 
+@pytest.mark.matrix
 def test_what_is_no_state(counter: Path, feeds: dict[str, np.ndarray], open_session: Open) -> None:
     with open_session(counter) as session:
         with pytest.raises(InputError, match="no state is named 'x'; the states are s, c"):
@@ -203,6 +208,7 @@ def test_sizes_that_data_decides_are_those_of_the_parts(tmp_path: Path, open_ses
             np.testing.assert_array_equal(found, x[some])
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 def test_ranks_that_disagree_on_a_size_that_data_decides(
     tmp_path: Path, open_session: Open

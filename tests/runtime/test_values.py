@@ -254,6 +254,7 @@ def _check_ports(session: Session, whole: ort.InferenceSession) -> None:
         assert [(p.name, p.type) for p in own] == [(p.name, p.type) for p in wanted]
 
 
+@pytest.mark.slow
 def test_values_go_between_processes(tmp_path: Path) -> None:
     for name in ("nothing fed", "strings returned"):
         folder = tmp_path / name.replace(" ", "_")

@@ -101,6 +101,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_command_names_the_file_and_the_remedy(
     name: str, par: Path, made: Path, capsys: pytest.CaptureFixture[str]
@@ -131,6 +132,7 @@ def test_what_is_whole_runs(par: Path, made: Path, capsys: pytest.CaptureFixture
     assert "verified: every byte of 4 files is what was written\n" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*DAMAGE])
 def test_a_session_does_not_start(name: str, par: Path) -> None:
     damage, message = DAMAGE[name]
@@ -140,6 +142,7 @@ def test_a_session_does_not_start(name: str, par: Path) -> None:
     assert "\n  rank " not in str(failed.value), "each rank says the same, which is told once"
 
 
+@pytest.mark.slow
 def test_a_change_between_samples_is_found_by_every_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +237,7 @@ def test_ranks_of_a_folder_share_the_work(beside: list[list[int]]) -> None:
         assert most <= 10 + 10 // len(ranks) + 10
 
 
+@pytest.mark.slow
 def test_a_folder_without_digests(
     par: Path, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +268,7 @@ def test_folders_that_do_not_say_who_reads_what(par: Path) -> None:
     assert all("has changed" in said for said in started([par, par], verify=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "encoder/rank_0001.onnx"])
 def test_every_file_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:
     par = tmp_path / "t5.par"
@@ -278,6 +283,7 @@ def test_every_file_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:
         Generator(par, timeout=TIMEOUT, verify=True)
 
 
+@pytest.mark.slow
 def test_an_encoder_of_another_model(tmp_path: Path) -> None:
     """Whose own files are whole."""
     par, other = tmp_path / "t5.par", tmp_path / "bart.par"
@@ -289,6 +295,7 @@ def test_an_encoder_of_another_model(tmp_path: Path) -> None:
         onnxpar.inspect(par, verify=True)
 
 
+@pytest.mark.slow
 def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step, par = tmp_path / "step.onnx", tmp_path / "step.par"
     model = MODELS / "dlrm.legacy.training.onnx"

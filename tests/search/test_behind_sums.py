@@ -79,6 +79,7 @@ def test_a_plan_is_the_same_from_its_saved_strategy(tmp_path: Path) -> None:
     assert kinds(first)["ReduceScatter"]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_any_number_of_tokens(model: str, ranks: int, tmp_path: Path) -> None:
     check_open(model, ranks, tmp_path, [{"batch": 1, "seq": 7}, {"batch": 5, "seq": 4}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_decoding_one_token(ranks: int, tmp_path: Path) -> None:
     sizes = [{"batch": 1, "past": 9}, {"batch": 3, "past": 2}]

@@ -65,6 +65,7 @@ def test_axes_of_one_rank_may_stand_in_a_mesh(tmp_path: Path) -> None:
         assert str(produced.mesh) == text and produced.preset == "auto"
 
 
+@pytest.mark.slow
 def test_a_plan_on_a_mesh_that_is_given_is_right(tmp_path: Path) -> None:
     """Axes stand on dimensions in another order than in the mesh; ranks agree with one."""
     path = MODELS / "gpt2.dynamo.static.onnx"

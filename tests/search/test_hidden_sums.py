@@ -50,6 +50,7 @@ def planned(step: Path, **options: Any) -> Any:
     return onnxpar.plan(step, devices=2, topology=Topology.of(HOSTS), **options)
 
 
+@pytest.mark.slow
 def test_what_is_faster_with_hidden_sums_is_chosen(step: Path) -> None:
     plan, alone = planned(step), planned(step, overlap="off")
     assert plan.proof is not None and plan.proof.hides_sums
@@ -59,6 +60,7 @@ def test_what_is_faster_with_hidden_sums_is_chosen(step: Path) -> None:
     assert {e.kind for e in plan.collectives} != {e.kind for e in alone.collectives}
 
 
+@pytest.mark.slow
 def test_it_is_never_slower_than_with_sums_in_full(step: Path) -> None:
     """Over a fast link, there is nothing to gain; over a very slow one, little can be hidden."""
     for bandwidth in ("10 GB/s", "1 MB/s"):
@@ -71,6 +73,7 @@ def test_it_is_never_slower_than_with_sums_in_full(step: Path) -> None:
         assert plan.predicted.total <= once.predicted.total
 
 
+@pytest.mark.slow
 def test_the_bound_holds_for_strategies_with_hidden_sums(step: Path) -> None:
     """Presets that send only sums of gradients take no less, even if all of these are hidden."""
     proof = planned(step).proof
@@ -93,6 +96,7 @@ def test_it_trains_as_on_one_rank(step: Path, tmp_path: Path) -> None:
     assert report.ok, report.text()
 
 
+@pytest.mark.slow
 def test_dumps_are_of_the_plan_that_is_chosen(step: Path, tmp_path: Path) -> None:
     plan = planned(step, dump=tmp_path / "dump")
     assert plan.proof is not None and plan.proof.hides_sums

@@ -50,6 +50,7 @@ SLOW = Topology.of(
 MODEL, SMALL = (MODELS / f"{name}.legacy.static.onnx" for name in ("bert", "gpt2"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", ["bert.legacy.static", "resnet.legacy.static", "moe.legacy.training"]
 )
@@ -123,6 +124,7 @@ def test_a_search_that_hides_sums_after_one_that_does_not(tmp_path: Path) -> Non
     assert found[0] == found[1] > found[2] == found[3]
 
 
+@pytest.mark.slow
 def test_a_mesh_is_given_up_by_the_costs_of_nodes() -> None:
     model = load_model(MODEL, Options(devices=8))
     state = ShardingState.open(Mesh.parse("dp=2,tp=4"), analyse(model.graph))
@@ -137,6 +139,7 @@ def test_a_mesh_is_given_up_by_the_costs_of_nodes() -> None:
     assert any(tried.sums) and tried.solve().bound >= floor * (1 - 1e-12)
 
 
+@pytest.mark.slow
 def test_meshes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     known, model = Known(), load_model(MODEL, Options(devices=8))
     factors = analyse(model.graph)

@@ -91,6 +91,7 @@ def test_what_talks_most_stays_inside(tmp_path: Path) -> None:
     assert {c.group for c in produced.collectives} == {(0, 1)}
 
 
+@pytest.mark.slow
 def test_axes_are_called_what_they_split(tmp_path: Path) -> None:
     tall = onnxpar.plan(matmuls(tmp_path, 512), devices=4, search="auto", topology=ONE)
     assert str(tall.mesh) == "dp=4"
@@ -124,6 +125,7 @@ def test_channels_are_no_experts(tmp_path: Path) -> None:
         onnxpar.plan(path, devices=4, preset="expert-parallel")
 
 
+@pytest.mark.slow
 def test_a_third_axis_where_two_do_not_reach() -> None:
     """4 samples of 16 places: of 16 ranks for a sample, some split the width instead."""
     text = Recording(MODELS / "bert_encoder.dynamo.static.onnx", 64, Topology.default())
@@ -132,6 +134,7 @@ def test_a_third_axis_where_two_do_not_reach() -> None:
     assert best.seconds < 0.99 * min(text.found.values())
 
 
+@pytest.mark.slow
 def test_a_third_axis_where_two_are_as_fast_as_one() -> None:
     text = Recording(MODELS / "bert.legacy.static.onnx", 64, Topology.default())
     best = text.best()
@@ -164,6 +167,7 @@ def test_a_mesh_is_chosen_on_which_the_strategy_works(tmp_path: Path) -> None:
     assert produced.mesh.sizes["rows"] in (2, 4)
 
 
+@pytest.mark.slow
 def test_a_mesh_on_which_a_node_has_no_split_is_passed_over() -> None:
     """The columns of a product can be split over 2 ranks as the strategy asks, but not over 8."""
     path = MODELS / "llama.legacy.static.onnx"

@@ -225,6 +225,7 @@ SETTINGS = settings(
 )
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(graphs(), st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]), topologies())
 def test_no_strategy_is_faster(model: onnx.ModelProto, mesh: str, topology: Topology) -> None:
@@ -284,6 +285,7 @@ def test_no_strategy_that_fits_is_better(
         assert best == pytest.approx(seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(
     graphs(4),
@@ -343,6 +345,7 @@ def check_held(graph: gs.Graph, sharding: ShardingState, decide: Callable[[int],
     assert {tuple(limit.held(v)) for v in legal} == {tuple(judge.holds(chosen, f)) for f in fed}
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(graphs(), st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]), st.data())
 def test_what_any_strategy_holds(model: onnx.ModelProto, mesh: str, data: st.DataObject) -> None:

@@ -28,6 +28,7 @@ CASES = [
 """The rest is in tests/bench/bench_rivals.py, as it takes minutes."""
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "machine", "ranks"), CASES)
 def test_nothing_is_faster(name: str, machine: str, ranks: int, tmp_path: Path) -> None:
@@ -96,6 +97,7 @@ FEW_TOKENS = {
 """Models, and the weights of which ranks hold rows and columns."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FEW_TOKENS)
 def test_few_tokens_take_two_all_reduces_in_a_layer(name: str, tmp_path: Path) -> None:
     """Shoeybi et al., "Megatron-LM" (2019): where reading the weights is what takes the time."""
@@ -105,6 +107,7 @@ def test_few_tokens_take_two_all_reduces_in_a_layer(name: str, tmp_path: Path) -
     assert split_along(plan) == weights
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [n for n in WORKLOADS if "1024" in n or "8192" in n])
 def test_a_large_batch_is_split(name: str, tmp_path: Path) -> None:
     plan = found_for(WORKLOADS[name].write(tmp_path / "model.onnx"), 2)
@@ -124,6 +127,7 @@ def test_experts_are_split_where_their_weights_take_long(tmp_path: Path) -> None
     assert layout is not None and layout.local_shape(plan.mesh, 0) == (8, 64)
 
 
+@pytest.mark.slow
 def test_tables_that_no_rank_could_hold_are_split(tmp_path: Path) -> None:
     """Naumov et al., "Deep Learning Recommendation Model" (2019): tables are dealt out, samples are
     too, and what is looked up goes from one to the other, not the tables."""

@@ -102,6 +102,7 @@ def test_what_is_asked_for_is_kept(tmp_path: Path) -> None:
     assert {w.name: w.layout for w in free.weights}["q.0"] == "[-, -]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("past", [1, 7])
 def test_caches_that_grow(past: int, tmp_path: Path) -> None:
     """Also from one element, which has no leaf that could be split."""

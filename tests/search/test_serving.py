@@ -98,6 +98,7 @@ def fan(folder: Path, readers: int, rows: int = 6) -> Path:
     return write(model(nodes, [port("x", [rows, 8])], ends, weights), folder)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("readers", [2, 3, 5])
 def test_many_readers(readers: int, mesh: str, tmp_path: Path) -> None:

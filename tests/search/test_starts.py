@@ -47,6 +47,7 @@ def only(values: Values) -> dict[int, Array]:
     return {v: np.array([value]) for v, value in values.items()}
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(graphs(), topologies())
 def test_no_axis_alone_makes_it_faster(model: onnx.ModelProto, topology: Topology) -> None:

@@ -74,6 +74,7 @@ def close_to(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(np.array(found), np.array(wanted), atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", [None, "float", "base64"])
 def test_openai_client(bert: Served, form: Any) -> None:
     options = {} if form is None else {"encoding_format": form}
@@ -108,6 +109,7 @@ def test_dimensions(bert: Served) -> None:
         close_to(found.data[0].embedding, wanted / np.linalg.norm(wanted))
 
 
+@pytest.mark.slow
 def test_requests_at_once(bert: Served) -> None:
     steps = bert.engine.counts.steps
 
@@ -210,6 +212,7 @@ VALUES = st.recursive(
 FIELDS = ("input", "dimensions", "encoding_format", "query", "documents", "top_n", "model")
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES))
 def test_any_fields(bert: Served, reranker: Served, body: dict[str, Any]) -> None:
     for served, path in ((bert, "embeddings"), (reranker, "rerank")):
@@ -278,6 +281,7 @@ def test_a_full_queue_and_ranks_that_die(pars: Path, monkeypatch: pytest.MonkeyP
         close_to(post(served, {"input": "x"}).json()["data"][0]["embedding"], EXPECTED["x"])
 
 
+@pytest.mark.slow
 def test_the_command(pars: Path) -> None:
     command = [sys.executable, "-m", "onnxpar", "serve", str(pars / "bert.par"), "--port", "0"]
     refused = subprocess.run([*command, "--kv-memory", "1GB"], capture_output=True, text=True)

@@ -71,6 +71,7 @@ def test_origins_that_may_use_the_server(serve: Serve) -> None:
     assert status(serve(cors_origins=("*",)), origin="https://any.example.com") == 200
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "host,wanted",
     [

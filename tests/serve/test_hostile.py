@@ -231,6 +231,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from([CHAT, TEXT]), st.dictionaries(FIELDS, VALUES, max_size=8))
 def test_random_bodies_never_fail(shared: Served, path: str, body: dict[str, Any]) -> None:
     usual: dict[str, Any] = {"max_tokens": 2}

@@ -108,6 +108,7 @@ def text(url: str, prompt: str, **options: object) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_answers_and_the_end(par: Path, wanted: list[str], start: Start) -> None:
     """Answers are those without a launcher, also after a pause beyond the timeout. Requests that
     run when a signal comes are finished."""
@@ -132,6 +133,7 @@ def metrics(url: str) -> str:
     return httpx.get(f"{url}/metrics", timeout=TIMEOUT).text
 
 
+@pytest.mark.slow
 def test_onnxpar_launch(par: Path, wanted: list[str]) -> None:
     """A signal to the launcher ends all; the last lines of the server come through."""
     process = subprocess.Popen(
@@ -154,6 +156,7 @@ def test_onnxpar_launch(par: Path, wanted: list[str]) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_follower_is_lost(par: Path, start: Start, number: int) -> None:
     """The server ends with an error that names it."""
@@ -167,6 +170,7 @@ def test_a_follower_is_lost(par: Path, start: Start, number: int) -> None:
     assert re.search(r"^onnxpar: error: .*rank 1 ", errors, re.MULTILINE), errors
 
 
+@pytest.mark.slow
 def test_rank_0_is_lost(par: Path, start: Start) -> None:
     launched = start(par)
     launched.url()
@@ -176,6 +180,7 @@ def test_rank_0_is_lost(par: Path, start: Start) -> None:
     assert re.search(r"^onnxpar: error: .*rank 0 ", errors, re.MULTILINE), errors
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_follower_at_once(par: Path, start: Start) -> None:
     """The first one leaves it with rank 0, which has got none."""
     launched = start(par)
@@ -187,6 +192,7 @@ def test_a_second_signal_ends_a_follower_at_once(par: Path, start: Start) -> Non
     assert launched.processes[1].wait(TIMEOUT) == 143
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_an_embedding_model(tmp_path: Path, start: Start) -> None:
     bert = sharded(MODELS / "embed" / "bert", devices=2, preset="data-parallel")
@@ -202,6 +208,7 @@ def test_an_embedding_model(tmp_path: Path, start: Start) -> None:
     assert sorted(p.name for p in (tmp_path / "log").iterdir()) == ["rank.0", "rank.1"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "args,named",
     [
@@ -216,6 +223,7 @@ def test_refused_on_all_ranks(par: Path, start: Start, args: list[str], named: s
         assert errors.startswith(f"onnxpar: error: {named}") and errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_refused_by_rank_0(par: Path, start: Start) -> None:
     """Then the others end with its status, and leave it to rank 0 to say why."""
     first, other = start(par, "--host", "192.0.2.1").ends()

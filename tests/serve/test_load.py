@@ -138,6 +138,7 @@ def resident(pid: int) -> int:
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(900)
 def test_many_clients(par: Path, request: pytest.FixtureRequest) -> None:

@@ -44,6 +44,7 @@ def text(served: Served, prompt: str, **options: Any) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_requests_at_once_say_what_the_generator_does(par: Path, served: Served) -> None:
     with Generator(par, timeout=TIMEOUT) as generator:
         wanted = [generator.generate(p, max_new_tokens=24)[0].text for p in PROMPTS]
@@ -62,6 +63,7 @@ def test_seeds(served: Served) -> None:
     assert drawn() != drawn()
 
 
+@pytest.mark.slow
 def test_a_schema(served: Served) -> None:
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 2}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -71,6 +73,7 @@ def test_a_schema(served: Served) -> None:
     assert content in [f'["{first}","{second}"]' for first in "ab" for second in "ab"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_that_dies(served: Served) -> None:
     """Answers come later, and are the same."""

@@ -84,6 +84,7 @@ def is_running(url: str) -> bool:
     return "onnxpar_generated_tokens_total 0.0" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_after_its_requests(start: Start, number: int) -> None:
     process = start(delay=0.1)
@@ -157,6 +158,7 @@ def test_a_server_for_all_without_a_key_warns(start: Start) -> None:
     assert printed.startswith(f"onnxpar: warning: anyone who reaches {url} can use the model;")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host,shown", [("localhost", ""), ("::1", "http://[::1]:")])
 def test_hosts(start: Start, host: str, shown: str) -> None:
     if host == "::1":
@@ -177,6 +179,7 @@ def test_a_port_in_use(start: Start) -> None:
     assert printed.endswith("give another --port or --host\n") and printed.count("\n") == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "args,named",
     [
@@ -200,6 +203,7 @@ def test_refused(args: list[str], named: str, start: Start) -> None:
     assert printed.startswith("onnxpar: error: ")
 
 
+@pytest.mark.slow
 def test_packages_that_are_missing(start: Start, tmp_path: Path) -> None:
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(name='uvicorn')")
     status, printed = start(PYTHONPATH=str(tmp_path)).end()

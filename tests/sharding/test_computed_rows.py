@@ -41,6 +41,7 @@ def test_products_are_of_the_chosen_rows() -> None:
     assert [flops(replace(op, chosen=None)) for op in products(ctx)] == [2 * PRODUCT] * 3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "parts"),
     [

@@ -46,6 +46,7 @@ def mesh_of(text: str) -> dict[str, int]:
     return {name: int(size) for name, _, size in (axis.partition("=") for axis in text.split(","))}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,tp=3", "dp=5,tp=2"])
 @pytest.mark.parametrize("text", [ROWS, SCALED])
 def test_a_sum_passes_a_node_that_sums(text: str, mesh: str, tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def decided(plan: Plan) -> dict[str, Any]:
     return {key: value for key, value in plan.to_json().items() if key not in left_out}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name, layout", ROUND_TRIPS)
 def test_an_annotated_model_shards_as_the_plan_it_has(
     tmp_path: Path, name: str, layout: str
@@ -355,6 +356,7 @@ def test_open_sizes_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
+@pytest.mark.slow
 def test_a_model_annotated_with_onnx_ir(tmp_path: Path) -> None:
     ir = pytest.importorskip("onnx_ir")
     model = ir.load(annotated(tmp_path, MLP, 1, {}))

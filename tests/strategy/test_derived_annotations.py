@@ -64,6 +64,7 @@ def test_an_entry_of_the_gradient_itself_counts_more(step: Path) -> None:
     assert moved(plans[1]) > moved(plans[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", [{}, {"accumulate": 2}, {"recompute": True}, {"optimizer": "adam"}])
 def test_ranks_train_as_one_does(how: dict[str, Any], tmp_path: Path) -> None:
     how = {"optimizer": "sgd"} | how

@@ -35,6 +35,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("split", [[11, 6, 3], [[11, 0], [6, 11], [3, 17]], ((11,), (6,), (3,))])
 def test_a_table_is_split_by_hand(lookup: Path, tmp_path: Path, split: Any) -> None:
     """Each id finds its row, on whichever rank; parts are as large as asked."""
@@ -82,6 +83,7 @@ def test_gradients_are_fused_by_the_number_of_their_parameters(
     assert of(*buckets(w1=0)) == of({"w1"}, *rest)
 
 
+@pytest.mark.slow
 def test_buckets_by_hand_leave_the_numbers_as_they_are(step: Path) -> None:
     shard = {"w*": {"comm_fusion": 1}, "w2": {"comm_fusion": 0}}
     rng = np.random.default_rng(0)

@@ -30,6 +30,7 @@ def each(*items: Any) -> dict[str, Any]:
     return {f"{LAYER}.{i}.w1.weight": list(items) for i in range(4)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -54,12 +55,14 @@ def test_ranks_agree_with_the_unsplit_model(tmp_path: Path) -> None:
     check_outputs(got, run_unsplit(MODEL, feeds), [port.name for port in plan.outputs])
 
 
+@pytest.mark.slow
 def test_a_plan_lists_the_weights_of_a_stack() -> None:
     weights = {w.name: w.stacks for w in plan_of({}).weights}
     assert weights[STACK] == tuple(each())
     assert not any(stacks for name, stacks in weights.items() if "/experts/weight" not in name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -81,6 +84,7 @@ def test_weights_of_a_node() -> None:
     assert layout_of(split) == "[-, tp, -]"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("entry", ["tp", ["tp"], ["tp", None, None, None]])
 def test_an_entry_of_another_rank_is_an_error(entry: Any) -> None:
     with pytest.raises(StrategyError, match="has 3 dimensions"):

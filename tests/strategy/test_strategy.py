@@ -69,6 +69,7 @@ def layouts(plan: Plan) -> list[str]:
     return [p.layout.text(plan.mesh) for p in ports if p.layout is not None]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "entry", "found"),
     [
@@ -226,6 +227,7 @@ SHAPED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SHAPED)
 def test_a_constant_that_gives_a_shape_may_be_split(name: str, tmp_path: Path) -> None:
     stored, body = SHAPED[name]

@@ -95,6 +95,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.go.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 1])
 def test_the_same_bytes_as_of_a_run_that_waits(par: Path, tmp_path: Path, keep: int) -> None:
     """Of each checkpoint, and the same losses and states."""
@@ -167,6 +168,7 @@ PLACES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_failure_is_told_at_the_next_one(
     place: str, trainer: ThreadTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -299,6 +301,7 @@ def save_all(trainer: ThreadTrainer, folder: Path, disk: Disk) -> None:
     trainer.keep(folder, Progress(5), 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_a_kill_at_any_file_operation(
@@ -348,6 +351,7 @@ def end(trainer: ThreadTrainer) -> None:
     trainer._pending = trainer._unfinished = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [True, False])
 def test_another_process_reads_the_folder_at_any_time(
     is_async: bool, par: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

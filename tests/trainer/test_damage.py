@@ -64,6 +64,7 @@ def values(found: Checkpoint) -> dict[str, Any]:
     return {slot.input: found.states.read(slot.input) for slot in found.slots}
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_is_loaded(folder: Path) -> None:
     """In any file of a checkpoint: the error names the file and the remedy."""
     random = np.random.default_rng(0)
@@ -132,6 +133,7 @@ def test_damage_is_refused_where_it_is_named(damage: str, folder: Path) -> None:
     assert Checkpoint.load(at(folder, 4)).progress.step == 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_newest_whole_one_is_loaded(
     damage: str, made: Path, folder: Path, capsys: Capture
@@ -148,6 +150,7 @@ def test_the_newest_whole_one_is_loaded(
         same(states(trainer), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_several_are_damaged_and_then_all(made: Path, folder: Path, capsys: Capture) -> None:
     for step in (5, 4, 2):
@@ -194,6 +197,7 @@ def test_nothing_changes_before_all_is_compared(made: Path, folder: Path) -> Non
         same(states(trainer), before)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("keep", [0, 1, 2, 3])
 def test_a_run_goes_on_past_what_is_damaged(

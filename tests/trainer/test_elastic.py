@@ -120,6 +120,7 @@ def losses(told: list[Record]) -> dict[int, float]:
     return {record.total: record.values["loss"] for record in told}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_fewer_ranks_go_on_to_the_bits_of_a_resume_by_hand(
     made: Path, tmp_path: Path, mortal: type[Mortal], capsys: pytest.CaptureFixture[str]
@@ -141,6 +142,7 @@ def test_fewer_ranks_go_on_to_the_bits_of_a_resume_by_hand(
     assert f"sharding {made / 'step.onnx'} for 2 ranks\n" in error
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_again_go_on_as_if_nothing_had_happened(
     made: Path, tmp_path: Path, mortal: type[Mortal], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +171,7 @@ CASES: dict[str, tuple[dict[int, Exception], int, list[int], int]] = {
 the last generation goes on."""
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 @pytest.mark.parametrize("case", CASES)
 def test_deaths(case: str, made: Path, tmp_path: Path, mortal: type[Mortal]) -> None:

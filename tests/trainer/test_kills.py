@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[int, int], int]] = {
 REPLACED = ("in the place of the only one", "in the place of one that is damaged")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "can_swap"), [(case, True) for case in CASES] + [(case, False) for case in REPLACED]
 )
@@ -192,6 +193,7 @@ def test_a_removal_that_ends_half_way(trainer: ThreadTrainer, disk: Disk, tmp_pa
     assert killed > 5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("refused", ["begin", "states", "finish"])
 def test_a_failure_leaves_nothing(
     refused: str, trainer: ThreadTrainer, tmp_path: Path, monkeypatch: Patch

@@ -185,6 +185,7 @@ def test_a_run_that_is_asked_to_end_saves_first(made: Path, tmp_path: Path) -> N
     assert losses([*first, *rest]) == losses(whole)
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_single_process_still_ends_it_at_once(made: Path, tmp_path: Path) -> None:
     """Without a launcher, nobody starts the next generation."""
     more = ["--epochs", "2000", "--every", "50", "--elastic"]

@@ -60,6 +60,7 @@ def test_a_model_that_is_no_step_has_none(step: Path, tmp_path: Path) -> None:
     assert request(par) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero2", "tensor-parallel"])
 def test_it_is_the_plan_that_the_user_would_make(preset: str, step: Path, tmp_path: Path) -> None:
     par = made(step, devices=4, preset=preset)
@@ -76,6 +77,7 @@ def test_the_same_number_of_ranks_needs_no_other_folder(step: Path, tmp_path: Pa
     assert StepPlans(par, tmp_path).at_most(2, 1) == par
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_there_is_taken_if_it_is_the_same_step(step: Path, tmp_path: Path) -> None:
     par = made(step, devices=3, preset="zero2")
     told: list[str] = []
@@ -113,6 +115,7 @@ def test_a_mesh_in_a_strategy_gives_way() -> None:
     assert found == {"preset": "zero3", "devices": 3}
 
 
+@pytest.mark.slow
 def test_numbers_of_ranks_without_a_plan_are_left_out(step: Path, tmp_path: Path) -> None:
     """Halves can be had over 4 ranks and over 2, but not over 3."""
     halves = {"shard": {"Gemm_h": [[2, 1], [1, 1], [1]]}}
@@ -132,6 +135,7 @@ def test_a_topology_of_fewer_ranks_gives_way(step: Path, tmp_path: Path) -> None
     assert Bundle.load(StepPlans(par, tmp_path / "run").at_most(5, 1)).mesh.size == 5
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_sharded_again(step: Path, tmp_path: Path) -> None:
     par = made(step, devices=2, strategy=Strategy.of({}))
     with pytest.raises(InputError, match=r"step\.par does not say how it was made, so that it"):

@@ -77,6 +77,7 @@ def test_what_is_random_differs_between_the_parts(tmp_path: Path) -> None:
     assert loss == pytest.approx(sum(each) / 2, rel=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
     ["data-parallel 2", "data-parallel 3", "tensor-parallel 3", "zero2 2", "zero3 dp=2,tp=2"],
@@ -85,6 +86,7 @@ def test_ranks_agree_with_one(layout: str, tmp_path: Path) -> None:
     check_training(write_step(DOUBLE, tmp_path, accumulate=3, clip_norm=0.5), layout, 8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("text", "layout", "how"),
     [

@@ -68,11 +68,13 @@ def test_other_optimizers_in_float64(layout: str, optimizer: str, double: dict[s
     check_training(double[optimizer], layout, 12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 4", "hybrid dp=2,tp=2"])
 def test_an_mlp_in_float32(layout: str, tmp_path: Path) -> None:
     check_training(write_step(MLP, tmp_path, optimizer="adam"), layout, 20, 0.01)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
@@ -92,11 +94,13 @@ def test_a_convolution_with_batch_norm(layout: str, how: dict[str, Any], tmp_pat
     check_training(write_step(CONV, tmp_path, optimizer="momentum", **how), layout, 10, 0.05)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 4", "data-parallel 2"])
 def test_experts(layout: str, tmp_path: Path) -> None:
     check_training(write_step(MOE, tmp_path, optimizer="sgd"), layout, 10, 0.01)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["sequence-parallel 2", "sequence-parallel 3", "zero3 4"])
 def test_blocks(layout: str, tmp_path: Path) -> None:
     check_training(write_step(BLOCKS, tmp_path, optimizer="adam"), layout, 10, 1e-3)

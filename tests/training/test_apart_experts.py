@@ -79,6 +79,7 @@ def test_weights_keep_their_names_and_shapes(step: Path) -> None:
         np.testing.assert_array_equal(found[name], stored[name])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["data-parallel 3", "tensor-parallel 2", "zero3 2"])
 def test_ranks_train_like_one(step: Path, how: str) -> None:
     preset, devices = how.split()

@@ -59,6 +59,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_one_rank(step: Path) -> None:
     known = told()
     with ThreadTrainer(shard(step, "data-parallel 1")[0]) as trainer:
@@ -91,6 +92,7 @@ def test_ranks(layout: str, step: Path) -> None:
     assert all(e.local_shape(plan.mesh, 0)[0] == -(-4 // over) for e in experts)
 
 
+@pytest.mark.slow
 def test_the_term_reaches_the_router(step: Path, tmp_path: Path) -> None:
     """Without it, the router's gradient is another one."""
     model = onnx.load(SOURCE)

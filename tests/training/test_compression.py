@@ -158,6 +158,7 @@ def check_kept(trainer: Trainer, simulation: Simulation, folder: Path) -> None:
             np.testing.assert_array_equal(own.reshape(entry["shape"]), parts[rank], name)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("fusion", ["size", "none"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -252,6 +253,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(step: Path, tmp_path: Path) -> N
         check_kept(trainer, simulation, tmp_path / "kept")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "before,after",
     [
@@ -357,6 +359,7 @@ def final_loss(par: Path, batches: Sequence[Batch], forget: bool = False) -> flo
     return float(np.mean(told[-30:]))
 
 
+@pytest.mark.slow
 def test_what_is_kept_makes_training_converge(tmp_path: Path) -> None:
     """As well as with whole gradients; without it what is below the threshold would be lost."""
     step, batches = write_step(MLP, tmp_path, CROSS_ENTROPY), clusters(300)

@@ -72,6 +72,7 @@ def test_two_nodes_draw_apart(tmp_path: Path) -> None:
     assert abs(found.mean()) < 4.5 / found.size**0.5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["data-parallel 2", "data-parallel 3", "tensor-parallel 3", "zero3 dp=2,tp=2"]
 )

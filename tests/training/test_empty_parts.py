@@ -192,6 +192,7 @@ def test_a_step_is_skipped_by_all(tmp_path: Path) -> None:
     assert skipped == [0, 1, 0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["data-parallel 3", "zero2 3"])
 def test_16_bits_on_the_wire(layout: str, wire: str, tmp_path: Path) -> None:
@@ -211,6 +212,7 @@ def test_16_bits_on_the_wire(layout: str, wire: str, tmp_path: Path) -> None:
     assert np.abs(left["w1"] - told[-1]["w1.next"]).max() > 1e-7
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["data-parallel 5", "zero2 3", "hybrid dp=3,tp=2"])
 def test_codes(layout: str, tmp_path: Path) -> None:
     """A rank without samples sends and keeps nothing: the others go on as if they were alone."""
@@ -232,6 +234,7 @@ WEIGHTS = {"tensors": {"w3": [None, "tp"], "w4": ["tp"]}}
 """Five columns, over eight ranks."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("before", "strategy", "after"),
     [

@@ -46,6 +46,7 @@ def test_steps_are_those_of_the_dense_graph(layout: str, tmp_path: Path) -> None
     assert all(compacted)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("layout", ["data-parallel 1", "data-parallel 2", "expert-parallel 4"])
 def test_few_tokens(rows: int, layout: str, tmp_path: Path) -> None:

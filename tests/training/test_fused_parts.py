@@ -68,11 +68,13 @@ def test_buckets_leave_every_bit_as_it_is(layout: str, step: Path) -> None:
             np.testing.assert_array_equal(found[by][name], value, err_msg=f"{by} {name}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["zero1 4", "zero3 4", "hybrid dp=2,tp=2"])
 def test_ranks_agree_with_one(layout: str, step: Path) -> None:
     check_training(step, layout, 4)
 
 
+@pytest.mark.slow
 def test_zero_sends_its_parts_together(step: Path) -> None:
     """In two ranks all parts are equal but those of nine units; in one of zero3, what a layer reads
     is gathered for that layer."""

@@ -64,6 +64,7 @@ def test_nothing_but_zeros() -> None:
     assert not judged(none, {"w.grad": np.float32([0, 1e-9])})["w.grad"].ok
 
 
+@pytest.mark.slow
 def test_an_encoder_whose_key_biases_have_no_gradient(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ def test_memory_counts_no_table(tmp_path: Path) -> None:
     assert [c.bytes for c in with_.collectives] == [c.bytes for c in without.collectives]
 
 
+@pytest.mark.slow
 def test_the_search_knows_tables_on_the_host(tmp_path: Path) -> None:
     """They take no memory, and an update takes the time of its rows."""
     text = MODEL.replace("BATCH", "4").replace("40", "400000")
@@ -275,6 +276,7 @@ def test_a_table_that_is_trained_whole_stays_in_memory(tmp_path: Path) -> None:
             plan_of(step, "tp=2", strategy=given)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_does_not_exchange_tables_on_the_host(stage: int, tmp_path: Path) -> None:
     """They are whole on every rank; other weights and their states are split as without them."""

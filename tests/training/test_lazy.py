@@ -119,6 +119,7 @@ def test_ranks_exchange_rows(tmp_path: Path) -> None:
     assert sum(c.bytes for c in plan.collectives) < 8 * 5 * (6 * 4 * 2 + 8)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(MODELS / "dlrm.legacy.training.onnx")
     step = str(tmp_path / "step.onnx")

@@ -90,6 +90,7 @@ def test_gradients_are_those_of_the_formulas(step: Path) -> None:
         ), name
 
 
+@pytest.mark.matrix
 @since(27)
 @pytest.mark.parametrize("layout", ["data-parallel 2", "tensor-parallel 2", "zero3 2"])
 def test_ranks_train_to_the_same(step: Path, layout: str) -> None:

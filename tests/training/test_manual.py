@@ -163,6 +163,7 @@ def agree(name: str, found: Any, wanted: Array, dtype: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps(case: str, dtype: str, tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ def test_a_step_remembers_its_groups(group: str, tmp_path: Path) -> None:
         pipeline.plan(tmp_path / "manual.step.onnx", Options(preset="manual", strategy=other))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad"])
 def test_optimizers(optimizer: str, tmp_path: Path) -> None:
     """LAMB's steps are as long as the norms of whole parameters say."""
@@ -225,6 +227,7 @@ def test_batches_in_parts(tmp_path: Path) -> None:
     assert sum(n.op_type == "AllReduce" for n in nodes) == len(WEIGHTS) + 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", ["slices", "both"])
 @pytest.mark.parametrize("how", [{"recompute": True}, {"precision": "float16"}])
 def test_memory(case: str, how: Mapping[str, Any], tmp_path: Path) -> None:
@@ -355,6 +358,7 @@ def test_weights_that_may_be_fed_are_dealt_whole(tmp_path: Path) -> None:
         agree("y", session.run(["y"], {"x": x})[0], wanted, "double")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On processes; `check --train` holds the ranks' copies against each other."""

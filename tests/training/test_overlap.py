@@ -184,6 +184,7 @@ def test_moved_nodes_train_to_the_same_bits(
     same(*found)
 
 
+@pytest.mark.slow
 def test_plans_count_what_moved_nodes_keep(transformer: Path, fillings: list[Filling]) -> None:
     """Operands of products that wait for a sum live longer. Within a memory limit, none moves."""
     how = {"topology": hosts_of(2)}

@@ -127,6 +127,7 @@ def test_an_unknown_precision(tmp_path: Path) -> None:
         write_step(MLP, tmp_path, precision="float8")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 2", "tensor-parallel 3"])
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_ranks_agree_with_one(precision: str, layout: str, tmp_path: Path) -> None:
@@ -140,6 +141,7 @@ def test_normalizations(text: str, how: dict[str, object], tmp_path: Path) -> No
     check_training(step, "data-parallel 2", 4, 0.001)
 
 
+@pytest.mark.slow
 def test_a_transformer_trains(tmp_path: Path) -> None:
     """Its loss falls as it does in 32 bits."""
     losses = {}
@@ -161,6 +163,7 @@ def test_gradients_travel_no_wider_than_parameters(tmp_path: Path) -> None:
     assert largest <= (6 * 9 + 9 + 9 * 5 + 5) * 4
 
 
+@pytest.mark.slow
 def test_gradients_that_travel_in_16_bits_do_not_become_codes(tmp_path: Path) -> None:
     step = tmp_path / "step.onnx"
     model = MODELS / "gpt2.dynamo.static.onnx"

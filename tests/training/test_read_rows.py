@@ -106,6 +106,7 @@ def test_the_same_gradients(case: str, tmp_path: Path) -> None:
     assert {name: sizes[name] for name in shapes} == shapes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["data-parallel 2", "tensor-parallel 2", "sequence-parallel 2", "hybrid dp=2,tp=2"]
 )

@@ -55,6 +55,7 @@ def test_what_is_computed_twice_draws_the_same(tmp_path: Path) -> None:
         np.testing.assert_allclose(b[0][name], a[0][name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["data-parallel 2", "zero3 2", "tensor-parallel 2", "sequence-parallel 2"]
 )
@@ -76,6 +77,7 @@ def test_with_all_else(tmp_path: Path) -> None:
     check_training(step, "zero3 dp=2,tp=2", 4, 0.001)
 
 
+@pytest.mark.slow
 def test_a_transformer(tmp_path: Path) -> None:
     path = tmp_path / "step.onnx"
     model = MODELS / "llama.dynamo.static.onnx"
@@ -96,6 +98,7 @@ TWO = """two (float[8,6] x, float[6,9] w0, float[9,9] w1, float[9,9] w2, float[9
   g = Tanh(f)  h = MatMul(g, w2)  i = Tanh(h)  j = Add(i, f)  y = MatMul(j, w3) }"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "globs,again,kept",
     [

@@ -25,6 +25,7 @@ def leave(trainer: Trainer, feeds: list[dict[str, Array]], rate: float) -> dict[
     return {**left, "losses": b"".join(loss.tobytes() for (loss,) in told)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor-parallel 4", "zero3 4"])
 def test_dropout(layout: str, tmp_path: Path) -> None:
     told = []
@@ -36,6 +37,7 @@ def test_dropout(layout: str, tmp_path: Path) -> None:
     assert len({*told[0]}) == 1 + 1 + 3 * 2
 
 
+@pytest.mark.slow
 def test_a_model_on_a_mesh(tmp_path: Path) -> None:
     how = expected("gpt2")
     told = []

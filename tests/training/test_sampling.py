@@ -129,6 +129,7 @@ def test_a_sample_of_all_classes_is_the_unsampled_head(groups: int, tmp_path: Pa
         np.testing.assert_allclose(sampled[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_negative_classes_are_drawn_evenly_and_anew_for_each_seed(tmp_path: Path) -> None:
     step = write(tmp_path, model())
     samples = [touched(run(step, feeds(LABELS, seed))["w.grad"]) for seed in range(200)]
@@ -170,6 +171,7 @@ def test_labels_that_are_ignored_or_no_classes(tmp_path: Path) -> None:
             run(step, feeds([3, wrong, 40, 1]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "loss", "lazy"),
     [
@@ -213,6 +215,7 @@ def test_ranks_share_groups_of_two_sizes(
         assert plan.collectives[0].bytes == even.collectives[0].bytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "how"),
     [

@@ -30,6 +30,7 @@ def losses(text: str) -> list[float]:
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("network", "how"),
     [
@@ -46,6 +47,7 @@ def test_digits(network: str, how: list[str], tmp_path: Path) -> None:
     assert found is not None and float(found[1]) >= 96
 
 
+@pytest.mark.slow
 def test_readme_gpt(tmp_path: Path) -> None:
     """Below what the frequencies of letters tell; the model goes on from the text's first ones."""
     told = run(tmp_path, "readme_gpt.py", "--devices", "2", "--epochs", "3")
@@ -56,6 +58,7 @@ def test_readme_gpt(tmp_path: Path) -> None:
     assert len(written) > 200 and len(set(written)) > 10
 
 
+@pytest.mark.slow
 def test_hvd_digits(tmp_path: Path) -> None:
     """Ranks in a loop of one's own, and what they leave."""
     mpirun = shutil.which("mpirun")

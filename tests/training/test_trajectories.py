@@ -51,6 +51,7 @@ def test_float32(model: str, layout: str, folder: Path) -> None:
     assert not row.faults, row.line()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -84,6 +85,7 @@ def test_fewer_rows_than_ranks(model: str, rows: int, layout: str, folder: Path)
     assert not row.faults, row.line()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rows", "layout"), [("gpt2", 2, "data-parallel 3"), ("dlrm", 1, "zero3 4")]
 )

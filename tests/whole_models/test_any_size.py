@@ -11,12 +11,14 @@ from training.models import CONV
 from training.steps import MLP, check_training, write_model, write_step
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["data-parallel 5", "data-parallel 8"])
 @pytest.mark.parametrize("name", ["llama.dynamo", "resnet.legacy", "unet.dynamo", "dlrm.dynamo"])
 def test_a_batch_of_four(name: str, layout: str, tmp_path: Path) -> None:
     check_agrees(MODELS / f"{name}.static.onnx", tmp_path, options(layout))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "port", "dims"),
     [
@@ -45,6 +47,7 @@ def test_what_is_repeated_for_each_sample(tmp_path: Path) -> None:
     check_agrees(path, tmp_path, options("data-parallel 3"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["data-parallel 3", "data-parallel 4", "zero1 3", "zero2 3", "zero3 3"]
 )

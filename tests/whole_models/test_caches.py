@@ -226,6 +226,7 @@ def test_padded_prompts_and_full_caches_inside_an_op(tmp_path: Path) -> None:
             session.run(names, late)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "decoder",
     [Decoder(GQA), Decoder(GQA, length=48, options={"window": 8}), Decoder("MultiHeadAttention")],
@@ -239,6 +240,7 @@ def test_other_caches_inside_ops_stay_whole_along_positions(
         loop.request(session, 1, (3,))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("decoder", FIXED, ids=str)
 def test_rings_leave_caches_where_they_are(decoder: Decoder, tmp_path: Path) -> None:
     """Attention to a cache that is split by positions is no ring: under ring-attention, too, ranks
@@ -299,6 +301,7 @@ def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
         check_outputs(session.run(None, feeds), wanted, [p.name for p in loop.plan.outputs])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_weights_in_blocks_are_never_gathered(ranks: int, paired: bool, tmp_path: Path) -> None:
@@ -423,6 +426,7 @@ def test_made_up_caches_of_the_last_tokens_are_full(is_mixed: bool, tmp_path: Pa
     assert found["present.0.key"].shape[2] >= window
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write_at", [[47, 0], [-1, 0]])
 def test_a_write_outside_of_a_split_cache_is_an_error(write_at: list[int], tmp_path: Path) -> None:
     """As with onnxruntime, which else would not write it."""

@@ -81,6 +81,7 @@ def check_library(name: str, found: dict[str, Any]) -> None:
             assert have.tolist() == want.tolist()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_rank_has_only_its_trees(name: str, ranks: int, tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def random_caches(batch: int, past: int, frames: int) -> Feeds:
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hands_on", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_decoder_with_caches_of_both_kinds(ranks: int, hands_on: bool, tmp_path: Path) -> None:

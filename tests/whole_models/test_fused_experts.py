@@ -127,6 +127,7 @@ def test_ranks_agree_with_the_unsplit_model(name: str, layout: str, tmp_path: Pa
     check(name, layout, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["expert-parallel ep=2,tp=2", "expert-parallel 3", "expert-parallel 5", "3"]
 )

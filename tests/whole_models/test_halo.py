@@ -106,6 +106,7 @@ def test_windows_side_by_side_need_no_exchange(tmp_path: Path) -> None:
 MODEL_INPUTS = {"resnet": "pixel_values", "mobilenet": "pixel_values", "unet": "sample"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4", "a=2,b=2"])
 @pytest.mark.parametrize("name", MODEL_INPUTS)
 def test_model_over_height(name: str, mesh: str, tmp_path: Path) -> None:

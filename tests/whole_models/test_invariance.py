@@ -175,6 +175,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 def test_how_it_is_written_does_not_matter(options: dict[str, Any], tmp_path: Path) -> None:
     plain, *others = [Block(**way).build(tmp_path / f"{i}.onnx") for i, way in enumerate(WAYS)]

@@ -27,6 +27,7 @@ def weight(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return (RNG.standard_normal(shape) / 4).astype(np.float32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor-parallel 2", "data-parallel 2", "3"])
 def test_an_export_that_was_converted(layout: str, tmp_path: Path) -> None:
     model = onnx.load(MODELS / "llama.dynamo.static.onnx")

@@ -77,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("made")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 def test_lengths_of_speech(form: str, folder: Path) -> None:
     path = write_speech(form, folder)
@@ -84,6 +85,7 @@ def test_lengths_of_speech(form: str, folder: Path) -> None:
     compare_speech(path, folder / "m.par", check_bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "ranks"), [(None, 2), ("tensor-parallel", 3)])
 def test_lengths_of_quantized_speech_over_ranks(
     preset: str | None, ranks: int, folder: Path
@@ -112,6 +114,7 @@ def compare_speech(path: Path, par: Path, check: Callable[[list[Any], list[Any]]
     assert len(frames) > 1, "lengths depend on the text"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", [*LEVELS, "transformer", "dynamic", "qdq"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_fused_ops_stay_fused(source: str, variant: str, folder: Path, tmp_path: Path) -> None:

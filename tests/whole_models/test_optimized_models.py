@@ -87,6 +87,7 @@ def check_fused(rank: onnx.GraphProto, whole: onnx.GraphProto) -> None:
         assert found.op_type == node.op_type or made[found.input[0]].domain == "onnxpar", node.name
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("source", SOURCES)
 def test_dynamically_quantized(source: str, folder: Path) -> None:
@@ -100,6 +101,7 @@ def test_dynamically_quantized(source: str, folder: Path) -> None:
             np.testing.assert_array_equal(a, b, layout)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("source", SOURCES)
 def test_statically_quantized(source: str, folder: Path, tmp_path: Path) -> None:
     path = make_variant(source, "qdq", folder)

@@ -65,6 +65,7 @@ def strategies(shapes: list[list[int]]) -> Iterator[dict[str, Any]]:
             yield {"mesh": {"tp": 2}, "shard": {"n": axes}}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_out_of_range(name: str, tmp_path: Path) -> None:
     text, rows = MODELS[name]

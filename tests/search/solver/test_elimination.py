@@ -19,6 +19,7 @@ from onnxpar.search.solver.elimination import (
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(sums())
 def test_as_brute_force(problem: Sum) -> None:
@@ -30,6 +31,7 @@ def test_as_brute_force(problem: Sum) -> None:
     assert least == total(tables, chosen)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(sums())
 def test_what_is_left_has_the_same_sums(problem: Sum) -> None:

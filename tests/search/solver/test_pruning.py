@@ -51,6 +51,7 @@ def test_bounds(problem: Sum) -> None:
             assert (messages.bound + slack <= least + 1e-9).all()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(sums(20))
 def test_as_brute_force(problem: Sum) -> None:
@@ -61,6 +62,7 @@ def test_as_brute_force(problem: Sum) -> None:
     assert found >= least >= bound * (1 - 1e-12)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(sums(20), st.floats(0.5, 1.5))
 def test_what_is_not_below_a_number_is_left(problem: Sum, share: float) -> None:
