@@ -224,6 +224,7 @@ def test_no_group_is_cut(given: Groups) -> None:
             assert all(h == g for h in held.values() for g in held.values()), (split, rank, held)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("given", CASES, ids=IDS)
 def test_parts_are_those_of_the_whole(given: Groups) -> None:
     oracle = Oracle(given.case)

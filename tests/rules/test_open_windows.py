@@ -78,6 +78,7 @@ def exchanges(oracle: Oracle, split: Split) -> bool:
     return any(node.op == "HaloExchange" for node in graph.nodes)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_windows_read_what_a_run_tells(name: str) -> None:
     oracle = Oracle(CASES[name])

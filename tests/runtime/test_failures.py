@@ -338,6 +338,7 @@ def test_ranks_end_with_the_session_process(par: Path, end: str) -> None:
         assert wait_until(lambda: not any(map(is_alive, ranks)))
 
 
+@pytest.mark.slow
 def test_the_end_of_a_script_is_quiet(par: Path) -> None:
     """No traceback, no warning of a resource tracker, no rank that is left."""
     script = OWNER.format(end="")

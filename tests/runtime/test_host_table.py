@@ -108,6 +108,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: Patch) -> Non
             Trainer(par, table_cache=size)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone(tmp_path: Path) -> None:
     """After the session started, or before."""
     par = write_step(tmp_path, 1)

@@ -139,6 +139,7 @@ np.save(f"{sys.argv[2]}.{launched_rank().rank}.npy", np.stack(found))
 """
 
 
+@pytest.mark.slow
 def test_a_decoder_under_mpirun(tmp_path: Path) -> None:
     """Two requests of 32 tokens each; the caches stay on the ranks, and the second starts anew."""
     model = build(Decoder("GroupQueryAttention"))

@@ -232,6 +232,7 @@ def split_rows(path: Path, par: Path, ranks: int) -> onnxpar.Plan:
     return onnxpar.shard(path, par, mesh=f"dp={ranks}", strategy=strategy, verify=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_the_unsplit_model(tmp_path: Path, name: str, ranks: int) -> None:

@@ -330,6 +330,7 @@ def test_sums_are_those_of_sha256sum(par: Path, capsys: pytest.CaptureFixture[st
     }
 
 
+@pytest.mark.slow
 def test_sums_of_an_encoder_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     par = tmp_path / "t5.par"
     onnxpar.shard(MODELS / "llm" / "t5", par, devices=1)

@@ -41,6 +41,7 @@ def optimum(path: Path, topology: Topology, memory: float | None) -> float:
     return best
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("machine", [ONE, TWO], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_no_strategy_is_below_the_bound(rows: int, machine: Any, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_nothing_is_faster(name: str, machine: str, ranks: int, tmp_path: Path) 
             assert own <= seconds * (1 + SAME), (mesh, rival)
 
 
+@pytest.mark.slow
 def test_rivals_apply(tmp_path: Path) -> None:
     """Otherwise nothing would be compared."""
     work = WORKLOADS["GPT-2 XL, 1024 x 64"]

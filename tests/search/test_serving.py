@@ -59,6 +59,7 @@ def solved(
             return math.inf
 
 
+@pytest.mark.slow
 @settings(SETTINGS, max_examples=40)
 @given(
     graphs(4),

@@ -262,6 +262,7 @@ def test_keys(pars: Path) -> None:
         close_to(found.data[0].embedding, EXPECTED["x"])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_full_queue_and_ranks_that_die(pars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Embedder(pars / "bert.par", timeout=TIMEOUT), model_name="bert") as served:

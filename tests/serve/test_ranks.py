@@ -84,6 +84,7 @@ def test_a_rank_that_dies(served: Served) -> None:
     assert text(served, "import os") == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_another_replica_goes_on(par: Path) -> None:
     """In the middle of a stream, which has each token once; the server stays ready, and the metrics

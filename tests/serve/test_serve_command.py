@@ -112,6 +112,7 @@ def test_requests_that_outlast_the_end(start: Start) -> None:
     assert found[0].status_code == 503 and found[0].json()["error"]["code"] == "draining"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number,status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_at_once(start: Start, number: int, status: int) -> None:
     process = start("--drain-timeout", "1000", delay=1.0)
@@ -135,6 +136,7 @@ def test_an_idle_server_ends(start: Start) -> None:
         assert process.end(signal.SIGTERM) == (0, "onnxpar: ended\n")
 
 
+@pytest.mark.slow
 def test_keys(start: Start, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\ntwo\n")
     places: list[tuple[list[str], dict[str, str], str]] = [

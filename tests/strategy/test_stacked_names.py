@@ -46,6 +46,7 @@ def test_a_stack_is_split_like_its_weights(tensors: dict[str, Any]) -> None:
     assert layout_of({"tensors": tensors}) == "[-, tp, -]"
 
 
+@pytest.mark.slow
 def test_ranks_agree_with_the_unsplit_model(tmp_path: Path) -> None:
     strategy = {"tensors": {"*.experts.*.w2.weight": [None, "tp"]}}
     plan = pipeline.shard(MODEL, tmp_path / "model.par", options("tp=2", strategy=strategy))
@@ -79,6 +80,7 @@ def test_some_weights_of_a_stack_are_an_error(strategy: dict[str, Any]) -> None:
     assert f"write '{LAYER}.*.w1.weight'" in str(error.value)
 
 
+@pytest.mark.slow
 def test_weights_of_a_node() -> None:
     split = {"shard": {f"{LAYER}.*.w1.weight": {"d1": "tp"}}}
     assert layout_of(split) == "[-, tp, -]"

@@ -290,6 +290,7 @@ def killed(
     yield run
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("medium")
 def test_processes_that_are_killed(
@@ -318,6 +319,7 @@ def test_processes_that_are_killed(
     assert logs == ["generation.1", "generation.2"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_that_are_all_killed_at_once(
     made: Path, tmp_path: Path, killed: Callable[..., tuple[int, str]]

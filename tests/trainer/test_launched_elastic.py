@@ -106,6 +106,7 @@ def resumed_by_hand(made: Path, out: Path, start: Path, ranks: int) -> Path:
     return hand
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_a_host_dies_and_returns(made: Path, tmp_path: Path) -> None:
     """The others go on, make room when it returns, and the end has the bits of resumes by hand."""
@@ -137,6 +138,7 @@ def test_a_host_dies_and_returns(made: Path, tmp_path: Path) -> None:
     same(left(tmp_path), left(tmp_path / "hand-3"))
 
 
+@pytest.mark.slow
 def test_ranks_without_a_plan_for_all_are_left_over(tmp_path: Path) -> None:
     """Over 4 ranks and over 2, halves can be had; three are started."""
     step = write_step(MLP, tmp_path, optimizer="sgd")
@@ -151,6 +153,7 @@ def test_ranks_without_a_plan_for_all_are_left_over(tmp_path: Path) -> None:
     assert log == f"onnxpar: {text}"
 
 
+@pytest.mark.slow
 def test_too_few_processes(made: Path, tmp_path: Path) -> None:
     """End the run with a message, on all of them."""
     launcher = Launcher(made, tmp_path, lambda launcher: None, "--min-ranks", "4")

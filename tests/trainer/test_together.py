@@ -91,6 +91,7 @@ def under_mpirun(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_all_processes_do_the_same(home: Path) -> None:
     """Also where a folder appears late on one host, never, or is another one there."""
@@ -130,6 +131,7 @@ def test_all_processes_do_the_same(home: Path) -> None:
     assert not (home / "host0" / "apart").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_says_who_holds_the_folder(home: Path) -> None:
     """In one line; nothing is written."""

@@ -77,6 +77,7 @@ def at_once(made: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_what_a_run_prints_and_leaves(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at_once: Path
@@ -161,6 +162,8 @@ def undisturbed(made: Path) -> Path:
     return out
 
 
+@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--async-checkpoint"]])
 def test_a_killed_run_goes_on(
     how: list[str],
@@ -191,6 +194,7 @@ def test_a_killed_run_goes_on(
     assert all(a["loss"] == b["loss"] for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "ending"),
     [
@@ -213,6 +217,7 @@ def test_an_interrupted_run_says_where_its_last_checkpoint_is(
     assert error.startswith(f"onnxpar: interrupted; {ending.format(newest(tmp_path / 'c'))}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("how", [[], ["--async-checkpoint"]])
 def test_a_killed_rank_ends_the_run(
@@ -237,6 +242,7 @@ def test_a_killed_rank_ends_the_run(
     same(left(tmp_path), left(undisturbed))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("how", [[], ["--async-checkpoint"]])
 def test_under_mpirun(how: list[str], made: Path, at_once: Path, tmp_path: Path) -> None:
@@ -296,6 +302,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], ["mpirun", "--allow-run-as-root", "-n", "2"]])
 def test_the_logs_of_a_run_in_python_have_the_losses(
     launcher: list[str], made: Path, tmp_path: Path

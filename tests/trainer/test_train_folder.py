@@ -40,6 +40,7 @@ def arguments(made: Path, checkpoint: Path, logs: Path, *more: str) -> list[str]
     return ["train", *files, "--checkpoint", str(checkpoint), "--log-dir", str(logs), *more]
 
 
+@pytest.mark.slow
 def test_two_trainings_at_once(
     made: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:

@@ -132,6 +132,7 @@ def test_resuming_where_there_is_nothing_starts(step: Path, tmp_path: Path) -> N
     assert len(told) == 5 and newest(tmp_path / "none") == tmp_path / "none" / "step_00000005"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -225,6 +226,7 @@ def refused(par: Path, saved: Path, message: str) -> None:
         same(states(trainer), before)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_steps(saved: Path, tmp_path: Path) -> None:
     for name, text, optimizer, message in (
         ("lamb", MLP, "lamb", None),
@@ -282,6 +284,7 @@ def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, s
         Checkpoint.load(saved.parent / "elsewhere")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -54,6 +54,7 @@ def loss_of(name: str, at: tuple[int, ...], by: float) -> float:
     return -float(np.take_along_axis(logs, LABELS[..., None], -1).mean())
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_exported_model(step: Path) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 3
