@@ -73,6 +73,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_what_is_read_is_what_was_written(value: Any) -> None:
     assert same(of_bytes(to_bytes(value)), value)
@@ -180,6 +181,7 @@ def test_arrays_of_text_have_a_width(name: str) -> None:
         of_bytes(data)
 
 
+@pytest.mark.slow
 def test_damaged_bytes() -> None:
     """They are an error, or a value of these types; never much memory, never anything else."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

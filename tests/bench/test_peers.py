@@ -37,6 +37,7 @@ def test_a_peer_that_disagrees_is_not_timed(value: float) -> None:
         measure(peers, rounds=1, seconds=0.0, results=1, tolerance=0.1)
 
 
+@pytest.mark.slow
 def test_a_peer_whose_process_ends_is_named() -> None:
     with pytest.raises(RuntimeError, match="b has stopped"), contextlib.ExitStack() as stack:
         Running.start(Peer("b", constant, ()), stack).results(1)
@@ -49,6 +50,7 @@ def test_only_quiet_turns_count_or_the_quietest_quarter() -> None:
     assert Figure.of(loud) == Figure(2.0, 2.0, 2.0, 0, 4, 0.0)
 
 
+@pytest.mark.slow
 def test_work_of_others_is_told_from_own() -> None:
     def spin() -> int:
         end = time.process_time() + 0.3
@@ -68,6 +70,7 @@ def test_what_is_not_installed_is_named_with_the_remedy() -> None:
     assert not Peer("a", constant, (), "numpy").missing
 
 
+@pytest.mark.slow
 def test_tables_have_ratios_to_the_first_row(tmp_path: Path) -> None:
     table = {"a": Figure(1, 2, 3, 4, 5, 0), "b": Figure(0.5, 1, 2, 5, 5, 1e-6)}
     text = show({"date": "today"}, {"model": table})
@@ -87,6 +90,7 @@ def test_a_page_gets_new_tables(tmp_path: Path) -> None:
         assert text.count("| a | 2000 | 1000 to 3000 | 1.00 | 4 of 5 | - |") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_models_with_random_weights_run_over_ranks(kind: str, tmp_path: Path) -> None:
     case = peer_models.Case(kind, 2, 8, 1, 16, 4, 32, kv_heads=2, ffn=24)

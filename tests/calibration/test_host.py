@@ -110,6 +110,7 @@ def test_what_is_given_is_not_measured(
     assert fake.calls == 1
 
 
+@pytest.mark.slow
 def test_only_what_depends_on_costs_measures(place: Path, fake: Fake, tmp_path: Path) -> None:
     onnxpar.opt(MODEL, "differentiate")
     assert main(["plan", str(tmp_path / "missing.onnx"), "--devices", "2"]) == 2

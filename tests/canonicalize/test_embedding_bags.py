@@ -48,6 +48,7 @@ def unsplit(path: Path, feeds: Feeds) -> Any:
     return ort.InferenceSession(path).run(None, feeds)[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 def test_no_loop_is_left(form: str) -> None:
     """And the sizes behind it are known."""
@@ -97,6 +98,7 @@ def test_ranks_agree_with_the_loop(
             np.testing.assert_allclose(y, unsplit(path, feeds), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 def test_training(form: str, tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def prompts(folder: Path) -> dict[str, Array]:
     return {"input_ids": random.integers(3, 320, (2, 7)), "attention_mask": mask}
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_parts_are_the_whole(folder: Path) -> None:
     """The first decoder on several tokens, against the later one on each of them."""

@@ -45,6 +45,7 @@ def collectives(plan: pipeline.Plan) -> dict[str, int]:
     return dict(Counter(c.kind for c in plan.collectives))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ALL)
 def test_experts_become_a_dimension(name: str) -> None:
@@ -100,6 +101,7 @@ def test_open_sizes(name: str, layout: str, tmp_path: Path) -> None:
         check_outputs(got, run_unsplit(path, feeds), ["logits"])
 
 
+@pytest.mark.slow
 def test_ranks_gather_tokens_and_sum_results(tmp_path: Path) -> None:
     plan = check(MODELS / "mixtral.loop.legacy.onnx", "expert-parallel 2", tmp_path)
     assert collectives(plan) == {"AllGather": 3, "ReduceScatter": 1}
@@ -118,6 +120,7 @@ def test_data_parallel_ranks_send_nothing(tmp_path: Path) -> None:
         assert plan.collectives == []
 
 
+@pytest.mark.slow
 def test_experts_beside_the_batch_and_columns() -> None:
     path = MODELS / "mixtral.loop.legacy.onnx"
     plan, _ = pipeline.plan(path, options("expert-parallel dp=2,ep=2"))
@@ -128,6 +131,7 @@ def test_experts_beside_the_batch_and_columns() -> None:
     assert layouts == {"[ep, -, tp]", "[ep, tp, -]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, width", [("expert-parallel 2", 24), ("expert-parallel ep=2,tp=2", 12)]
 )
@@ -142,6 +146,7 @@ def test_a_rank_computes_its_experts_rows_alone(layout: str, width: int, tmp_pat
     assert [stored[n.input[1]] for n in products] == sizes * 2
 
 
+@pytest.mark.slow
 def test_weights_in_another_file(tmp_path: Path) -> None:
     model = onnx.load(MODELS / "mixtral.loop.legacy.onnx")
     onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, size_threshold=0)
@@ -160,6 +165,8 @@ def test_experts_that_differ_stay_apart(tmp_path: Path) -> None:
         pipeline.plan(tmp_path / "model.onnx", options("expert-parallel 2"))
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 4", "data-parallel 3"])
 def test_an_if_for_each_expert(layout: str, tmp_path: Path) -> None:
     path = MODELS / "mixture.scripted.onnx"
@@ -171,6 +178,7 @@ def test_an_if_for_each_expert(layout: str, tmp_path: Path) -> None:
         check_outputs(got, run_unsplit(path, {"x": rows}), ["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["else", "condition"])
 def test_an_if_that_does_something_else_stays(wrong: str, tmp_path: Path) -> None:
     model = onnx.load(MODELS / "mixture.scripted.onnx")
@@ -240,6 +248,7 @@ def routed(scatter: str, experts: tuple[int, int] = (0, 1)) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("experts", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("scatter", [ADDED, REPLACED])
 def test_a_token_with_one_expert_twice(

@@ -275,6 +275,7 @@ def test_pages_generate_the_tokens_of_the_unsplit_model(name: str, tmp_path: Pat
     compare(PLAIN, model, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_attention_is_refused(name: str) -> None:
     change, reason = REFUSED[name]
@@ -332,6 +333,7 @@ FUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FUSED)
 def test_ops_of_attention_have_pages(name: str, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def ops(path: Path) -> set[str]:
     return {n.op for n in load(path).graph.nodes}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", SPLIT)
 def test_split(tmp_path: Path, case: str) -> None:
     agree(SPLIT[case], tmp_path, {"x": X, "any": np.array(0)})

@@ -79,6 +79,7 @@ def test_each_copy_has_its_own_gradient(model: Path, untied: bool, tmp_path: Pat
         np.testing.assert_allclose(made[f"{name}.grad"], expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_what_was_untied_is_merged_as_separate_weights(model: Path, tmp_path: Path) -> None:
     """The merged model computes what the step does, which trained each copy by itself."""
     grad(model, tmp_path / "step.onnx", loss="mse", optimizer="sgd", untie=True)

@@ -36,6 +36,7 @@ def checked(decoder: Decoder, other: Decoder, folder: Path, ranks: int = 3) -> R
         return compare(folder / "whole.onnx", session, feeds)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_quantizes_as_it_runs(ranks: int, tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def test_what_quantizes_as_it_runs(ranks: int, tmp_path: Path) -> None:
     assert bool(report.moved) == (MOVED[0] in report.text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decoder", [Decoder("GroupQueryAttention"), with_options(INT4, level=0)], ids=str
 )
@@ -56,6 +58,7 @@ def test_others_are_held_to_the_usual_tolerance(decoder: Decoder, tmp_path: Path
     assert {row.tolerance for row in report.rows} == {USUAL}
 
 
+@pytest.mark.slow
 def test_what_leaves_a_quantization_out_is_found(tmp_path: Path) -> None:
     """Ranks that compute with activations as they are."""
     report = checked(INT4, with_options(INT4, level=0), tmp_path)
@@ -150,6 +153,7 @@ def test_tensors_inside_are_judged_alike(is_whole: bool, tmp_path: Path) -> None
     assert report.first is None or report.first.name == "z"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", AMPLIFIERS)
 def test_what_amplifies_rounding_agrees(name: str, tmp_path: Path) -> None:
     report = amplified(AMPLIFIERS[name], same, tmp_path)

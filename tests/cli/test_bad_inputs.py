@@ -106,6 +106,7 @@ BAD_MODELS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("fault", BAD_MODELS)
 def test_bad_models(fault: str, place: Path, capsys: Capture) -> None:
@@ -184,6 +185,7 @@ def run_commands(place: Path) -> list[list[object]]:
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", BAD_BUNDLES)
 def test_bad_bundles(fault: str, place: Path, capsys: Capture) -> None:
     BAD_BUNDLES[fault](place)
@@ -345,6 +347,7 @@ def writing_commands(place: Path, to: Path) -> dict[str, list[object]]:
 WRITERS = ("annotate", "grad", "html", "strategy", "outputs", "profile", "shard")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", WRITERS)
 def test_outputs_that_cannot_be_written(name: str, place: Path, capsys: Capture) -> None:
     (place / "folder").mkdir()
@@ -451,6 +454,7 @@ def test_options_of_grad_are_checked_before_sizes(
     refused(capsys, [*grad, "--loss", "mse"], "these sizes are open: batch")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_check_names_the_model_and_no_temporary_folder(place: Path, capsys: Capture) -> None:
     model = place / "m.onnx"

@@ -118,6 +118,7 @@ def test_importing_the_package_leaves_signals_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("command", [["ops"], ["plan", "--help"]])

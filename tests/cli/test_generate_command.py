@@ -100,6 +100,7 @@ def test_a_message_without_room_is_not_kept(
     assert len(re.findall(refused + "model's context 512; give a shorter one\n", told)) == 1
 
 
+@pytest.mark.slow
 def test_a_talk_has_the_room_of_the_caches(
     par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_drawn_texts(par: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert text("--top-k=1") == text("--temperature=0") == text("--top-p=0", "--min-p=1")
 
 
+@pytest.mark.slow
 def test_under_mpirun_one_rank_prints(par: str, tmp_path: Path) -> None:
     check_one_rank_prints(par, tmp_path)
     assert "tokens/s" in (tmp_path / "log" / "rank.0" / "stderr.log").read_text()

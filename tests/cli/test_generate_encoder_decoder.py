@@ -75,6 +75,7 @@ def test_under_mpirun_one_rank_prints(t5: str, tmp_path: Path) -> None:
     check_one_rank_prints(t5, tmp_path)
 
 
+@pytest.mark.slow
 def test_sound_for_a_text_model(t5: str, speech: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", t5, "--audio", str(speech)]) == 2
     assert "the model reads text, not sound; give a text" in capsys.readouterr().err
@@ -85,6 +86,7 @@ def test_serving_is_refused(t5: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "is an encoder-decoder, which cannot be served yet" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "args,named",

@@ -101,6 +101,7 @@ def test_it_goes_to_no_child(tmp_path: Path) -> None:
         assert NAME not in done.stdout and done.returncode == 0
 
 
+@pytest.mark.slow
 def test_what_the_file_says_is_not_believed(tmp_path: Path) -> None:
     """It was left behind, or is another's."""
     (tmp_path / NAME).write_text("process 1 on elsewhere\n")

@@ -103,6 +103,7 @@ def test_a_kill_at_any_file_operation_loses_nothing(
     print(f"{number} file operations")
 
 
+@pytest.mark.slow
 def test_where_the_old_one_went_is_told(tmp_path: Path) -> None:
     """After a kill between two names."""
     pipeline.shard(MODEL, tmp_path / "model.par", OLD)

@@ -278,6 +278,7 @@ def test_clipping_as_in_horovods_documentation() -> None:
         assert_close(params, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("passes", [1, 2])

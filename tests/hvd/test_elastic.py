@@ -92,6 +92,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return run(tmp_path_factory.mktemp("elastic") / "run", -1, "none")
 
 
+@pytest.mark.slow
 def test_an_undisturbed_run(undisturbed: list[dict[str, Any]]) -> None:
     for found in undisturbed:
         assert found["resets"] == [] and found["step"] == 12 and found["result"] == "done"

@@ -93,6 +93,7 @@ def start(folder: Path, ranks: list[dict[str, str]], victim: int) -> list[subpro
     return [subprocess.Popen(command, env={**kept, **variables}) for variables in ranks]
 
 
+@pytest.mark.slow
 def test_mpirun_with_a_host_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost slots=4\n")
     options = ["--hostfile", str(tmp_path / "hosts"), "-n", "4"]

@@ -170,6 +170,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
     return drawn(dense)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_seed_draws_the_same_on_any_number_of_ranks(

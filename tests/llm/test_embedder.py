@@ -76,6 +76,7 @@ def test_results_are_those_of_pytorch(tmp_path: Path, ranks: int, preset: str) -
     np.testing.assert_allclose(alone, [*expected["scores"].values()], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "config,pooling",
@@ -103,6 +104,7 @@ def test_poolings(tmp_path: Path, config: Any, pooling: str) -> None:
     np.testing.assert_allclose(found, wanted(pooling), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name,value,named",
@@ -175,6 +177,7 @@ def test_batches_are_of_similar_lengths(make: Make) -> None:
         np.testing.assert_allclose(events.get(timeout=TIMEOUT)[0], vector, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "ids,named",

@@ -80,6 +80,7 @@ def test_tokens_are_those_of_pytorch(name: str, layout: str, tmp_path: Path) -> 
             assert alone == together == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FOLDERS)
 def test_no_weight_of_the_decoder_is_in_the_encoder(name: str) -> None:
@@ -188,6 +189,7 @@ def test_another_call_ends_a_stream(translator: Generator) -> None:
         list(stream)
 
 
+@pytest.mark.slow
 def test_a_language_is_the_first_token(translator: Generator) -> None:
     token = translator.tokenizer.encode("q")[0]
     language = translator.tokenizer.decode([token])

@@ -151,6 +151,7 @@ def test_a_listener_that_fails_ends_its_request_alone(
     assert engine.counts.running == engine.counts.used_pages == 0
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("step_tokens", [1, 7, 64])
 def test_prompts_are_read_in_chunks(
@@ -195,6 +196,7 @@ def test_texts_wait_again_if_pages_are_few(make: Make, alone: Callable[..., list
     assert counts.preemptions > 0 and counts.used_pages == 0
 
 
+@pytest.mark.slow
 def test_a_text_ends_where_the_cache_does(make: Make, alone: Callable[..., list[int]]) -> None:
     engine = make(kv_memory=4096 * 3)
     assert engine.longest == 48
@@ -445,6 +447,7 @@ def test_ranks_do_not_start_on_another_model(tmp_path: Path) -> None:
     assert "was written again since the server started" in told[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_attention_in_basic_ops_is_served(devices: int, tmp_path: Path) -> None:

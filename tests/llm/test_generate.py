@@ -115,6 +115,7 @@ def check_same(found: list[Completion], expected: list[Completion]) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_decoding_again_begins_anew(llama: Generator) -> None:
     first = llama.generate("once", max_new_tokens=9)
     llama.generate("something else", max_new_tokens=5)
@@ -178,6 +179,7 @@ def test_logprobs_are_those_of_the_model(llama: Generator) -> None:
     assert found.logprobs == [pytest.approx(wanted, abs=1e-4)]
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_text(llama: Generator) -> None:
     (whole,) = llama.generate("def", max_new_tokens=60, eos_token_id=[])
     pieces = list(llama.stream("def", max_new_tokens=60, eos_token_id=[]))
@@ -319,6 +321,7 @@ def test_a_decoder_of_one_token_without_mask_and_tokenizer(tmp_path: Path) -> No
             generator.generate("text")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kv_dtype,close", [("float32", 1e-5), ("float16", 0.2), ("int8", 0.5)])
 @pytest.mark.parametrize("name", ["llama_int4", "gemma2"])

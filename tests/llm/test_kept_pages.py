@@ -53,6 +53,7 @@ def test_cleared_states_are_zeros(session: Session) -> None:
     assert keys.shape == SHAPE and not keys.any()
 
 
+@pytest.mark.slow
 def test_runs_write_the_pages_of_their_tokens(session: Session) -> None:
     for turn in range(4):  # the last ones repeat a run without binding anew
         session.run(["logits"], feeds([turn, turn + 16], [4, 1]), keep_states=True)
@@ -62,6 +63,7 @@ def test_runs_write_the_pages_of_their_tokens(session: Session) -> None:
         assert not written[[0, 2, 3, 5]].any()
 
 
+@pytest.mark.slow
 def test_runs_that_keep_nothing_change_nothing(session: Session) -> None:
     first = session.run(["logits"], feeds([0, 1], [2]), keep_states=True)
     before = session.states.read(KEYS)
@@ -72,6 +74,7 @@ def test_runs_that_keep_nothing_change_nothing(session: Session) -> None:
     np.testing.assert_array_equal(first[0], again[0])
 
 
+@pytest.mark.slow
 def test_fed_caches_take_the_place_of_kept_ones(session: Session) -> None:
     session.run(["logits"], feeds([0], [2]), keep_states=True)
     kept = {name: session.states.read(name) for name in session.states.names}
@@ -90,6 +93,7 @@ def test_fed_caches_take_the_place_of_kept_ones(session: Session) -> None:
     assert (session.states.read(KEYS)[1:] == 1).all()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_can_be_repeated(session: Session) -> None:
     session.run(["logits"], feeds([0, 1], [2]), keep_states=True)
     before = session.states.read(KEYS)

@@ -68,6 +68,7 @@ def test_channels_are_mixed(tmp_path: Path) -> None:
     np.testing.assert_allclose(read_wave(file, RATE), (left / 65536 + right / 65536), atol=1e-12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rate", [8000, 44100, 48000])
 def test_other_rates_are_resampled(rate: int, tmp_path: Path) -> None:
     def tone(at: int) -> NDArray[np.float64]:

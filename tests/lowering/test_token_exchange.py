@@ -53,6 +53,7 @@ def test_exported_models(name: str, layout: str, tmp_path: Path) -> None:
     assert kinds(check_model(name, layout, tmp_path)) == EXCHANGED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel dp=2,ep=2"])
 def test_sorted_rows(layout: str, tmp_path: Path) -> None:
     """The export sorts rows by expert: they stay at their places, and only their experts' numbers
@@ -63,6 +64,7 @@ def test_sorted_rows(layout: str, tmp_path: Path) -> None:
     assert all(c.operand <= 8 * 96 for c in gathered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert-parallel ep=4,tp=2", "expert-parallel ep=2,tp=2"])
 def test_beside_split_columns(layout: str, tmp_path: Path) -> None:
     """Partial sums over tp travel back, and the ranks of the tokens add them up."""

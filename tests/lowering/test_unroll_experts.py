@@ -39,6 +39,7 @@ def matrices(graph: onnx.GraphProto) -> list[list[int]]:
     return [stored[node.input[1]] for node in products]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "experts"),

@@ -89,6 +89,7 @@ def test_only_files_of_a_language_model_go_along(tmp_path: Path) -> None:
     assert carried_files(tmp_path / "onnx" / "model.onnx") == wanted
 
 
+@pytest.mark.slow
 def test_commands_take_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

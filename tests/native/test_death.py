@@ -68,6 +68,7 @@ def test_a_rank_killed_between_collectives(ranks: list[RankProcess], victim: int
             assert raised - begun < 3
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("which", ["", "in two"])
 @pytest.mark.parametrize("victim", [0, 2])
@@ -85,6 +86,7 @@ def test_a_stopped_rank(ranks: list[RankProcess], victim: int, which: str) -> No
         assert raised - begun < TIMEOUT + 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("which", ["", "in two"])
 def test_a_late_rank(ranks: list[RankProcess], which: str) -> None:
@@ -117,6 +119,7 @@ def test_a_rank_that_ends_too_early(ranks: list[RankProcess], leaver: int) -> No
         assert raised - begun < 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_when_it_is_done(ranks: list[RankProcess]) -> None:
     """Ranks that do not need it any more go on, even without the hub that it served."""
     start_all(ranks, 1)

@@ -93,6 +93,7 @@ DISAGREEMENTS: dict[str, tuple[str, list[dict[str, Any]], list[np.ndarray], list
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_two_ranks_disagree(fresh_worlds: Worlds, case: str) -> None:
     kind, attributes, xs, named = DISAGREEMENTS[case]

@@ -153,6 +153,7 @@ def an_unknown_kind(false: FalseRank) -> None:
     false.send(99, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "says",
@@ -166,6 +167,7 @@ def test_messages_that_nobody_waits_for(says: Says) -> None:
     assert "rank 1" in what_rank_0_says(says)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(10))
 def test_random_messages(seed: int) -> None:
@@ -231,6 +233,7 @@ def test_a_rank_that_says_nothing_of_its_memory() -> None:
                 first.result()
 
 
+@pytest.mark.slow
 def test_a_hub_that_takes_a_rank_and_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         port = server.getsockname()[1]

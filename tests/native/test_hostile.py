@@ -60,6 +60,7 @@ def test_frames_of_strangers(kind: str, frames: int) -> None:
     assert said == ""
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["random", "mutated"])
 def test_frames_of_a_false_hub(kind: str, frames: int) -> None:

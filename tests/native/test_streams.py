@@ -59,6 +59,7 @@ def in_opposite_orders(world: World) -> bytes:
     return steps(start, run, end) if world.rank == 0 else steps(run, start, end)
 
 
+@pytest.mark.slow
 def test_streams_do_not_wait_for_each_other(fresh_worlds: Fresh) -> None:
     worlds = opened(fresh_worlds, 2)
     for size in (3, 40_000, 400_000):
@@ -66,6 +67,7 @@ def test_streams_do_not_wait_for_each_other(fresh_worlds: Fresh) -> None:
             assert (a, b) == ([11] * size, [10] * size)
 
 
+@pytest.mark.slow
 def test_a_world_of_one_stream_has_one_order(fresh_worlds: Fresh) -> None:
     """The number of a stream counts modulo those that there are."""
     worlds = fresh_worlds(2, timeout=1)
@@ -94,6 +96,7 @@ def test_groups_that_cross(fresh_worlds: Fresh) -> None:
             assert (set(a), set(b)) == ({total}, {most})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stream", [0, 1])
 def test_ranks_that_disagree_while_another_stream_works(stream: int, fresh_worlds: Fresh) -> None:
     """Rank 2 comes late to `b`, so all are at work in both streams."""

@@ -77,6 +77,7 @@ def check(worlds: list[World]) -> None:
         np.testing.assert_array_equal(y, sum(x))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_a_store_serves_one_world_after_another(kind: str, tmp_path: Path) -> None:
     store = store_of(kind, tmp_path)
@@ -94,6 +95,7 @@ def test_a_file_left_by_a_world_that_died(tmp_path: Path) -> None:
     close(worlds)
 
 
+@pytest.mark.slow
 def test_a_file_that_leads_to_something_else(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         (tmp_path / "onnxpar-hub").write_text(f"123 {silent.getsockname()[1]} 127.0.0.1\n")
@@ -245,6 +247,7 @@ def test_the_least_patient_rank_learns_who_is_missing() -> None:
         assert "rank 2 has not joined the world" in patient.result()[0]
 
 
+@pytest.mark.slow
 def test_ranks_that_expect_different_worlds() -> None:
     errors = join("hash:sizes", [2, 3], timeout=1)
     assert re.search(
@@ -401,6 +404,7 @@ print(y.tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_finds_its_world_in_the_environment(tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
     model.write_bytes(ALL_REDUCE)
@@ -423,6 +427,7 @@ def test_a_program_that_finds_its_world_in_the_environment(tmp_path: Path) -> No
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
 def test_mpirun_needs_no_environment_of_ours(tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
@@ -464,6 +469,7 @@ def test_a_rank_that_leaves_before_the_interrupt_is_told() -> None:
         world.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("store", ["hash", "file"])
 def test_the_end_of_a_world_leaves_nothing(store: str, tmp_path: Path) -> None:
     """Neither the thread nor the descriptors of the hub that rank 0 serves."""
@@ -508,6 +514,7 @@ def test_a_rank_that_ends_when_it_knows_the_reason() -> None:
             left.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_leave_an_interrupted_run() -> None:
     worlds = thread_worlds(3, timeout=1)
     sessions = [session(world, ALL_REDUCE) for world in worlds]

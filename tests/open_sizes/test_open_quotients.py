@@ -104,6 +104,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_readers_of_text_run_at_any_width(reader: Path, layout: str, tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def test_readers_of_text_run_at_any_width(reader: Path, layout: str, tmp_path: P
     assert "width" in text and "//" in text
 
 
+@pytest.mark.slow
 def test_a_width_is_split_across_strides(reader: Path, tmp_path: Path) -> None:
     shapes = [{"x": (2, 3, 16, w)} for w in (60, 61, 62, 63, 64, 65, 66, 67)]
     strategy = {"tensors": {"x": [None, None, None, "tp"]}}
@@ -181,6 +183,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
 def test_images_are_resized_to_what_they_skip(resized: Path, layout: str, tmp_path: Path) -> None:
@@ -213,6 +216,7 @@ def doubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["2", "tensor-parallel 2"])
 def test_sizes_must_be_multiples(doubled: Path, layout: str, tmp_path: Path) -> None:
     shapes = [{"x": (3, 3, h, w)} for h, w in ((16, 20), (24, 16), (28, 36))]
@@ -226,6 +230,7 @@ def test_sizes_must_be_multiples(doubled: Path, layout: str, tmp_path: Path) -> 
         session.run(None, feeds)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
 def test_waveforms_of_any_length(layout: str, tmp_path: Path) -> None:
@@ -255,6 +260,7 @@ def test_waveforms_of_any_length(layout: str, tmp_path: Path) -> None:
     check(model, tmp_path / "m.par", layout, [{"x": (3, n)} for n in lengths])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_frames_of_a_signal_of_any_length(ranks: int, tmp_path: Path) -> None:
     """The signal is split, too; ranks fetch the ends of their frames."""
@@ -314,6 +320,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 IMAGES = [(1, 3, 16, 12), (1, 3, 2, 12), (2, 3, 12, 3), (1, 3, 2, 2), (3, 3, 7, 9)]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("axis", [2, 3])
@@ -342,6 +349,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -384,6 +392,7 @@ def test_a_size_that_became_one_number_is_told(tmp_path: Path) -> None:
     check(model, tmp_path / "m.par", "tp=2", [{"x": (3, 1, 9)}], dims={"seq": 9})
 
 
+@pytest.mark.slow
 def test_height_and_width_are_both_split(windowed: Path, tmp_path: Path) -> None:
     """Corners come with the second exchange."""
     strategy = {"tensors": {"x": [None, None, "a", "b"]}}
@@ -392,6 +401,7 @@ def test_height_and_width_are_both_split(windowed: Path, tmp_path: Path) -> None
     assert text.count('"HaloExchange"') == 6
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_images_smaller_than_windows(windowed: Path, layout: str, tmp_path: Path) -> None:
     check(windowed, tmp_path / "m.par", layout, [{"x": shape} for shape in IMAGES])
@@ -423,6 +433,7 @@ def test_windows_side_by_side_over_empty_parts(width: int, ranks: int, tmp_path:
     check(model, tmp_path / "m.par", f"tp={ranks}", shapes, strategy=strategy)
 
 
+@pytest.mark.slow
 def test_windows_that_line_up_at_all_sizes(tmp_path: Path) -> None:
     """Heights are multiples of 4, so that pairs of rows never lie on two ranks."""
     model = save(
@@ -480,6 +491,7 @@ def bucketed(path: Path, opset: int, batch: int | str) -> Path:
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("batch", ["batch", 2])
 @pytest.mark.parametrize("last", [None, "tp"])
 @pytest.mark.parametrize("opset", [13, 17])
@@ -542,6 +554,8 @@ def branches(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "data-parallel 2", "tensor-parallel 3"])
 def test_branches_read_what_is_around_them(layout: str, tmp_path: Path) -> None:
     model = branches(tmp_path / "voice.onnx")

@@ -45,6 +45,7 @@ def feeds_at(plan: Plan, sizes: Mapping[str, int], seed: int = 0) -> dict[str, n
     return feeds
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", DYNAMIC)
@@ -58,6 +59,7 @@ def test_one_folder_runs_at_all_sizes(model: str, layout: str, tmp_path: Path) -
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["bert", "dlrm", "vit"])
 def test_the_search_splits_only_what_a_run_can_tell(name: str, tmp_path: Path) -> None:
@@ -76,6 +78,7 @@ def test_the_search_splits_only_what_a_run_can_tell(name: str, tmp_path: Path) -
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor-parallel 2", "tensor-parallel 3", "data-parallel 2"])
 def test_llama_decodes_with_growing_caches_on_ranks(layout: str, tmp_path: Path) -> None:
@@ -171,6 +174,7 @@ def test_a_cache_of_one_row_stays_on_four_ranks(tmp_path: Path) -> None:
             check_outputs([session.states.read(source)], [wanted[result]], [result])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2.dynamo", "llama.dynamo", "t5.legacy"])
 def test_a_sequence_shorter_than_its_ranks(name: str, tmp_path: Path) -> None:
@@ -184,6 +188,7 @@ def test_a_sequence_shorter_than_its_ranks(name: str, tmp_path: Path) -> None:
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_row_is_read_of_a_sequence_that_is_split(ranks: int, tmp_path: Path) -> None:
     """A row by its number, as a pooler reads the first, cuts the sequence into segments."""

@@ -151,6 +151,7 @@ def test_several_are_weighed() -> None:
     assert [weight for _, weight in both.typical] == [0.75, 0.25]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "sizes"),

@@ -69,6 +69,7 @@ def wide(tmp_path: Path) -> Path:
     return write_step(WIDE, tmp_path, "mse")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("to", ["float16", "bfloat16"])
 @pytest.mark.parametrize("preset", ["data-parallel", "zero1", "zero3"])
 def test_half_the_bytes(to: str, preset: str, wide: Path) -> None:

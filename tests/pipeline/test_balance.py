@@ -120,6 +120,7 @@ def test_balanced_parts_are_faster(mesh: str, preset: str | None) -> None:
     assert len({weight.layout for weight in equal.weights if "{" in weight.layout}) == 0
 
 
+@pytest.mark.slow
 def test_equal_parts_take_as_long_as_the_slowest_rank() -> None:
     """By hand: the time of ranks that all have the slow device."""
     mixed, slow = topology(3, 1), topology(1, 1)
@@ -165,6 +166,7 @@ def memories(*sizes: str) -> Topology:
     return Topology.of({"device": [{**device, "memory": size} for size in sizes]})
 
 
+@pytest.mark.slow
 def test_a_rank_gets_no_more_than_fits() -> None:
     """Both compute equally fast, so only memory can make the parts differ."""
     equal = pipeline.plan(GPT2, options("tp=2", "tensor-parallel", memories("9 MB", "8 MB")))[0]
@@ -224,6 +226,7 @@ def test_caps_that_leave_too_little() -> None:
     assert capped([1.0, 1.0, 2.0], [1.0, 0.1, 0.4]) == (0.5, 0.1, 0.4)
 
 
+@pytest.mark.slow
 def test_a_saved_strategy_and_annotations_give_the_same_parts(tmp_path: Path) -> None:
     how = options("tp=2", None, topology(3, 1))
     made = pipeline.annotate(GPT2, tmp_path / "m.onnx", how)

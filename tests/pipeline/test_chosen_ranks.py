@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_of_a_rank_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def test_ranks_that_come_later_join(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_another_plan_replaces_what_is_there(tmp_path: Path) -> None:
     par = tmp_path / "m.par"
     onnxpar.shard(LLAMA, par, ranks=[0, 1], **HYBRID)
@@ -169,6 +171,7 @@ def test_hosts_that_write_to_one_folder_at_once(tmp_path: Path) -> None:
         assert files_of(place).keys() == names | {"plan.json", "encoder/plan.json"}
 
 
+@pytest.mark.slow
 def test_a_folder_that_appears_at_the_last_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +200,7 @@ print(onnxpar.inspect(par).data["sha256"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "options"),

@@ -86,6 +86,7 @@ def test_later_passes_make_the_same_of_a_dump(
         assert found == wanted, made
 
 
+@pytest.mark.slow
 def test_ops_of_the_compiler_are_read_again(tmp_path: Path) -> None:
     model = MODELS / "bert.legacy.static.onnx"
     how = ["--mesh", "cp=2", "--preset", "ring-attention", "--dump", str(tmp_path / "d")]
@@ -126,6 +127,7 @@ def test_the_text_of_a_dump_stands_for_the_model_beside_it(
     assert "was dumped for the mesh" in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("key", ["ops", "mesh", "layouts"])
 def test_a_damaged_dump_is_refused_by_name(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -250,12 +252,14 @@ def test_the_rewrites_of_the_loader_are_dumped(tmp_path: Path) -> None:
     assert "Constant" in upgraded and "Constant" not in imported
 
 
+@pytest.mark.slow
 def test_large_weights_of_a_dump_of_the_loader_are_types(tmp_path: Path) -> None:
     onnxpar.plan(MODELS / "bert.dynamo.static.onnx", devices=2, dump=tmp_path)
     text = (tmp_path / "00-load" / "00-read.onnxtxt").read_text()
     assert "bert.embeddings.word_embeddings.weight" in text and len(text) < 20_000
 
 
+@pytest.mark.slow
 def test_a_dump_changes_nothing_in_the_graphs_of_ranks(tmp_path: Path) -> None:
     """Writing a model declares the domains of its nodes, among them that of reshards."""
     how: dict[str, Any] = {"devices": 2, "preset": "tensor-parallel"}
@@ -317,6 +321,7 @@ def test_the_only_fusion_may_be_one_with_options_of_its_own(step: Path) -> None:
     assert not onnxpar.plan(step, **how, fusion="none").fused  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_stacked_weights_of_a_dump_are_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_the_steps_of_a_plan_that_was_made_again_are_its_own(
     assert found.predicted.total == pytest.approx(found.plan.predicted.total, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_large_host_changes_nothing(fastest: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(int(held_together(fastest) / SHARE) + 1, monkeypatch)
     assert made.memory == fastest.memory and made.notes == fastest.notes
@@ -75,6 +76,7 @@ def test_a_preset_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("--preset tensor-parallel or --memory-limit" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_a_topology_is_not_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     made = planned(1000, monkeypatch, topology=Topology.default())
     assert not any("this host" in note for note in made.notes)

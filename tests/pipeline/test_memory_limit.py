@@ -42,6 +42,7 @@ def limited(memory: float, **more: object) -> Options:
     return Options(objective=Objective(memory=memory), verify=True, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("limit", [400 * KB, 200 * KB, 175 * KB])
 def test_ranks_hold_no_more(limit: float, tmp_path: Path) -> None:
@@ -53,6 +54,7 @@ def test_ranks_hold_no_more(limit: float, tmp_path: Path) -> None:
     check_agrees(GPT2, tmp_path, how)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", ["bert.legacy.static.onnx", "resnet.dynamo.static.onnx", "dlrm.dynamo.static.onnx"]
@@ -170,6 +172,7 @@ def test_what_no_ranks_can_hold_is_answered_in_time_and_with_a_bound(tmp_path: P
     assert "mesh tp=2" in told and "64 ranks" not in told and told[-1] == ""
 
 
+@pytest.mark.slow
 def test_the_best_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without patience, something that fits counts, and the plan says so."""
     patience = Patience(0.0)
@@ -181,6 +184,7 @@ def test_the_best_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("stopped after 0 s" in note for note in made.notes)
 
 
+@pytest.mark.slow
 def test_a_step_has_no_throughput() -> None:
     path = MODELS / "bert.legacy.training.onnx"
     made, _ = pipeline.plan(path, Options(devices=2, objective=Objective("throughput")))

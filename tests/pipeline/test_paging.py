@@ -106,6 +106,7 @@ APART = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", MIXING)
 def test_decoders_that_mix_tokens_are_refused(name: str, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_decoders_that_mix_tokens_are_refused(name: str, tmp_path: Path) -> None
     assert onnxpar.plan(file, devices=2).inputs[1].name == "attention_mask"
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", APART)
 def test_decoders_that_keep_tokens_apart_have_pages(name: str, tmp_path: Path) -> None:
@@ -363,6 +365,7 @@ def test_the_search_counts_pages_once_too() -> None:
     assert 4e6 < sum(plan.memory.values()) <= 5e6
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "limit,how,remedy",

@@ -78,6 +78,7 @@ def test_what_the_search_finds(model: str, exporter: str, mesh: str, tmp_path: P
     assert entries <= len(onnx.load(path).graph.node) / 3
 
 
+@pytest.mark.slow
 def test_entries_say_all_that_can_be() -> None:
     """Of every node, by the factors of its rule: pieces of dimensions and of axes among them."""
     how = searched("tp=8")
@@ -209,6 +210,7 @@ def test_annotations_say_what_was_found(tmp_path: Path) -> None:
     assert plan_of(again) | {"metadata": None} == plan_of(found) | {"metadata": None}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = str(MODELS / "bert.legacy.static.onnx"), str(tmp_path / "s.yaml")
     how = ["plan", model, "--mesh", "tp=2", "--preset", "tensor-parallel", "--json"]

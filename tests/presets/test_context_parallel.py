@@ -69,6 +69,7 @@ def test_keys_and_values_are_gathered(model: str, width: int, ranks: int, tmp_pa
     assert layouts["logits"] == "[-, cp, -]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "widths"),
     [("gpt2.legacy", (48, 48, 48, 48)), ("llama.dynamo", (48, 24, 24, 48))],
@@ -121,6 +122,7 @@ def test_axes_of_a_mesh(tmp_path: Path) -> None:
     assert sent(plan)["AllReduce"] == (2 * LAYERS + 1, (2 * LAYERS + 1) * part)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["3", "dp=2,cp=2"])
 @pytest.mark.parametrize("model", ["gpt2.dynamo", "llama.legacy", "bert.dynamo"])
@@ -175,6 +177,7 @@ ONLY_HEADS = ("GroupQueryAttention",)
 """Ops that need the whole sequence of queries."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("by_bytes", [False, True])
 @pytest.mark.parametrize("op", FUSED)
 def test_fused_ops(op: str, by_bytes: bool, tmp_path: Path) -> None:
@@ -218,6 +221,7 @@ def test_an_op_that_projects_its_input(causal: str, tmp_path: Path) -> None:
     assert {c.kind: c.bytes for c in plan.collectives} == {"AllReduce": 4 * 2 * 12 * 96 * 4 // 3}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["3", "dp=2,cp=2"])
 @pytest.mark.parametrize("causal", ["", ", unidirectional = 1"])
 def test_an_op_that_projects_its_input_of_any_length(
@@ -233,6 +237,7 @@ def test_an_op_that_projects_its_input_of_any_length(
             check_outputs(session.run(None, {"x": x}), run_unsplit(model, {"x": x}), ["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "layout", "by_bytes", "large"),

@@ -43,6 +43,7 @@ def ring(layout: str) -> Options:
     return options(f"ring-attention {layout}")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("export", ["dynamo", "legacy"])
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_causal_ring(attrs: str, layout: str, tmp_path: Path) -> None:
     assert moved == {"CollectivePermute": ranks - 1, **wanted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attrs", ["", ", is_causal = 1"])
 def test_ring_at_open_lengths(attrs: str, tmp_path: Path) -> None:
     """Positions travel with the keys; some ranks have none."""
@@ -102,6 +103,7 @@ def test_ring_at_open_lengths(attrs: str, tmp_path: Path) -> None:
             check_outputs(session.run(None, {"x": x}), run_unsplit(model, {"x": x}), ["y"])
 
 
+@pytest.mark.slow
 def test_a_ring_needs_less_memory(tmp_path: Path) -> None:
     """No rank holds all keys and values. A limit on memory makes the search take the ring, if there
     is only one head."""
@@ -182,6 +184,7 @@ def test_masks(mask: str, length: int, layout: str, tmp_path: Path) -> None:
     assert {k: n for k, n in calls(plan).items() if k != "AllReduce"} == wanted
 
 
+@pytest.mark.slow
 def test_a_mask_at_open_lengths(tmp_path: Path) -> None:
     """The positions travel with the keys, and choose the columns."""
     model = layer(tmp_path, CAUSAL, "bool[2,1,N,N] mask, ", "q, k, v, mask", "N")
@@ -211,6 +214,7 @@ def test_training(attrs: str, layout: str, tmp_path: Path) -> None:
     assert moved.get("AllToAll", (0, 0))[0] == (7 if attrs else 0)
 
 
+@pytest.mark.slow
 def test_training_with_fewer_positions_than_ranks(tmp_path: Path) -> None:
     grad(layer(tmp_path, CAUSAL, n=3), tmp_path / "step.onnx", loss="mse", optimizer="sgd")
     plan = check_training(tmp_path / "step.onnx", "ring-attention 5", 2)
@@ -252,6 +256,7 @@ a4 = Attention<is_causal = 1, scale = 0.25>(qt, kt, vt{operands})
 at = Transpose<perm = [0, 2, 1, 3]>(a4)  a = Reshape(at, back)  y = MatMul(a, w4) }}"""
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("type_", "more", "operands"),

@@ -72,6 +72,7 @@ def test_a_table_that_a_product_reads_too_is_reduced_once(tmp_path: Path) -> Non
     assert exchanged(plan) == {"AllReduce": [2 * 20_000 * 6 * 4 * 3 // 4]}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adagrad"])
 @pytest.mark.parametrize("text", [ONE, TWO], ids=["one", "two"])

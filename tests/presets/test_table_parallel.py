@@ -99,6 +99,7 @@ def test_balance(tmp_path: Path) -> None:
         assert (loads.max(0) <= 1.5 * most).all(), loads
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "optimizer", "lazy"),

@@ -122,6 +122,7 @@ def whole_products(model: str, ranks: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(STATIC))
 def test_no_product_stays_whole(model: str, ranks: int) -> None:
@@ -135,6 +136,7 @@ def test_nothing_is_excused_without_need(name: str) -> None:
     assert any(whole_products(model, ranks) for model in exports(name) for ranks in RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "ranks"), matrix(STATIC))
 def test_each_rank_holds_its_share_of_the_weights(model: str, ranks: int) -> None:

@@ -82,6 +82,7 @@ def test_buckets_cut_the_all_reduce(tmp_path: Path) -> None:
     assert [c.bytes for c in large(none)] == [BYTES[n] for n in ("w3", "w4", "w1", "w2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero1", "zero2"])
 def test_zero_scatters_each_gradient_and_gathers_each_parameter(
     preset: str, tmp_path: Path
@@ -208,6 +209,7 @@ def test_sequence_parallel_gathers_and_scatters_instead(tmp_path: Path) -> None:
     assert layer_norm[0].before == "[-, tp, -]" and layer_norm[0].after == "[-, -, -]"
 
 
+@pytest.mark.slow
 def test_a_sequence_that_the_inputs_lack(tmp_path: Path) -> None:
     """Patches of an image are made by a convolution, tables' rows are summed at once."""
     for model, loss in (("vit", CROSS_ENTROPY), ("dlrm", "bce")):
@@ -236,6 +238,7 @@ def test_an_expert_layer_has_two_all_to_alls_each_way(ranks: int, tmp_path: Path
     assert texts["w4.next"] == "[ep, -, -, -]"
 
 
+@pytest.mark.slow
 def test_fewer_experts_than_ranks(tmp_path: Path) -> None:
     check_training(write_step(MOE, tmp_path), "expert-parallel 5", 2)
     with pytest.raises(StrategyError, match="no weight with a matrix for each expert"):
@@ -328,6 +331,7 @@ def test_a_model_without_batch_norm_says_how_to_export_it(tmp_path: Path) -> Non
         write_step(MLP, tmp_path, batch_norm="global")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel dp=2,ep=2"])
 def test_exported_mixtures_train(layout: str, tmp_path: Path) -> None:
     step = tmp_path / "step.onnx"
@@ -340,6 +344,7 @@ def test_exported_mixtures_train(layout: str, tmp_path: Path) -> None:
     assert texts and {text.split(",")[0] for text in texts.values()} == {"[ep"}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor-parallel 2", "tensor-parallel 3", "zero1 dp=2,tp=2"])
 def test_a_parameter_that_no_split_of_activations_reaches_is_split_alone(

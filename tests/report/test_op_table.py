@@ -34,6 +34,7 @@ def test_the_document_is_the_table() -> None:
     assert DOCS.read_text() == op_table.markdown(), RENEW
 
 
+@pytest.mark.slow
 @pytest.mark.peer
 def test_the_rules_in_the_table_are_those_of_today() -> None:
     cases = {case.name: case for case in all_cases()}

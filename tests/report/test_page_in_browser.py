@@ -75,6 +75,8 @@ def test_a_browser_shows_all_of_it(tab: Browser, explained: Explained, file: Pat
     )
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [320, PHONE, 768, DESKTOP])
 def test_nothing_is_wider_than_the_window(tab: Browser, file: Path, width: int) -> None:
     tab.open(file, width)

@@ -131,6 +131,7 @@ def test_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "sizes are open" not in out
 
 
+@pytest.mark.slow
 def test_open_sizes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = [str(folder / "m.onnx"), "--devices", "2", "--preset", "tensor-parallel"]
     par, trace = str(tmp_path / "m.par"), str(tmp_path / "trace.json")

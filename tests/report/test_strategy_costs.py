@@ -79,6 +79,7 @@ def test_each_axis_splits_each_dimension_or_none(model: Path, axes: str, count: 
     assert sum(row.chosen for row in found.nodes[0].strategies) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_follows_a_strategy_communicates_what_the_row_says(step: Path) -> None:
     found = named(onnxpar.node_costs(step, "w1", mesh="dp=2,tp=2"), "MatMul_h")
     assert len(found.strategies) == 16

@@ -182,6 +182,7 @@ def test_ranks_of_a_launcher_divide_what_they_have_in_common() -> None:
         assert found[2] == Share((), len(own_cores()), True)
 
 
+@pytest.mark.slow
 def test_replicas_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each session has its own; and asks for those of its number."""
     cores = [Core(0, (thread,)) for thread in range(8)]

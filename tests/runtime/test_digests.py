@@ -137,6 +137,7 @@ def test_digests_are_those_of_sha256sum(par: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_ranks_with_different_models_do_not_start(par: Path, tmp_path: Path) -> None:
     """As after half a copy to other hosts: their collectives are the same, weights are not."""

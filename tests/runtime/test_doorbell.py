@@ -53,6 +53,7 @@ def answer_all(fd: int, rank: int, ranks: int, spins: bool) -> None:
         bell.answer(rank, again)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("spins", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -31,6 +31,7 @@ def traced(folder: Path, how: Options, runs: int) -> Trace:
         return session.end_profile(folder / "trace.json")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "how",
@@ -61,6 +62,7 @@ def test_each_token_counts_once(how: Options, tmp_path: Path) -> None:
     assert read_trace(tmp_path / "trace.json").experts == trace.experts
 
 
+@pytest.mark.slow
 def test_bytes_that_were_sent(tmp_path: Path) -> None:
     """Rank 0 holds the first four tokens, and experts 0 to 2."""
     trace = traced(tmp_path, exchanging("expert-parallel 2"), runs=1)
@@ -74,6 +76,7 @@ def test_bytes_that_were_sent(tmp_path: Path) -> None:
         assert found[rank, back] == 4 * 3 * len(away[1 - rank])
 
 
+@pytest.mark.slow
 def test_a_trace_compares_with_the_plan(tmp_path: Path) -> None:
     """Though data decided its bytes."""
     traced(tmp_path, exchanging("expert-parallel 2"), runs=2)

@@ -129,6 +129,7 @@ def test_ranks_without_a_folder(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_what_was_fetched_runs(made: Path, tmp_path: Path) -> None:
     """In ranks that never saw the whole folder; the weights are spread over all of them."""
     folders = [part(made, tmp_path / str(rank) / "m.par", [rank]) for rank in range(2)]
@@ -464,6 +465,7 @@ def test_a_rank_that_is_killed_meanwhile(killed: int, tmp_path: Path) -> None:
     assert not leftovers(own.parent)
 
 
+@pytest.mark.slow
 def test_under_a_launcher(tmp_path: Path) -> None:
     """The commands: a relative path, and each rank in a folder of its own."""
     model, par = MODELS / "gpt2.dynamo.static.onnx", tmp_path / "0" / "m.par"

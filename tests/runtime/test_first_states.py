@@ -84,6 +84,7 @@ def test_a_run_starts_from_them(
         assert int(session.states.read("step")) == 3
 
 
+@pytest.mark.matrix
 def test_a_reset_goes_back_to_them(
     step: Path, par: Path, feeds: dict[str, Array], open_session: Open
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_reset_goes_back_to_them(
         assert len({float(loss) for loss in first}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_what_is_fed_or_written_comes_before_them(
     step: Path, par: Path, feeds: dict[str, Array], open_session: Open
@@ -112,6 +114,7 @@ def test_what_is_fed_or_written_comes_before_them(
             session.states.write("w1", weights["w1"].T)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_they_are_saved_as_they_are(
     step: Path, par: Path, open_session: Open, tmp_path: Path

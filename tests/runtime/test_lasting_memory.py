@@ -46,6 +46,7 @@ def copied(session: InferenceSession) -> int:
     return len(session._ranks._last.pieces)  # type: ignore[attr-defined, union-attr]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout,copies",
     [(None, 0), (("tp", None), 0), ((None, "tp"), 2)],

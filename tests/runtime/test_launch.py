@@ -165,11 +165,13 @@ def test_a_decoder_under_mpirun(tmp_path: Path) -> None:
         np.testing.assert_allclose(have, np.stack(wanted * 2), atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_mpirun_with_another_number_of_processes(four: Path, tmp_path: Path, x: np.ndarray) -> None:
     out = mpirun(3, tmp_path / "script.py", four, save(x, tmp_path))
     assert out.count("has 4 ranks, but 3 processes were started; start 4, as with mpirun -n") == 3
 
 
+@pytest.mark.slow
 def test_ranks_by_the_environment(tmp_path: Path, x: np.ndarray) -> None:
     par, file = spread(tmp_path / "model.par", 2), save(x, tmp_path)
     environment = {
@@ -213,6 +215,7 @@ with InferenceSession(sys.argv[1], timeout=30) as session:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_bad_requests(tmp_path: Path, strategy: str) -> None:

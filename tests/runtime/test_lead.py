@@ -161,6 +161,7 @@ def lose(led: Led, lost: int, number: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("what", ["idle", "busy"])
@@ -172,6 +173,7 @@ def test_a_follower_is_lost(tmp_path: Path, start: Start, what: str, number: int
     assert "RankError" in said[1] and "rank 2" in said[1], said
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("what", ["idle", "busy"])

@@ -125,6 +125,7 @@ def test_all_collectives_of_all_runs_on_all_ranks(par: Path, recorded: Trace) ->
                 assert own.bytes == entry["bytes"] // calls[entry["name"]]
 
 
+@pytest.mark.slow
 def test_clocks_of_ranks_agree(recorded: Trace) -> None:
     """No member of an all-reduce is done before the last has begun."""
     calls: dict[tuple[str, int, int], list[Event]] = defaultdict(list)
@@ -256,6 +257,7 @@ def test_no_place_for_the_file(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ranks_that_a_launcher_started(par: Path, tmp_path: Path) -> None:
     """Rank 0 writes what all have recorded, and prints it."""
     command = run_command(par, "--profile", "t.json", "--repeat", "2", "--log-dir", "../log")
@@ -284,6 +286,7 @@ def test_ranks_that_a_launcher_started(par: Path, tmp_path: Path) -> None:
     assert "run" not in (tmp_path / "log/rank.1/stdout.log").read_text()
 
 
+@pytest.mark.slow
 def test_training_records_steps_and_evaluations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

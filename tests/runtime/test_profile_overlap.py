@@ -39,6 +39,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_transfers_are_part_of_the_trace(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["run", "m.par", "--inputs", "in.npz", "--profile", "trace.json", "--repeat", "2"]
     assert main(run) == 0
@@ -109,6 +110,7 @@ def check_file(file: Path, trace: Trace) -> None:
     assert {(e["pid"], e["tid"]) for e in shown} == {(e["pid"], e["tid"]) for e in lanes}
 
 
+@pytest.mark.slow
 def test_a_comparison_measures_the_transfer(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "m.par", "--inputs", "in.npz", "--profile", "trace.json"]) == 0
     capsys.readouterr()

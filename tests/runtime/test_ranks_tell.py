@@ -72,11 +72,13 @@ def job(folder: Path, scratch: Path, *more: object, second: str = "data-parallel
     return Job(folder, scratch, *given, pars=("data-parallel.par", second))
 
 
+@pytest.mark.slow
 def test_results(folder: Path, tmp_path: Path) -> None:
     found = job(folder, tmp_path, "--inputs", "in.npz").end()
     assert found == [(0, "y: float32 4x8\n", ""), (0, "", "")]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "inputs,text",
@@ -138,6 +140,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_a_rank_that_leaves_says_why(folder: Path, tmp_path: Path) -> None:
     """To those that wait for it: they may be all that a user sees."""
@@ -203,6 +206,7 @@ def test_a_signal_ends_a_rank_that_waits(waiting: subprocess.Popen[str]) -> None
     assert waiting.returncode == 143
 
 
+@pytest.mark.slow
 def test_mpirun_tells_of_the_rank_that_cannot_have_the_model(folder: Path, tmp_path: Path) -> None:
     command = shutil.which("mpirun")
     if command is None:

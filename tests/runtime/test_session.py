@@ -270,6 +270,7 @@ def test_sessions_survive_the_thread_that_made_them(par: Path, x: np.ndarray) ->
     np.testing.assert_array_equal(d, x + x)
 
 
+@pytest.mark.slow
 def test_reductions_over_four_ranks(tmp_path: Path, x: np.ndarray) -> None:
     par = k_split(tmp_path / "four.par", ranks=4)
     with InferenceSession(par) as session:

@@ -113,6 +113,7 @@ def test_a_run_that_keeps_nothing_changes_nothing(
             np.testing.assert_array_equal(c, feeds["c"])
 
 
+@pytest.mark.matrix
 def test_states_can_be_written_and_reset(
     counter: Path, feeds: dict[str, np.ndarray], open_session: Open
 ) -> None:
@@ -141,6 +142,7 @@ def test_what_is_no_state(counter: Path, feeds: dict[str, np.ndarray], open_sess
             session.states.write("s", np.zeros(2, feeds["s"].dtype))
 
 
+@pytest.mark.slow
 def test_a_kept_state_of_another_shape_than_its_layout_says(
     tmp_path: Path, open_session: Open
 ) -> None:

@@ -334,6 +334,7 @@ def test_what_python_cannot_return_beside_values_is_refused(tmp_path: Path) -> N
         ThreadSession(tmp_path / "m.par")
 
 
+@pytest.mark.slow
 def test_check_makes_up_strings_and_asks_for_sequences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", DAMAGE)
 def test_the_command_names_the_file_and_the_remedy(
@@ -268,6 +269,7 @@ def test_folders_that_do_not_say_who_reads_what(par: Path) -> None:
     assert all("has changed" in said for said in started([par, par], verify=True))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "encoder/rank_0001.onnx"])
 def test_every_file_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def both(
     return found.seconds, again.seconds, mesh
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "devices", "order"),

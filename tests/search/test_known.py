@@ -50,6 +50,7 @@ SLOW = Topology.of(
 MODEL, SMALL = (MODELS / f"{name}.legacy.static.onnx" for name in ("bert", "gpt2"))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", ["bert.legacy.static", "resnet.legacy.static", "moe.legacy.training"]

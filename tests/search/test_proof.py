@@ -41,6 +41,7 @@ def optimum(path: Path, topology: Topology, memory: float | None) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("machine", [ONE, TWO], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("rows", [1, 4, 64])

@@ -118,6 +118,7 @@ def test_a_large_batch_is_split(name: str, tmp_path: Path) -> None:
         assert port.layout.local_shape(plan.mesh, 0) == (port.shape[0] // 2, *port.shape[1:])
 
 
+@pytest.mark.slow
 def test_experts_are_split_where_their_weights_take_long(tmp_path: Path) -> None:
     """Lepikhin et al., "GShard" (2020): tokens like a batch, and one all-to-all to the experts and
     one back."""

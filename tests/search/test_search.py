@@ -46,6 +46,7 @@ def test_static(model: str, mesh: str, tmp_path: Path) -> None:
     check_agrees(MODELS / model, tmp_path, searched(mesh))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("model", STATIC)
@@ -118,6 +119,7 @@ def test_a_cache_whose_layout_is_asked_for() -> None:
     assert layouts["past_key_0"] == "[-, tp, -, -]"
 
 
+@pytest.mark.slow
 def test_small_models_are_not_worth_talking() -> None:
     """By default a collective takes as long as ten of these nodes."""
     for model in ("gpt2.dynamo.static.onnx", "dlrm.dynamo.static.onnx"):

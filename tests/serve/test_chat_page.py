@@ -38,6 +38,7 @@ def is_shown(page: Browser, id: str) -> bool:
     return bool(page.run(f"document.getElementById('{id}').offsetParent !== null"))
 
 
+@pytest.mark.slow
 def test_a_chat(page: Browser, served: Served) -> None:
     text = "<b>Größe</b> & 😀\nend"
     served.engine.script = says(text)
@@ -86,6 +87,7 @@ def test_keys_and_errors(page: Browser, serve: Callable[..., Served]) -> None:
     assert "cannot finish the answer" in texts(page, "error")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_on_a_phone(page: Browser, served: Served, is_dark: bool) -> None:
     served.engine.script = says("word " * 60 + "w" * 100)

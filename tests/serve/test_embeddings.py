@@ -74,6 +74,7 @@ def close_to(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(np.array(found), np.array(wanted), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("form", [None, "float", "base64"])
 def test_openai_client(bert: Served, form: Any) -> None:

@@ -208,6 +208,7 @@ def test_an_embedding_model(tmp_path: Path, start: Start) -> None:
     assert sorted(p.name for p in (tmp_path / "log").iterdir()) == ["rank.0", "rank.1"]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "args,named",

@@ -130,6 +130,7 @@ def test_logprobs_of_a_completion(served: Served) -> None:
     assert found.token_logprobs == [-0.5] * len(found.tokens)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stop", ["world", ["xyz", ", w"], "lo, wor"])
 def test_stop_strings(served: Served, stop: Any) -> None:
     first = stop if isinstance(stop, str) else stop[-1]

@@ -49,6 +49,7 @@ for _ in range(100):
     DEEP = {"properties": {"a": DEEP}}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "schema,named",
     [

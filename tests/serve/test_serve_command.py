@@ -101,6 +101,7 @@ def test_a_signal_ends_the_server_after_its_requests(start: Start, number: int) 
     assert process.end() == (0, "onnxpar: ended\n")
 
 
+@pytest.mark.slow
 def test_requests_that_outlast_the_end(start: Start) -> None:
     process = start("--drain-timeout", "0.1", delay=0.5)
     url = process.url()
@@ -126,6 +127,7 @@ def test_a_second_signal_ends_at_once(start: Start, number: int, status: int) ->
     assert ended == status and printed.startswith("onnxpar: ") and "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_an_idle_server_ends(start: Start) -> None:
     process = start("--model-name", "mine")
     url = process.url()
@@ -151,6 +153,7 @@ def test_keys(start: Start, tmp_path: Path) -> None:
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_server_for_all_without_a_key_warns(start: Start) -> None:
     process = start("--host", "0.0.0.0")
     url = process.url()
@@ -172,6 +175,7 @@ def test_hosts(start: Start, host: str, shown: str) -> None:
     assert url.startswith(shown) and httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_port_in_use(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -30,6 +30,7 @@ def each(*items: Any) -> dict[str, Any]:
     return {f"{LAYER}.{i}.w1.weight": list(items) for i in range(4)}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "tensors",
@@ -63,6 +64,7 @@ def test_a_plan_lists_the_weights_of_a_stack() -> None:
     assert not any(stacks for name, stacks in weights.items() if "/experts/weight" not in name)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "strategy",
@@ -86,6 +88,7 @@ def test_weights_of_a_node() -> None:
     assert layout_of(split) == "[-, tp, -]"
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("entry", ["tp", ["tp"], ["tp", None, None, None]])
 def test_an_entry_of_another_rank_is_an_error(entry: Any) -> None:

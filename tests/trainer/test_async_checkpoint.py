@@ -114,6 +114,7 @@ def test_the_same_bytes_as_of_a_run_that_waits(par: Path, tmp_path: Path, keep: 
     assert files(tmp_path / "True") == files(tmp_path / "False")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["par", "with_table"])
 def test_training_goes_on_while_a_checkpoint_is_written(
     step: str, request: pytest.FixtureRequest, tmp_path: Path, slow: Slow
@@ -135,6 +136,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     same({name: found.states.read(name) for name in third}, third)
 
 
+@pytest.mark.slow
 def test_the_next_one_waits_and_says_so(
     trainer: ThreadTrainer, tmp_path: Path, slow: Slow, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +224,7 @@ def test_a_disk_that_hangs(
     assert newest(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_that_dies_before_it_has_written(
     par: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -301,6 +304,7 @@ def save_all(trainer: ThreadTrainer, folder: Path, disk: Disk) -> None:
     trainer.keep(folder, Progress(5), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("case", CASES)

@@ -192,6 +192,7 @@ def test_too_few_ranks_are_left(made: Path, tmp_path: Path, mortal: type[Mortal]
         train(made, tmp_path / "run", Elastic(min_ranks=2, max_restarts=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [RankError("ranks disagree"), RunError("an index is out of range")]
 )

@@ -57,6 +57,7 @@ def undisturbed(made: Path) -> dict[str, Path]:
     return {layout: made / layout for layout in LAYOUTS}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.processes
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[int, int], int]] = {
 REPLACED = ("in the place of the only one", "in the place of one that is damaged")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("case", "can_swap"), [(case, True) for case in CASES] + [(case, False) for case in REPLACED]

@@ -73,6 +73,7 @@ def test_constants_that_only_dropout_read_are_left_out(
     assert [n.output[0] for n in found.graph.node if n.op_type == "Constant"] == ["share"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["bytes", "proto"])
 def test_models_in_memory(form: str, trained: tuple[Path, np.ndarray, np.ndarray, float]) -> None:
     folder = trained[0]

@@ -39,6 +39,7 @@ def collectives(par: Path) -> list[Any]:
     return list(Bundle.load(par).data["collectives"])
 
 
+@pytest.mark.slow
 def test_the_request_is_in_the_plan(step: Path, tmp_path: Path) -> None:
     """With what is in files, and as the command gives it."""
     (tmp_path / "s.yaml").write_text("mesh: {dp: 2}\ntensors: {x: [dp, null]}\n")
@@ -128,6 +129,7 @@ def test_numbers_of_ranks_without_a_plan_are_left_out(step: Path, tmp_path: Path
         plans.at_most(3, 3)
 
 
+@pytest.mark.slow
 def test_a_topology_of_fewer_ranks_gives_way(step: Path, tmp_path: Path) -> None:
     host = {"name": "host", "size": 2, "bandwidth": "10GB/s", "latency": "5us"}
     levels = [host, {**host, "name": "network"}]

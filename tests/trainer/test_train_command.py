@@ -411,6 +411,7 @@ def test_what_is_no_step(made: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not a sharded model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_check_train(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On what is given, again and again, or on random batches; 2 for what cannot be."""
     step = str(made / "step.onnx")

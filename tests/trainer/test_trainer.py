@@ -81,6 +81,7 @@ def test_a_run_tells_of_each_step(step: Path, tmp_path: Path) -> None:
     assert int(left["step"]) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_the_same_run_leaves_the_same_bits(step: Path) -> None:
     par, _ = shard(step, "zero3 dp=2,tp=2")
@@ -93,6 +94,7 @@ def test_the_same_run_leaves_the_same_bits(step: Path) -> None:
     same(straight[1], train(par, Run(1, 0.02, seed=2, shuffle=False))[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("layout", ["zero3 2", "tensor-parallel 3"])
 def test_resuming_continues_bit_identically(layout: str, step: Path, tmp_path: Path) -> None:
@@ -132,6 +134,7 @@ def test_resuming_where_there_is_nothing_starts(step: Path, tmp_path: Path) -> N
     assert len(told) == 5 and newest(tmp_path / "none") == tmp_path / "none" / "step_00000005"
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -188,6 +191,7 @@ def test_a_checkpoint_replaces_one_of_the_same_step(step: Path, tmp_path: Path) 
     np.testing.assert_array_equal(Checkpoint.load(folder).states.read("w1"), second["w1"])
 
 
+@pytest.mark.slow
 def test_each_part_is_written_once(step: Path, tmp_path: Path) -> None:
     """What all ranks hold alike is the first one's to write."""
     par, _ = shard(step, "zero2 dp=2,tp=2")
@@ -243,6 +247,7 @@ def test_checkpoints_of_other_steps(saved: Path, tmp_path: Path) -> None:
             refused(par, saved, message)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_lack_something(saved: Path, step: Path) -> None:
     """Of the format before, which has no digests."""
     as_before(saved)
@@ -260,6 +265,7 @@ def test_checkpoints_that_lack_something(saved: Path, step: Path) -> None:
     refused(par, saved, r"rank_0001\.json: state 'w\d' is missing or damaged")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -323,6 +329,7 @@ def test_a_step_of_gradients_alone_is_not_trained(tmp_path: Path) -> None:
         ThreadTrainer(par)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["zero3 2", "tensor-parallel 2", "data-parallel 2"])
 def test_merging_gives_a_plain_model(layout: str, step: Path, tmp_path: Path) -> None:
     """Whose outputs are those of the trained parameters; what was not trained is as it was."""

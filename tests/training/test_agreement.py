@@ -61,6 +61,7 @@ def test_an_mlp_in_float64(layout: str, double: dict[str, Path]) -> None:
     check_training(double["sgd"], layout, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw", "lamb", "adagrad"])
 @pytest.mark.parametrize("layout", ["zero1 4", "zero3 dp=2,tp=2"])
@@ -68,6 +69,7 @@ def test_other_optimizers_in_float64(layout: str, optimizer: str, double: dict[s
     check_training(double[optimizer], layout, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 4", "hybrid dp=2,tp=2"])
 def test_an_mlp_in_float32(layout: str, tmp_path: Path) -> None:
@@ -100,12 +102,14 @@ def test_experts(layout: str, tmp_path: Path) -> None:
     check_training(write_step(MOE, tmp_path, optimizer="sgd"), layout, 10, 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["sequence-parallel 2", "sequence-parallel 3", "zero3 4"])
 def test_blocks(layout: str, tmp_path: Path) -> None:
     check_training(write_step(BLOCKS, tmp_path, optimizer="adam"), layout, 10, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tp", "dp"])
 def test_classes_that_are_split(axis: str, tmp_path: Path) -> None:
     classes = {"mesh": {axis: 4}, "shard": {"MatMul_y": [[None, None], [None, axis]]}}
@@ -123,6 +127,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.onnx" for name in ("gpt2", "llama", "bert")}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -80,6 +80,7 @@ def test_weights_keep_their_names_and_shapes(step: Path) -> None:
         np.testing.assert_array_equal(found[name], stored[name])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", ["data-parallel 3", "tensor-parallel 2", "zero3 2"])
 def test_ranks_train_like_one(step: Path, how: str) -> None:
@@ -87,6 +88,7 @@ def test_ranks_train_like_one(step: Path, how: str) -> None:
     assert main(["check", str(step), "--preset", preset, "--devices", devices]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "optimizer, mesh",

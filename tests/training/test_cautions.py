@@ -24,6 +24,7 @@ def test_a_folded_batch_norm_is_told_of(export: str) -> None:
     assert "had Dropout, the export has removed it" in told and "optimize=False" in told
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", ["resnet.legacy.training", "gpt2.dynamo.static", "unet.legacy.static"]
 )

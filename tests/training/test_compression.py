@@ -175,6 +175,7 @@ def test_ranks_send_codes_and_keep_the_rest(
     assert all(np.abs(total).max() > THRESHOLD / 2 for total in simulation.totals().values())
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("layout", ["zero1 2", "zero3 2", "hybrid dp=2,tp=2", "hybrid dp=2,tp=3"])
 def test_gradients_in_parts(layout: str, step: Path) -> None:
@@ -200,6 +201,7 @@ def test_codes_of_float64(tmp_path: Path) -> None:
         check_weights(trainer, simulation.weights)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["data-parallel 2", "data-parallel 3", "zero2 2"])
 @pytest.mark.parametrize("wire", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_16_bits_on_the_wire(wire: Any, layout: str, step: Path) -> None:
@@ -369,6 +371,7 @@ def test_what_is_kept_makes_training_converge(tmp_path: Path) -> None:
     assert final_loss(par, batches, forget=True) > 3 * whole  # 5.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["bfloat16", "2bit"])
 def test_a_comparison_judges_what_comes_before_the_first_update(to: str, tmp_path: Path) -> None:
     step, batches = write_step(MLP, tmp_path, CROSS_ENTROPY), clusters(12)

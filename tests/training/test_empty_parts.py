@@ -167,6 +167,7 @@ def test_agrees(name: str, tmp_path: Path) -> None:
                 near(left[slot.input], wanted[slot.output], share, f"{i}: {slot.input}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_a_step_is_skipped_by_all(tmp_path: Path) -> None:
     """Where one rank's gradient is no number, and another has no samples."""
@@ -234,6 +235,7 @@ WEIGHTS = {"tensors": {"w3": [None, "tp"], "w4": ["tp"]}}
 """Five columns, over eight ranks."""
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("before", "strategy", "after"),

@@ -34,6 +34,7 @@ def scores_of(step: Path, x: Array) -> Array:
     return np.asarray(model.run(None, {"x": x})[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 4", "tensor-parallel 3"])
 def test_the_loss_and_the_accuracy_of_a_batch(layout: str, tmp_path: Path) -> None:
     """Of the model as it is now, which stays so; labels that do not count do not."""
@@ -93,6 +94,7 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     assert len(losses) == 5 and told["loss"] not in losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "how"),
     [

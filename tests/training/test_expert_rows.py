@@ -22,6 +22,7 @@ def parts(par: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
@@ -87,6 +88,7 @@ def test_costs_are_those_of_the_chosen_rows(tmp_path: Path) -> None:
     assert plan.flops["model"] == router + 2 * 16 * 2 * (forward + backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_in_another_type(precision: str, tmp_path: Path) -> None:
     step = write_step(mixture(4, 8), tmp_path, "mse", precision=precision)

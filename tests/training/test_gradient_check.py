@@ -75,6 +75,7 @@ def test_an_encoder_whose_key_biases_have_no_gradient(
     assert "all outputs agree" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_step_with_states_needs_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = str(write_step(MLP, tmp_path, optimizer="adamw"))
     assert main(["check", step, "--devices", "2"]) == 2

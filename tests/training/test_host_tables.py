@@ -67,6 +67,7 @@ def step_of(folder: Path, optimizer: str = "adam", batch: int = 5, **how: Any) -
     return write_step(text, folder, "mse", optimizer, lazy=["w"], **how)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,6 +99,7 @@ def test_training(layout: str, optimizer: str, tmp_path: Path) -> None:
     same(found[0][2], found[1][2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"clip_norm": 0.1}, {"precision": "float16"}])
 def test_options_of_steps(how: dict[str, Any], tmp_path: Path) -> None:
     """Float16 has a dynamic loss scale: a step whose gradients overflow changes no row."""
@@ -154,6 +156,7 @@ def trainer(tmp_path: Path) -> Iterator[ThreadTrainer]:
         yield trainer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_a_run_that_fails_on_one_rank_changes_no_row(trainer: ThreadTrainer) -> None:
     feeds = list(fed_to_model(2))
@@ -189,6 +192,7 @@ def fed_to_model(count: int) -> Iterator[dict[str, Array]]:
         }
 
 
+@pytest.mark.slow
 def test_states_are_read_written_fed_and_fetched_whole(
     trainer: ThreadTrainer, tmp_path: Path
 ) -> None:
@@ -217,6 +221,7 @@ def test_states_are_read_written_fed_and_fetched_whole(
     assert session.states.on_host == ["w", "w.exp_avg", "w.exp_avg_sq"]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_resume_in_any_layout(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +259,7 @@ TEXT = """lookup (int64[8,3] ids, float[8,6] x) => (float[8,6] y)
   h = MatMul(x, v)  z = Add(s, h)  y = Sum(z, h) }"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -276,6 +282,7 @@ def test_a_table_that_is_trained_whole_stays_in_memory(tmp_path: Path) -> None:
             plan_of(step, "tp=2", strategy=given)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_does_not_exchange_tables_on_the_host(stage: int, tmp_path: Path) -> None:
@@ -329,6 +336,7 @@ def test_weights_of_inference(given: dict[str, Any], tmp_path: Path) -> None:
     np.testing.assert_array_equal(y, np.arange(120, dtype=np.float32).reshape(20, 6)[ids])
 
 
+@pytest.mark.slow
 def test_the_command_and_the_call(tmp_path: Path) -> None:
     step = step_of(tmp_path)
     for place in ({"w": "host"}, ["w=host"]):

@@ -64,6 +64,7 @@ def loss_by_formula(weights: dict[str, Array], x: Array, targets: Array) -> floa
     return float(np.mean((y - targets) ** 2))
 
 
+@pytest.mark.slow
 @since(27)
 def test_gradients_are_those_of_the_formulas(step: Path) -> None:
     """An SGD step moves weights by their gradients; compared with central differences."""
@@ -90,6 +91,7 @@ def test_gradients_are_those_of_the_formulas(step: Path) -> None:
         ), name
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @since(27)
 @pytest.mark.parametrize("layout", ["data-parallel 2", "tensor-parallel 2", "zero3 2"])

@@ -61,6 +61,7 @@ def picked(log_prob: Array, labels: Array, axis: int) -> float:
     return float(-moved[kept, flat[kept]].mean())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [CROSS_ENTROPY, "nll"])
 @pytest.mark.parametrize(
     ("shape", "given", "axis"),

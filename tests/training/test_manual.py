@@ -163,6 +163,7 @@ def agree(name: str, found: Any, wanted: Array, dtype: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", CASES)
@@ -171,6 +172,7 @@ def test_twenty_steps(case: str, dtype: str, tmp_path: Path) -> None:
     check(tmp_path, CASES[case], dtype, optimizer="momentum", clip_norm=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ['"all"', "[7, 6, 5, 4, 3, 2, 1, 0]"])
 def test_a_step_remembers_its_groups(group: str, tmp_path: Path) -> None:
     """`shard` gets no strategy; the step knows the ranks of the name."""
@@ -182,6 +184,7 @@ def test_a_step_remembers_its_groups(group: str, tmp_path: Path) -> None:
         pipeline.plan(tmp_path / "manual.step.onnx", Options(preset="manual", strategy=other))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad"])
 def test_optimizers(optimizer: str, tmp_path: Path) -> None:
@@ -195,6 +198,7 @@ def test_optimizers(optimizer: str, tmp_path: Path) -> None:
     assert bundle.inputs["w2"].layout == Layout((Factor(16, (Axis("tp", 4),)), Factor(5)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case: str, tmp_path: Path) -> None:
     step = tmp_path / "global.step.onnx"
@@ -206,6 +210,7 @@ def test_gradients(case: str, tmp_path: Path) -> None:
             agree(name, value, told[name], "double")
 
 
+@pytest.mark.slow
 def test_classes(tmp_path: Path) -> None:
     tensors = {"x": ["dp", None], "labels": ["dp"]}
     feeds = [labelled(batch) for batch in batches("double")]
@@ -214,12 +219,14 @@ def test_classes(tmp_path: Path) -> None:
     assert spec.evaluation == ["evaluation.loss", "evaluation.accuracy"]
 
 
+@pytest.mark.slow
 def test_what_is_not_trained(tmp_path: Path) -> None:
     """A part of a weight that stays, behind which others are trained."""
     spec = check(tmp_path, CASES["both"], frozen=["w2", "b1"])
     assert [s.input for s in spec.slots] == ["w1", "b2"] and sorted(spec.data) == ["target", "x"]
 
 
+@pytest.mark.slow
 def test_batches_in_parts(tmp_path: Path) -> None:
     """Each rank has the gradients of its samples a part at a time, and sums once."""
     check(tmp_path, CASES["copies"], feeds=batches("double", 48), accumulate=3)
@@ -227,6 +234,7 @@ def test_batches_in_parts(tmp_path: Path) -> None:
     assert sum(n.op_type == "AllReduce" for n in nodes) == len(WEIGHTS) + 2
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["slices", "both"])
 @pytest.mark.parametrize("how", [{"recompute": True}, {"precision": "float16"}])
@@ -241,6 +249,7 @@ def test_collectives_do_not_run_in_parts(tmp_path: Path) -> None:
         shard(tmp_path, CASES["slices"], accumulate=2)
 
 
+@pytest.mark.slow
 def test_statistics(tmp_path: Path) -> None:
     """Each rank normalizes by its own samples, and all keep the mean of the running ones."""
     normal = (
@@ -275,6 +284,7 @@ def check_sent(folder: Path, text: str) -> Step:
     return check(folder, Case(text, "stage=2"))
 
 
+@pytest.mark.slow
 def test_what_only_training_does(tmp_path: Path) -> None:
     """The evaluation has the same collectives, under tags of their own; ranks draw the same."""
     drop = """t = Tanh (a)

@@ -48,6 +48,7 @@ def write(folder: Path, dtype: str, norm: str, loss: str, **how: Any) -> Path:
     return folder / "step.onnx"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 1e-5)])
 @pytest.mark.parametrize("case", NUMBERS["cases"], ids=str_of)

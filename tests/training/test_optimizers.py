@@ -125,6 +125,7 @@ def weight(folder: Path) -> Array:
     return numpy_helper.to_array(onnx.load(folder / "model.onnx").graph.initializer[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_five_steps(case: str, tmp_path: Path) -> None:
     """With a learning rate of its own for each."""

@@ -98,6 +98,7 @@ def trained(step: Path, layout: str, overlap: str, fusion: str) -> tuple[dict[st
         return states(trainer), ops_of(par)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("fusion", ["none", "cost", "size"])
@@ -119,6 +120,7 @@ def test_same_bits_with_and_without(layout: str, fusion: str, deep: Path) -> Non
     assert counts["Complete"] or "tensor-parallel" in layout or fusion == "size"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero3 2", "zero3 4"])
 def test_one_node_prepares_several_gathers(layout: str, tmp_path: Path) -> None:
     """It runs before the first of them starts."""
@@ -201,6 +203,7 @@ def test_plans_count_what_moved_nodes_keep(transformer: Path, fillings: list[Fil
     assert not fillings and within.memory["activations_per_rank"] == least
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_training_over_a_slow_link_agrees_with_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +245,7 @@ def test_gradients_of_a_hybrid_are_sent_beside_the_sums_of_its_layers(tmp_path: 
     assert "AllReduce" in ops[first:last]
 
 
+@pytest.mark.slow
 def test_buckets_are_cut_only_where_ranks_communicate_while_they_compute(tmp_path: Path) -> None:
     step = write_step(DEEP, tmp_path)
 
@@ -254,6 +258,7 @@ def test_buckets_are_cut_only_where_ranks_communicate_while_they_compute(tmp_pat
     assert buckets("cost", topology=SLOW, overlap="off") == buckets("cost") == few
 
 
+@pytest.mark.slow
 def test_predictions_leave_out_what_is_hidden(tmp_path: Path) -> None:
     """Not more than there is, and nothing on one host; candidates compare the same times."""
     step = write_step(DEEP, tmp_path)
@@ -285,6 +290,7 @@ def test_parameters_are_gathered_for_two_nodes_ahead(
     assert "StartAllGather" in ops_of(par)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "topology"),
     [
@@ -304,6 +310,7 @@ def test_on_one_host_ranks_do_not_start_anything(
     assert not [op for op in ops_of(par) if op in ("Complete", "After")]
 
 
+@pytest.mark.slow
 def test_what_is_too_short_to_pay_stays_in_one_op(tmp_path: Path) -> None:
     """The device computes a layer in less time than a copy takes."""
     fast = Topology(SLOW.levels)

@@ -83,6 +83,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_gradients(case: str, tmp_path: Path) -> None:
     text, shapes = CASES[case]
@@ -106,6 +107,7 @@ def test_the_same_gradients(case: str, tmp_path: Path) -> None:
     assert {name: sizes[name] for name in shapes} == shapes
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["data-parallel 2", "tensor-parallel 2", "sequence-parallel 2", "hybrid dp=2,tp=2"]

@@ -28,6 +28,7 @@ def batch(kind: str) -> dict[str, Array]:
     return {"x": x, "labels": DRAW.integers(0, 5, 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deep", "blocks"])
 def test_the_same_numbers(kind: str, tmp_path: Path) -> None:
     """To the bit: it is the same computation, twice."""
@@ -55,6 +56,7 @@ def test_what_is_computed_twice_draws_the_same(tmp_path: Path) -> None:
         np.testing.assert_allclose(b[0][name], a[0][name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["data-parallel 2", "zero3 2", "tensor-parallel 2", "sequence-parallel 2"]
@@ -63,6 +65,7 @@ def test_ranks_agree_with_one(layout: str, tmp_path: Path) -> None:
     check_training(write_step(BLOCKS, tmp_path, recompute=True), layout, 4, 0.01)
 
 
+@pytest.mark.slow
 def test_with_all_else(tmp_path: Path) -> None:
     step = write_step(
         DEEP,
@@ -98,6 +101,7 @@ TWO = """two (float[8,6] x, float[6,9] w0, float[9,9] w1, float[9,9] w2, float[9
   g = Tanh(f)  h = MatMul(g, w2)  i = Tanh(h)  j = Add(i, f)  y = MatMul(j, w3) }"""
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "globs,again,kept",

@@ -73,6 +73,7 @@ def touched(gradient: Array) -> Array:
 LABELS = [3, 40, 3, 41]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("head", HEADS)
 def test_a_step_is_that_of_the_classes_it_samples(head: str, tmp_path: Path) -> None:
     """The reference is the unsampled head of these classes alone."""
@@ -91,6 +92,7 @@ def test_a_step_is_that_of_the_classes_it_samples(head: str, tmp_path: Path) -> 
     np.testing.assert_allclose(of_head[sample], expected["w.grad"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("groups", "larger", "kept"), [(10, 8, 4), (5, 3, 5), (9, 3, 4)])
 @pytest.mark.parametrize("head", ["rows", "columns"])
 def test_groups_need_not_divide_the_classes(
@@ -115,6 +117,7 @@ def test_groups_need_not_divide_the_classes(
     np.testing.assert_allclose(of_head[sample], expected["w.grad"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("groups", [1, 6, 12])
 def test_a_sample_of_all_classes_is_the_unsampled_head(groups: int, tmp_path: Path) -> None:
     """Of groups that are not larger than the batch, each class is kept."""
@@ -171,6 +174,7 @@ def test_labels_that_are_ignored_or_no_classes(tmp_path: Path) -> None:
             run(step, feeds([3, wrong, 40, 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "loss", "lazy"),
@@ -191,6 +195,7 @@ def test_ranks_sample_what_one_samples(
     check_training(write(tmp_path, model(), **how), layout, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "groups", "lazy"),
@@ -215,6 +220,7 @@ def test_ranks_share_groups_of_two_sizes(
         assert plan.collectives[0].bytes == even.collectives[0].bytes
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "how"),
@@ -235,6 +241,7 @@ def test_other_presets_and_options(layout: str, how: dict[str, Any], tmp_path: P
     check_training(write(tmp_path, made, **how), layout, 3)
 
 
+@pytest.mark.slow
 def test_a_lazy_step_changes_what_it_samples(tmp_path: Path) -> None:
     """With plain gradient descent, it is the dense step."""
     dense = run(write(tmp_path, model(), optimizer="sgd"), feeds(LABELS))
@@ -268,6 +275,7 @@ def test_evaluation_ranks_all_classes(tmp_path: Path) -> None:
         np.testing.assert_allclose(told[name], expected[name], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(model(), tmp_path / "model.onnx")
     path, step = str(tmp_path / "model.onnx"), str(tmp_path / "step.onnx")

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trajectories")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "layout"),
@@ -51,6 +52,7 @@ def test_float32(model: str, layout: str, folder: Path) -> None:
     assert not row.faults, row.line()
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "layout"),
@@ -66,6 +68,7 @@ def test_float64(model: str, layout: str, folder: Path) -> None:
     assert double_error(model, layout, 50, folder) <= ALLOWED["double"]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("model", "rows", "layout"),

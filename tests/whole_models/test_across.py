@@ -168,6 +168,7 @@ MODELS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_an_op_split_across_its_axis(name: str, tmp_path: Path) -> None:
     split = MODELS[name]
@@ -207,6 +208,7 @@ OPEN = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", OPEN)
 def test_sizes_may_stay_open(name: str, tmp_path: Path) -> None:
     split = OPEN[name]

@@ -18,6 +18,7 @@ def test_a_batch_of_four(name: str, layout: str, tmp_path: Path) -> None:
     check_agrees(MODELS / f"{name}.static.onnx", tmp_path, options(layout))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "mesh", "port", "dims"),

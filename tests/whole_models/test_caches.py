@@ -143,6 +143,7 @@ def cache_layouts(plan: Plan, decoder: Decoder, part: str = "") -> set[str]:
     return {layout.text(plan.mesh) for layout in each if layout is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=5", "cp=2,tp=2"])
 @pytest.mark.parametrize("decoder", FIXED, ids=str)
@@ -179,6 +180,7 @@ INSIDE = [
 """Decoders whose op has a cache of fixed length inside."""
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", ["context-parallel cp=2", "ring-attention cp=5", "cp=2,tp=2"])
 @pytest.mark.parametrize("decoder", INSIDE, ids=str)
@@ -200,6 +202,7 @@ def test_a_cache_inside_an_op_is_split_by_positions(
             loop.request(session, batch, tuple(prompts))
 
 
+@pytest.mark.slow
 def test_padded_prompts_and_full_caches_inside_an_op(tmp_path: Path) -> None:
     """A token after the end of its sample sees what the sample has. More tokens than a cache has
     places for are an error on ranks as in onnxruntime."""
@@ -226,6 +229,7 @@ def test_padded_prompts_and_full_caches_inside_an_op(tmp_path: Path) -> None:
             session.run(names, late)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "decoder",
@@ -240,6 +244,7 @@ def test_other_caches_inside_ops_stay_whole_along_positions(
         loop.request(session, 1, (3,))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("decoder", FIXED, ids=str)
 def test_rings_leave_caches_where_they_are(decoder: Decoder, tmp_path: Path) -> None:
@@ -254,6 +259,7 @@ def test_rings_leave_caches_where_they_are(decoder: Decoder, tmp_path: Path) -> 
             loop.request(session, batch, (1,) * len(prompts) if one else tuple(prompts))
 
 
+@pytest.mark.slow
 def test_the_search_splits_a_cache_by_positions_where_heads_run_out(tmp_path: Path) -> None:
     """One head with a long cache: keys by positions, and values too, or by width; the scores are
     what ranks exchange, or less."""
@@ -266,6 +272,7 @@ def test_the_search_splits_a_cache_by_positions_where_heads_run_out(tmp_path: Pa
     assert max(c.bytes for c in made.collectives) <= 4 * decoder.length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [GQA, "MultiHeadAttention"])
 def test_nobody_is_warned_of_a_width_that_attributes_give(
     cache: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
@@ -276,6 +283,7 @@ def test_nobody_is_warned_of_a_width_that_attributes_give(
     assert not [w for w in recwarn if "in every run" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_an_op_that_takes_one_token_fixes_an_open_length(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -290,6 +298,7 @@ def test_an_op_that_takes_one_token_fixes_an_open_length(
         loop.request(session, 2, (1,) * 6)
 
 
+@pytest.mark.slow
 def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
     """Keys of a length that the values of an operand decide, returned and not kept."""
     decoder = Decoder(GQA)
@@ -301,6 +310,7 @@ def test_what_a_run_returns_is_whole(tmp_path: Path) -> None:
         check_outputs(session.run(None, feeds), wanted, [p.name for p in loop.plan.outputs])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -395,6 +405,7 @@ def test_a_state_that_lacks_its_pair_is_named(tmp_path: Path) -> None:
     assert "past_key_values.5.key  present.5.key" in text
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("decoder", DECODERS, ids=str)
 def test_check_makes_feeds_that_the_model_takes(decoder: Decoder, tmp_path: Path) -> None:
@@ -403,6 +414,7 @@ def test_check_makes_feeds_that_the_model_takes(decoder: Decoder, tmp_path: Path
     assert check_model(file, options("data-parallel 2"), Way()).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_made_up_caches_of_the_last_tokens_are_full(is_mixed: bool, tmp_path: Path) -> None:
     """They are as long as the window, also beside a layer whose cache grows."""

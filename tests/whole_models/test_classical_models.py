@@ -103,6 +103,7 @@ def test_a_rank_has_only_its_trees(name: str, ranks: int, tmp_path: Path) -> Non
     assert weight.bytes_per_rank <= -(-count // ranks) / count * weight.bytes + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["svm_classifier", "svm_regressor"])
 def test_a_rank_has_only_its_support_vectors(name: str, tmp_path: Path) -> None:
     plan = onnxpar.shard(

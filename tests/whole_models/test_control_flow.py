@@ -101,6 +101,7 @@ def test_a_loop_that_stops_early_stops_on_all_ranks(tmp_path: Path, ranks: int) 
     assert not plan.whole
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["data-parallel 2", "data-parallel 3", "tensor-parallel 3", "hybrid dp=2,tp=2"]
 )
@@ -113,6 +114,7 @@ def test_presets_split_what_a_loop_carries(tmp_path: Path, layout: str) -> None:
     assert carried is not None and not carried.is_whole
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("layout", ["dp=2", "dp=3", "tp=2", "tp=3", "dp=2,tp=2"])
 def test_a_scan_over_a_sequence(tmp_path: Path, layout: str, backwards: bool) -> None:
@@ -243,6 +245,7 @@ def test_a_sum_that_is_pending_in_a_loop_is_noticed(tmp_path: Path) -> None:
         verify(main, ctx)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "strategy,expected",
     [

@@ -170,6 +170,7 @@ def random_caches(batch: int, past: int, frames: int) -> Feeds:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("hands_on", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -190,6 +191,8 @@ def first_caches(batch: int, length: int) -> Feeds:
     return {f"past_key_values_0_{kind}": zeros for kind in CACHES}
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor-parallel 3", "3", "data-parallel 2"])
 def test_a_decoder_that_chooses_its_step_by_an_if(layout: str, tmp_path: Path) -> None:
     """The dummies of the first step are of no tokens, or of one."""

@@ -86,6 +86,8 @@ def start(rank: Path, model: Path, environment: Mapping[str, str]) -> subprocess
     return subprocess.Popen(arguments, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("environment", [own, slurm, torchrun])
 def test_two_programs_are_a_world(
     rank: Path, model: Path, tmp_path: Path, environment: Environment

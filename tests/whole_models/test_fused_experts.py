@@ -120,6 +120,7 @@ def check(
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "tensor-parallel 2"])
 @pytest.mark.parametrize("name", MODELS)
@@ -127,6 +128,7 @@ def test_ranks_agree_with_the_unsplit_model(name: str, layout: str, tmp_path: Pa
     check(name, layout, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout", ["expert-parallel ep=2,tp=2", "expert-parallel 3", "expert-parallel 5", "3"]
@@ -137,6 +139,7 @@ def test_other_meshes(name: str, layout: str, tmp_path: Path) -> None:
     check(name, layout, tmp_path, batch=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["floats", "4-blocks"])
 def test_ranks_hold_and_compute_their_experts_alone(name: str, tmp_path: Path) -> None:
     plan = check(name, "expert-parallel 2", tmp_path, batch=2, dims={"n": 2})

@@ -68,6 +68,7 @@ def kinds(plan: Plan) -> Counter[str]:
     return Counter(c.kind for c in plan.collectives)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mesh", "dims"),
     [
@@ -87,6 +88,7 @@ def test_a_network_over_space(mesh: str, dims: list[Any], tmp_path: Path) -> Non
     assert kinds(plan)["NeighborExchange"] >= 5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["skip", "border"])
 @pytest.mark.parametrize(
     ("mesh", "dims"),
@@ -106,6 +108,7 @@ def test_windows_side_by_side_need_no_exchange(tmp_path: Path) -> None:
 MODEL_INPUTS = {"resnet": "pixel_values", "mobilenet": "pixel_values", "unet": "sample"}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "tp=4", "a=2,b=2"])
 @pytest.mark.parametrize("name", MODEL_INPUTS)

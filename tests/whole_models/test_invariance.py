@@ -61,6 +61,7 @@ def rename(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", REAL)
 def test_names_do_not_matter(name: str, tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_names_do_not_matter(name: str, tmp_path: Path) -> None:
         assert canonical(renamed, options) == canonical(model, options)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", REAL)
 def test_the_basic_optimizer_does_not_matter(name: str, tmp_path: Path) -> None:
@@ -175,6 +177,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", LAYOUTS, ids=str)
 def test_how_it_is_written_does_not_matter(options: dict[str, Any], tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def test_static(model: str, layout: str, tmp_path: Path) -> None:
     check_agrees(MODELS / model, tmp_path, options(layout))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "batch"),
@@ -46,6 +47,7 @@ def test_dynamic_at_given_sizes(model: str, layout: str, batch: int, tmp_path: P
     assert plan.inputs[0].shape[0] == batch
 
 
+@pytest.mark.slow
 def test_vocabulary_of_50257_over_4(tmp_path: Path) -> None:
     model = MODELS / "gpt2_vocab50257.dynamo.static.onnx"
     plan = check_agrees(model, tmp_path, options("tensor-parallel 4"))
@@ -56,6 +58,7 @@ def test_vocabulary_of_50257_over_4(tmp_path: Path) -> None:
     assert embedding.shape == (50257, 16) and embedding.bytes_per_rank == 12565 * 16 * 4
 
 
+@pytest.mark.slow
 def test_heads_9_and_3_over_2_and_3(tmp_path: Path) -> None:
     model = MODELS / "llama_heads9.dynamo.static.onnx"
     for ranks in (2, 3):

@@ -27,6 +27,7 @@ def weight(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return (RNG.standard_normal(shape) / 4).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["tensor-parallel 2", "data-parallel 2", "3"])
 def test_an_export_that_was_converted(layout: str, tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ def gated_delta_net() -> onnx.ModelProto:
 SEQUENCE = {"mesh": {"sp": 3}, "shard": {"CausalConvWithState*": [[None, None, "sp"]]}}
 
 
+@pytest.mark.matrix
 @since(27)
 @pytest.mark.parametrize(
     ("layout", "strategy"),

@@ -58,6 +58,7 @@ def feeds_of(par: Path, least: int) -> dict[str, Array]:
     return make_feeds(specs, {n: tuple(r) for n, r in bundle.data["ranges"].items()}, least)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", EVERY)
 def test_committed(model: str, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("made")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 def test_lengths_of_speech(form: str, folder: Path) -> None:
@@ -193,6 +195,7 @@ def odd_model() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dims", [{}, {"n": 3}])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_rare_forms(dims: Mapping[str, int], ranks: int, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def run_split(model: Path, folder: Path, layout: str, level: object) -> list[Arr
         return [np.asarray(out) for out in session.run(None, feeds)]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("variant", [*LEVELS, "transformer"])
 @pytest.mark.parametrize("source", SOURCES)
@@ -101,6 +102,7 @@ def test_dynamically_quantized(source: str, folder: Path) -> None:
             np.testing.assert_array_equal(a, b, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("source", SOURCES)
 def test_statically_quantized(source: str, folder: Path, tmp_path: Path) -> None:
