@@ -42,11 +42,14 @@ if [ "$extras" != test ]; then
   install ".${extras:+[$extras]}"
   exit
 fi
+# uv reads what the wheel will need from pyproject.toml, and installs it while the plugin is built.
+VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --quiet --compile-bytecode -r pyproject.toml --extra test &
 wheel() { find build/dist -name 'onnxpar-*.whl' 2>/dev/null; }
 sources=(onnxpar passes CMakeLists.txt pyproject.toml)
 if [ -z "$(wheel)" ] || [ -n "$(find "${sources[@]}" -newer "$(wheel)" -type f -not -name '*.pyc')" ]; then
   rm -rf build/dist
   .venv/bin/uv build --quiet --python .venv/bin/python --out-dir build/dist .
 fi
+wait || true
 VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip uninstall --quiet onnxpar 2>/dev/null || true
 install "$(wheel)[test]"

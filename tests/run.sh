@@ -4,12 +4,13 @@
 # needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export ONNXPAR_PARTS= PYTHONDONTWRITEBYTECODE=
+export PYTHONDONTWRITEBYTECODE=
+times=
 part() { # part NUMBER NAME COMMAND...
   local began=$SECONDS
   echo "[$1 of 6] $2 ..."
   "${@:3}"
-  ONNXPAR_PARTS+="$2 $((SECONDS - began)) s, "
+  times+="$2 $((SECONDS - began)) s, "
   echo "[$1 of 6] $2: $((SECONDS - began)) s"
 }
 lint() {
@@ -29,4 +30,4 @@ part 3 types types
 part 4 "oldest versions" tests/oldest.sh
 part 5 wheel tests/install.sh build/dist/*.whl
 echo "[6 of 6] tests ..."
-pytest -q -n 2 --dist loadscope "$@"
+ONNXPAR_PARTS=$times pytest -q -n 2 --dist worksteal "$@"

@@ -500,9 +500,9 @@ def test_likeliest_tokens_are_told(make: Make) -> None:
         assert chances == sorted(chances, reverse=True) and sum(np.exp(chances)) < 1
 
 
-def test_models_without_pages_are_refused(par: Path, alone: Callable[..., list[int]]) -> None:
+def test_models_without_pages_are_refused() -> None:
     with pytest.raises(ModelError, match="--page-size 16"):
-        Engine(par.parent / "dense.par")
+        Engine(sharded(MODELS / "llm" / "llama", devices=1, page_size=0))
 
 
 @pytest.mark.matrix

@@ -276,6 +276,7 @@ def log_of(folder: Path, rank: int) -> list[str]:
     return text.splitlines()
 
 
+@pytest.mark.processes
 def test_the_log_of_each_rank_has_the_losses(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
