@@ -61,7 +61,7 @@ def medium(request: pytest.FixtureRequest) -> Iterator[str]:
 
 class _Ranks:
     """Starts the ranks of sessions as threads, in a fiftieth of the time that processes take,
-    except in tests that are marked `processes`. Threads write no logs."""
+    except with `--zoo` and in tests that are marked `processes`. Threads write no logs."""
 
     as_processes = False
 
@@ -84,7 +84,8 @@ session.ProcessRanks = RANKS  # type: ignore[assignment, misc]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    RANKS.as_processes = item.get_closest_marker("processes") is not None
+    is_marked = item.get_closest_marker("processes") is not None
+    RANKS.as_processes = is_marked or bool(item.config.getoption("zoo"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -159,11 +160,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("zoo"):
         return
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    left_out: set[pytest.Item] = set()
     for item in items:
-        if item.get_closest_marker("matrix"):
+        if item.get_closest_marker("slow") or _runs_over_the_other_medium(item):
+            left_out.add(item)
+        elif item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    left_out = {item for item in items if item.get_closest_marker("slow")}
-    left_out.update(item for item in items if _runs_over_the_other_medium(item))
     for of_test in cases.values():  # by checksum, because neighbours have parameters in common
         by_checksum = sorted(of_test, key=_checksum)
         left_out.update(by_checksum[math.ceil(len(of_test) / FRACTION) :])

@@ -64,12 +64,12 @@ class Calls:
             of_file[test.file].append(i)
         called: dict[str, set[int]] = defaultdict(set)
         for file in folder.glob("*.calls"):
-            for name, test in _read(file):
+            for name, caller in _read(file):
                 called[name].add(-1)
-                if test in number:
-                    called[name].add(number[test])
-                elif test.startswith("setup of "):
-                    called[name].update(of_file[test.removeprefix("setup of ")])
+                if caller in number:
+                    called[name].add(number[caller])
+                elif caller.startswith("setup of "):
+                    called[name].update(of_file[caller.removeprefix("setup of ")])
         return Calls(tests, {name: sorted(ids - {-1}) for name, ids in called.items()})
 
     def of_mutant(self, mutant: Mutant) -> list[Test]:

@@ -82,7 +82,8 @@ class Job:
                 "of": len(tests),
                 "by": said[-1] if said else "",
             }
-        chosen, total = [], 0.0
+        chosen: list[Test] = []
+        total = 0.0
         for test in tests:
             total += test.seconds
             if total > self.budget and chosen:
