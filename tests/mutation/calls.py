@@ -53,10 +53,10 @@ class Calls:
         failed: set[str] = set()
         for file in folder.glob("*.times"):
             for line in file.read_text().splitlines():
-                duration, outcome, test = line.split("\t")
-                seconds[json.loads(test)] += float(duration)
+                duration, outcome, name = line.split("\t")
+                seconds[json.loads(name)] += float(duration)
                 if outcome != "passed":
-                    failed.add(json.loads(test))
+                    failed.add(json.loads(name))
         tests = [Test(name, round(s, 4)) for name, s in seconds.items() if name not in failed]
         number = {test.id: i for i, test in enumerate(tests)}
         of_file: dict[str, list[int]] = defaultdict(list)
