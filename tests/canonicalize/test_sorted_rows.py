@@ -82,7 +82,6 @@ def convert(model: ModelProto) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("change", [None, convert, add_up, scale, show, go_elsewhere])
 def test_rows(change: object, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ def test_lines_of_ranks_do_not_mix() -> None:
     assert sorted(found) == sorted(f"rank {rank} says é" for rank in range(3) for _ in range(200))
 
 
-@pytest.mark.slow
 def test_a_line_without_an_end_does_not_grow() -> None:
     """It is passed on in parts, all of which arrive."""
     command = [sys.executable, "-c", "print('x' * 300_000, end='')"]

@@ -177,7 +177,6 @@ def worlds() -> Iterator[list[World]]:
         world.close()
 
 
-@pytest.mark.slow
 def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
     @given(cases())
     def check(case: tuple[Mesh, TensorFactors, FactorSharding, FactorSharding, Hand]) -> None:

@@ -180,7 +180,6 @@ class Sequence:
                 self.session.run(fetch, feeds | {"x": feeds["x"][:, 1:]}, keep_states=keep)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("preset", ["data-parallel", "tensor-parallel"])

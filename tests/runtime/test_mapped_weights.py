@@ -11,7 +11,6 @@ from large_table import FEEDS, LIMIT, WIDTH, needs_proc, peaks, write_model
 import onnxpar
 
 
-@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(
     "how", [{"preset": "table-parallel"}, {"strategy": {"tensors": {"w": ["tp", None]}}}]

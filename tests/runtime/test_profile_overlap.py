@@ -39,7 +39,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_transfers_are_part_of_the_trace(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["run", "m.par", "--inputs", "in.npz", "--profile", "trace.json", "--repeat", "2"]
     assert main(run) == 0

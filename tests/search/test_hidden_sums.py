@@ -86,7 +86,6 @@ def test_the_bound_holds_for_strategies_with_hidden_sums(step: Path) -> None:
     assert "hidden" not in plain
 
 
-@pytest.mark.slow
 def test_it_trains_as_on_one_rank(step: Path, tmp_path: Path) -> None:
     """One step: so deep a model then multiplies rounding errors, under any strategy."""
     par = tmp_path / "wide.par"

@@ -170,7 +170,6 @@ def test_a_follower_is_lost(par: Path, start: Start, number: int) -> None:
     assert re.search(r"^onnxpar: error: .*rank 1 ", errors, re.MULTILINE), errors
 
 
-@pytest.mark.slow
 def test_rank_0_is_lost(par: Path, start: Start) -> None:
     launched = start(par)
     launched.url()

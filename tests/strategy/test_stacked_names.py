@@ -88,7 +88,6 @@ def test_weights_of_a_node() -> None:
     assert layout_of(split) == "[-, tp, -]"
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("entry", ["tp", ["tp"], ["tp", None, None, None]])
 def test_an_entry_of_another_rank_is_an_error(entry: Any) -> None:

@@ -162,7 +162,6 @@ def test_too_few_processes(made: Path, tmp_path: Path) -> None:
     assert log == "onnxpar: error: 3 processes were started, fewer than --min-ranks 4\n"
 
 
-@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_first(made: Path, tmp_path: Path) -> None:
     """Between its checkpoints, too, and goes on to the same bits."""
 

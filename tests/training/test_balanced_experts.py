@@ -68,7 +68,6 @@ def test_one_rank(step: Path) -> None:
     check(descend_unsplit(step, spec, batch, rate, len(known["losses"])))
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",

@@ -34,7 +34,6 @@ def unsplit(script: str, model: Path) -> None:
         onnx.save(whole, model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "loss", "target", "rate"),
     [

@@ -65,7 +65,6 @@ def trained(par: Path, plan: Plan) -> tuple[list[dict[str, float]], dict[str, Ar
         return [trainer.step(batch, 0.05) for batch in batches(plan, 3)], states(trainer)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_separate_nodes(

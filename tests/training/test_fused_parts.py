@@ -68,7 +68,6 @@ def test_buckets_leave_every_bit_as_it_is(layout: str, step: Path) -> None:
             np.testing.assert_array_equal(found[by][name], value, err_msg=f"{by} {name}")
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["zero1 4", "zero3 4", "hybrid dp=2,tp=2"])
 def test_ranks_agree_with_one(layout: str, step: Path) -> None:

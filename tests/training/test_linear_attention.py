@@ -64,7 +64,6 @@ def loss_by_formula(weights: dict[str, Array], x: Array, targets: Array) -> floa
     return float(np.mean((y - targets) ** 2))
 
 
-@pytest.mark.slow
 @since(27)
 def test_gradients_are_those_of_the_formulas(step: Path) -> None:
     """An SGD step moves weights by their gradients; compared with central differences."""

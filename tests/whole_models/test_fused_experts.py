@@ -139,7 +139,6 @@ def test_other_meshes(name: str, layout: str, tmp_path: Path) -> None:
     check(name, layout, tmp_path, batch=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["floats", "4-blocks"])
 def test_ranks_hold_and_compute_their_experts_alone(name: str, tmp_path: Path) -> None:
     plan = check(name, "expert-parallel 2", tmp_path, batch=2, dims={"n": 2})

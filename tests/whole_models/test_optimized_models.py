@@ -61,7 +61,6 @@ def run_split(model: Path, folder: Path, layout: str, level: object) -> list[Arr
         return [np.asarray(out) for out in session.run(None, feeds)]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("variant", [*LEVELS, "transformer"])
 @pytest.mark.parametrize("source", SOURCES)

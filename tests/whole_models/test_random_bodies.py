@@ -178,7 +178,6 @@ def strategy(program: Program, mesh: str) -> dict[str, Any]:
     return {"shard": kept, "tensors": {"x": [axis, None]}}
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(20))
 def test_random_bodies(tmp_path: Path, seed: int) -> None:

@@ -59,7 +59,6 @@ def least(sizes: Values, tables: Sequence[Table]) -> tuple[float, list[int], flo
     return found, values, found
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.floats(0, 1.2))
 def test_nothing_within_the_limit_is_less(
