@@ -60,7 +60,7 @@ def medium(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class _Ranks:
-    """Starts the ranks of sessions as threads, in a fiftieth of the time that processes take,
+    """Starts the ranks of sessions as threads, in a tenth of the time that processes take,
     except with `--zoo` and in tests that are marked `processes`. Threads write no logs."""
 
     as_processes = False
