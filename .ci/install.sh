@@ -35,7 +35,7 @@ echo "installing onnxpar in .venv; the first time takes a minute or two" >&2
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 [ -x .venv/bin/uv ] || .venv/bin/pip install --quiet uv
 install() { # uv takes a tenth of pip's time, but does not read pip's settings
-  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --quiet --compile-bytecode "$1" ||
+  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --quiet "$1" ||
     .venv/bin/pip install --quiet "$1"
 }
 if [ "$extras" != test ]; then
@@ -43,7 +43,7 @@ if [ "$extras" != test ]; then
   exit
 fi
 # uv reads what the wheel will need from pyproject.toml, and installs it while the plugin is built.
-VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --quiet --compile-bytecode -r pyproject.toml --extra test &
+VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --quiet -r pyproject.toml --extra test &
 wheel() { find build/dist -name 'onnxpar-*.whl' 2>/dev/null; }
 sources=(onnxpar passes CMakeLists.txt pyproject.toml)
 if [ -z "$(wheel)" ] || [ -n "$(find "${sources[@]}" -newer "$(wheel)" -type f -not -name '*.pyc')" ]; then

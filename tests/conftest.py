@@ -8,8 +8,8 @@ import shutil
 import signal
 import tempfile
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -117,7 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-graphs",
         type=int,
-        default=120,
+        default=60,
         metavar="N",
         help="random graphs to shard and compare",
     )
@@ -141,33 +141,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _checksum(item: pytest.Item) -> int:
-    return zlib.crc32(item.nodeid.encode())
+def pytest_report_header(config: pytest.Config) -> str:
+    return "" if config.getoption("zoo") else "a sample of all tests; --zoo runs the others, too"
 
 
-def _runs_over_the_other_medium(item: pytest.Item) -> bool:
-    """True for one of two cases that differ by the medium alone, except in the plugin's tests."""
-    medium = item.callspec.params.get("medium") if hasattr(item, "callspec") else None
-    if medium is None or "tests/native/" in item.nodeid:
-        return False
-    same_in_both = item.nodeid.replace(medium, "", 1)
-    return MEDIA[zlib.crc32(same_in_both.encode()) % 2] != medium
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Collects no test that is marked as slow, unless all are wanted."""
+    if collector.config.getoption("zoo"):
+        return None
+    names = {mark.name for mark in getattr(obj, "pytestmark", ())}
+    is_slow = "slow" in names or collector.get_closest_marker("slow") is not None
+    return [] if is_slow else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _checksum(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Unless all are wanted, leaves one case in FRACTION of each test that is marked as a matrix,
-    one medium for each case outside of tests/native, and no test that is marked as slow."""
-    if config.getoption("zoo"):
+    one medium for each case outside of tests/native, and no case that is marked as slow."""
+    yield
+    if metafunc.config.getoption("zoo"):
         return
-    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
-    left_out: set[pytest.Item] = set()
-    for item in items:
-        if item.get_closest_marker("slow") or _runs_over_the_other_medium(item):
-            left_out.add(item)
-        elif item.get_closest_marker("matrix"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for of_test in cases.values():  # by checksum, because neighbours have parameters in common
-        by_checksum = sorted(of_test, key=_checksum)
-        left_out.update(by_checksum[math.ceil(len(of_test) / FRACTION) :])
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=list(left_out))
+    name = metafunc.definition.nodeid
+
+    def is_wanted(case: Any) -> bool:
+        medium = case.params.get("medium")
+        if any(mark.name == "slow" for mark in case.marks):
+            return False
+        if medium is None or "tests/native/" in name:
+            return True
+        same_in_both = f"{name}[{case.id.replace(medium, '', 1)}]"
+        return MEDIA[_checksum(same_in_both) % 2] == medium
+
+    cases = list(filter(is_wanted, metafunc._calls))
+    if metafunc.definition.get_closest_marker("matrix"):
+        # By checksum, because neighbours have parameters in common.
+        numbers = sorted(range(len(cases)), key=lambda i: _checksum(f"{name}[{cases[i].id}]"))
+        cases = [cases[i] for i in sorted(numbers[: math.ceil(len(cases) / FRACTION)])]
+    metafunc._calls = cases

@@ -26,7 +26,7 @@ if [ -n "$source" ]; then
   grep -F 'apt install g++' "$scratch/log"
 fi
 
-$hidden "$scratch/uv" pip install --quiet --compile-bytecode --no-build "$scratch/$(basename "$1")"
+$hidden "$scratch/uv" pip install --quiet --no-build "$scratch/$(basename "$1")"
 for transport in shared-memory gloo; do
   $hidden env ONNXPAR_TRANSPORT=$transport PYTHONPATH= \
     "$scratch/venv/bin/onnxpar" check "$scratch/model.onnx" --devices 2 --preset tensor-parallel --no-measure |

@@ -16,7 +16,7 @@ suite() { python tests/peer/run.py; }
 fuzz() {
   python tests/fuzz/run.py --models 20000 --configurations 20000 --folders 20000 --seed "$seed" --keep build/nightly/found
 }
-graphs() { pytest -q -n 2 --random-graphs 20000 tests/random_graphs; }
+graphs() { pytest -q --random-graphs 20000 tests/whole_models/test_random_graphs.py; }
 sanitizers() { pytest -q --zoo tests/native/test_sanitizers.py; }
 wheels() { pytest -q --zoo tests/test_wheels.py; }
 matrix() { python tests/training/matrix.py; }

@@ -10,9 +10,9 @@ $uv pip compile --quiet --no-build --no-header --python "$python" --resolution l
   pyproject.toml --output-file "$scratch/oldest.txt"
 $uv venv --quiet --python "$python" "$scratch/venv"
 export VIRTUAL_ENV=$scratch/venv
-$uv pip install --quiet --compile-bytecode --no-build --requirement "$scratch/oldest.txt" \
+$uv pip install --quiet --no-build --requirement "$scratch/oldest.txt" \
   'pytest>=8' pytest-xdist pytest-timeout 'hypothesis>=6'
-$uv pip install --quiet --compile-bytecode --no-deps build/dist/onnxpar-*.whl
+$uv pip install --quiet --no-deps build/dist/onnxpar-*.whl
 grep -E '^(onnx|onnxruntime|numpy)==' "$scratch/oldest.txt"
 "$scratch/venv/bin/pytest" -q -n 2 -p no:cacheprovider tests/runtime/test_states.py \
   tests/passes/test_golden.py tests/whole_models/test_small_models.py tests/trainer/test_trainer.py \

@@ -33,10 +33,18 @@ def imports(file: Path) -> tuple[str, ...]:
     return tuple(_imports(ast.parse(file.read_text())))
 
 
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements that run, without a walk through their expressions."""
+    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
+        tree.body = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield node
+            yield from _statements(node)
+
+
 def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            node.body = []
+    for node in _statements(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onnxpar"):
             base = (node.module or "").removeprefix("onnxpar").removeprefix(".")
             for alias in node.names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
 from typing import Any
 
 from onnxpar.base.version import versions_text
@@ -36,6 +37,7 @@ exit status: 0 success, 1 mismatch, 2 bad input or failed run. With ONNXPAR_TRAC
 environment, an error also prints Python's traceback."""
 
 
+@cache
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     top = CommandParser(

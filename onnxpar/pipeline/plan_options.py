@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -144,6 +145,7 @@ _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
 Kind = type[LayoutOptions] | type[PlanOptions]
 
 
+@cache
 def _hints(kind: Kind) -> Mapping[str, Any]:
     return get_type_hints(kind)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from hosts import ssh
 from hosts.hosts import Host, Hosts, why_not
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests on hosts of their own take long, each."""
-    if "cluster" in getattr(item, "fixturenames", ()):
-        item.add_marker("slow")
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Tests on hosts of their own take long, each: unless all are wanted, none is collected."""
+    is_wanted = collector.config.getoption("zoo") or not inspect.isfunction(obj)
+    return None if is_wanted or "cluster" not in inspect.signature(obj).parameters else []
 
 
 @dataclass
