@@ -111,7 +111,8 @@ def run_all(
 
 def _import_all() -> None:
     """Imports what commands import when they need it, so that no child takes a second for it."""
-    for module in pkgutil.walk_packages(onnxpar.__path__, "onnxpar.", lambda name: None):
+    folder = str(Path(onnxpar.__file__).parent)  # an editable install has others in its __path__
+    for module in pkgutil.walk_packages([folder], "onnxpar.", lambda name: None):
         if not module.name.endswith("__main__"):
             with contextlib.suppress(ImportError, OnnxparError):  # of what is optional
                 importlib.import_module(module.name)

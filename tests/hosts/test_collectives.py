@@ -47,6 +47,7 @@ def on_one_host(size: int) -> list[dict[str, list[str]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("counts", "connections", "slow"),

@@ -78,6 +78,7 @@ def in_a_loop(
     return hvd.run_on_threads(body, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_nested_parts_put_the_larger_first() -> None:
     assert nested_parts(50257, (4,)) == (12565, 12564, 12564, 12564)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
 def test_nested_parts_compose_under_gathering(size: int, a: int, b: int) -> None:
     fine = nested_parts(size, (a, b))

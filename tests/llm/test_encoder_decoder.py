@@ -50,7 +50,7 @@ def cases(name: str) -> Iterator[tuple[dict[str, str], list[Any], list[list[int]
         yield {}, list(found), list(found.values())
 
 
-@pytest.fixture(scope="module", params=["t5", "bart"])
+@pytest.fixture(scope="module", params=["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def translator(request: pytest.FixtureRequest) -> Iterator[Generator]:
     par = sharded(FOLDERS[request.param], devices=2, preset="tensor-parallel")
     with Generator(par, timeout=TIMEOUT) as generator:

@@ -163,6 +163,7 @@ def test_prompts_are_read_in_chunks(
     assert engine.counts.steps >= sum(map(len, given)) / max(step_tokens, 5)
 
 
+@pytest.mark.slow
 def test_a_beginning_is_read_once(make: Make, alone: Callable[..., list[int]]) -> None:
     engine = make()
     common = prompts(1, 90, seed=3)[0][:70] + [7] * 48

@@ -111,6 +111,7 @@ def fused(path: Path, folder: Path, options: ort.SessionOptions) -> Counter[str]
     return Counter(node.op_type for node in nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", EXPORTS)
 def test_ranks_fuse_what_the_unsplit_model_fuses(

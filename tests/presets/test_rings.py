@@ -270,6 +270,7 @@ def test_training_by_head(type_: str, more: str, operands: str, tmp_path: Path) 
     assert calls(plan)["CollectivePermute"] == 7
 
 
+@pytest.mark.slow
 def test_training_between_sequences(tmp_path: Path) -> None:
     """12 queries attend to 7 positions of another sequence."""
     text = LAYER.replace("{more}", "float[2,7,24] z, ").replace("MatMul(x, w2)", "MatMul(z, w2)")

@@ -435,6 +435,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     assert max(most) < 32 << 20, most
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @over_both
 @pytest.mark.parametrize("killed", [0, 1])

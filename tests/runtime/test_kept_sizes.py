@@ -14,6 +14,7 @@ from onnxpar.runtime.threads import ThreadSession
 MODEL = Path(__file__).parents[2] / "models" / "llama_decode.dynamo.dynamic.onnx"
 
 
+@pytest.mark.slow
 def test_the_error_names_the_kept_state_and_the_remedy(tmp_path: Path) -> None:
     plan = onnxpar.shard(MODEL, tmp_path / "d.par", devices=2, preset="tensor-parallel")
     empty = {name: np.zeros((3, 4, 0, 6), np.float32) for name, *_ in plan.states}

@@ -143,6 +143,7 @@ def test_clocks_of_ranks_agree(recorded: Trace) -> None:
             assert abs(event.start + event.wait - last) <= MICROSECONDS
 
 
+@pytest.mark.slow
 def test_nodes_lead_back_to_the_global_graph(par: Path, recorded: Trace) -> None:
     known = set(json.loads((par.parent / "nodes.json").read_text()))
     known |= {c["name"] for c in plan_of(par)["collectives"] if not c["tensor"].startswith("in ")}

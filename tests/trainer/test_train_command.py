@@ -104,6 +104,7 @@ def test_what_a_run_prints_and_leaves(
     same(left(tmp_path), left(at_once))  # twice the same command, and checkpoints change nothing
 
 
+@pytest.mark.slow
 def test_steps_after_a_checkpoint_are_told_once(made: Path, at_once: Path, tmp_path: Path) -> None:
     assert main(arguments(made, tmp_path, "--every", "4")) == 0
     for done in (12, 14):

@@ -34,6 +34,7 @@ def unsplit(script: str, model: Path) -> None:
         onnx.save(whole, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "loss", "target", "rate"),
     [

@@ -56,6 +56,7 @@ def trained(step: Path, layout: str, fusion: str) -> dict[str, np.ndarray]:
         return {slot.input: trainer.session.states.read(slot.input) for slot in slots}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_one_node_prepares_several_gathers(layout: str, tmp_path: Path) -> None:
     same(with_, without)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero3 2", "hybrid dp=2,tp=2"])
@@ -161,6 +162,7 @@ def fillings(monkeypatch: pytest.MonkeyPatch) -> list[Filling]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def leave(trainer: Trainer, feeds: list[dict[str, Array]], rate: float) -> dict[
     return {**left, "losses": b"".join(loss.tobytes() for (loss,) in told)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor-parallel 4", "zero3 4"])
 def test_dropout(layout: str, tmp_path: Path) -> None:
     told = []

@@ -61,6 +61,7 @@ def run_split(model: Path, folder: Path, layout: str, level: object) -> list[Arr
         return [np.asarray(out) for out in session.run(None, feeds)]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("variant", [*LEVELS, "transformer"])
 @pytest.mark.parametrize("source", SOURCES)
@@ -87,6 +88,7 @@ def check_fused(rank: onnx.GraphProto, whole: onnx.GraphProto) -> None:
         assert found.op_type == node.op_type or made[found.input[0]].domain == "onnxpar", node.name
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("source", SOURCES)

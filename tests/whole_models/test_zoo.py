@@ -49,6 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("model", "layout", "sizes"), cases, ids=["-".join(c) for c in cases])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_agrees(model: str, layout: str, sizes: str, tmp_path: Path) -> None:
     path = MODELS / model
