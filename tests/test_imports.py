@@ -1,6 +1,5 @@
 """Rooms import one way, passes do not import each other, rules know no mesh."""
 
-import ast
 import importlib
 import re
 import sys
@@ -27,31 +26,24 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield f"passes.{file.stem}", file
 
 
+_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?: .*\n|\n)*", re.MULTILINE)
+_IMPORT = re.compile(r"^ *from onnxpar([\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+
+
 @cache
 def imports(file: Path) -> tuple[str, ...]:
     """The onnxpar modules that a file imports at run time, by name below onnxpar."""
-    return tuple(_imports(ast.parse(file.read_text())))
+    return tuple(_imports(_TYPES.sub("", file.read_text())))
 
 
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """All statements that run, without a walk through their expressions."""
-    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
-        tree.body = []
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):
-            yield node
-            yield from _statements(node)
-
-
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in _statements(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onnxpar"):
-            base = (node.module or "").removeprefix("onnxpar").removeprefix(".")
-            for alias in node.names:
-                inner = f"{base}.{alias.name}".removeprefix(".")
-                path = ROOT / "onnxpar" / Path(*inner.split("."))
-                is_module = path.with_suffix(".py").exists() or path.is_dir()
-                yield inner if is_module else base
+def _imports(source: str) -> Iterator[str]:
+    for match in _IMPORT.finditer(source):
+        base = match[1].removeprefix(".")
+        for name in re.findall(r"(\w+)(?: as \w+)?", re.sub(r"#.*", "", match[2])):
+            inner = f"{base}.{name}".removeprefix(".")
+            path = ROOT / "onnxpar" / Path(*inner.split("."))
+            is_module = path.with_suffix(".py").exists() or path.is_dir()
+            yield inner if is_module else base
 
 
 OUTSIDE = ("__init__", "__main__", "training.__init__", "cli.__init__")

@@ -259,6 +259,7 @@ def compare(decoder: Decoder, model: onnx.ModelProto, folder: Path, devices: int
                 np.testing.assert_allclose(completion.logprobs, chances, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", KEPT)
 def test_pages_generate_the_tokens_of_the_unsplit_model(name: str, tmp_path: Path) -> None:

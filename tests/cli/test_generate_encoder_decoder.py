@@ -115,6 +115,7 @@ def test_refused(
     assert status == 2 and named in printed.err and not printed.out
 
 
+@pytest.mark.slow
 def test_arrays_that_are_no_sound(
     whisper: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ GROUPED: dict[str, tuple[list[int], dict[str, Any]]] = {
 attributes for each member where there are any."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("group", ["ends", [2, 0]])
 def test_ranks_outside_a_group(tmp_path: Path, kind: str, group: Any) -> None:

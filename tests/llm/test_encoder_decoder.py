@@ -228,6 +228,7 @@ def test_positions_limit_prompts_and_answers() -> None:
         assert len(found.tokens) == 255 and found.reason == "stop", "with the start token, 256"
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "prompt,options,named",

@@ -71,7 +71,9 @@ def keeps_pages(name: str) -> bool:
 @pytest.mark.matrix
 @pytest.mark.parametrize("page_size", [None, 0, 5], ids="pages-{}".format)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(f, marks=pytest.mark.slow) if f != "llama" else f for f in FOLDERS]
+)
 def test_tokens_are_those_of_others(
     name: str, layout: str, page_size: int | None, tmp_path: Path
 ) -> None:

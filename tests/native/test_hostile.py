@@ -78,6 +78,7 @@ def test_frames_of_a_false_hub(kind: str, frames: int) -> None:
     assert len(found["errors"]) - len(wrong) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind, count", [("large", 120), ("small", 300)])
 def test_strangers_that_never_end_their_hello(kind: str, count: int) -> None:

@@ -32,6 +32,7 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     return [digests for _, digests in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("media", "pairs"),

@@ -20,6 +20,7 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
+@pytest.mark.slow
 @pytest.mark.peer
 def test_every_split_of_a_part(worker: Worker) -> None:
     outcomes: list[Outcome] = []

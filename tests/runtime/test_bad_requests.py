@@ -19,7 +19,7 @@ from onnxpar.errors import InputError, OnnxparError, RunError
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 
-pytestmark = pytest.mark.usefixtures("medium")
+pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 
 KINDS = pytest.mark.parametrize("kind", [ThreadSession, InferenceSession])
 

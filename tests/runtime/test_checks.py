@@ -19,6 +19,8 @@ from onnxpar.runtime.bundle import FORMAT, Bundle
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
 
+pytestmark = pytest.mark.processes
+
 WRONG_FEEDS = [
     ({}, "input 'x' is not fed; give float32 [4, 7]"),
     ({"x": "good", "z": 1}, "no input is named 'z'; the inputs are x"),

@@ -24,6 +24,8 @@ from onnxpar.runtime.groups import World, thread_worlds
 from onnxpar.runtime.launched_rank import _share
 from onnxpar.runtime.session import InferenceSession
 
+pytestmark = pytest.mark.processes
+
 
 def machine(
     folder: Path, nodes: int, cores: int, hyperthreads: int, offline: Iterable[int] = ()

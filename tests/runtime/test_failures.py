@@ -32,7 +32,7 @@ from onnxpar.runtime.rank_failure import is_damaged, load_text
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 
-pytestmark = pytest.mark.usefixtures("medium")
+pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 TESTS = Path(__file__).parent.parent
 
 

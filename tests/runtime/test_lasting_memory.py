@@ -15,6 +15,8 @@ from runtime.bundles import Tensor, write_par
 from onnxpar.errors import RankError
 from onnxpar.runtime.session import InferenceSession
 
+pytestmark = pytest.mark.processes
+
 SHAPE = (8, 32)
 
 

@@ -10,7 +10,10 @@ from large_table import FEEDS, LIMIT, WIDTH, needs_proc, peaks, write_model
 
 import onnxpar
 
+pytestmark = pytest.mark.processes
 
+
+@pytest.mark.matrix
 @needs_proc
 @pytest.mark.parametrize(
     "how", [{"preset": "table-parallel"}, {"strategy": {"tensors": {"w": ["tp", None]}}}]

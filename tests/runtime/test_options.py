@@ -21,6 +21,8 @@ from onnxpar.runtime.options import SessionSpec, run_options, run_spec
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def doubling(tmp_path: Path) -> Path:

@@ -37,6 +37,8 @@ from onnxpar.runtime.threads import ThreadSession
 from onnxpar.runtime.trace import Event, Trace, read_trace, write_trace
 from onnxpar.strategy.strategy import Strategy
 
+pytestmark = pytest.mark.processes
+
 TEXT = """<ir_version: 10, opset_import: ["" : 18]>
 m (float[12,5] x, float[5,6] w1, float[6] w2, float[1,8,6] w3, float[1,8,8] w4, float[8,9] w5)
 => (float[12,9] y, float[12,6] z) <int64[3] steps = {3, 4, 6}, int64[2] rows = {12, 8}>

@@ -17,7 +17,7 @@ from onnxpar.pipeline import pipeline
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.trace import Trace, read_trace
 
-pytestmark = pytest.mark.usefixtures("medium")
+pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 
 LATENCY = 0.03
 BRANCHES = """branches (float[4,6] x, float[6,3] w1, float[4,4] b, float[4,3] w2) => (float[4,3] z)

@@ -20,6 +20,8 @@ from onnx import numpy_helper
 
 from onnxpar.cli.command_line import main
 
+pytestmark = pytest.mark.processes
+
 TEXT = """<ir_version: 8, opset_import: ["" : 17]>
     table (int64[4] i) => (float[4,8] y) { y = Gather(t, i) }"""
 

@@ -16,6 +16,8 @@ from onnxpar.errors import InputError, RunError
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.session import InferenceSession
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:

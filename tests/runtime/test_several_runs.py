@@ -18,6 +18,8 @@ from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession
 
+pytestmark = pytest.mark.processes
+
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6)
 X = np.array([[1, 2, 3, 4]], np.float32)
 B = np.zeros(4, np.float32)

@@ -220,7 +220,6 @@ def compiled(path: Path, mesh: str, topology: Topology, chosen: Chosen) -> float
 
 SETTINGS = settings(
     deadline=None,
-    max_examples=150,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

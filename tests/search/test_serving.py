@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from onnx import helper
 from search.small_graphs import graphs, save, topologies
@@ -60,7 +60,7 @@ def solved(
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=40)
+@SETTINGS
 @given(
     graphs(4),
     st.sampled_from(["tp=2", "tp=3", "dp=2,tp=2"]),

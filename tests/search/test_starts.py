@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from search.small_graphs import graphs, save, topologies
 from search.test_problem import context
 
@@ -48,7 +48,6 @@ def only(values: Values) -> dict[int, Array]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(graphs(), topologies())
 def test_no_axis_alone_makes_it_faster(model: onnx.ModelProto, topology: Topology) -> None:
     problem = problem_of(model, "dp=2,tp=3", topology)

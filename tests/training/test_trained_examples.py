@@ -30,6 +30,7 @@ def losses(text: str) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("network", "how"),

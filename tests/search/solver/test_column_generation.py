@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxpar.base.arrays import Array
@@ -59,7 +59,6 @@ def least(sizes: Values, tables: Sequence[Table]) -> tuple[float, list[int], flo
     return found, values, found
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.floats(0, 1.2))
 def test_nothing_within_the_limit_is_less(
     problem: tuple[list[int], list[list[Table]], list[Demand], int], share: float

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from search.small_sums import Sum, every_total, sums, total
 
 from onnxpar.search.solver.elimination import (
@@ -19,8 +19,6 @@ from onnxpar.search.solver.elimination import (
 )
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=300)
 @given(sums())
 def test_as_brute_force(problem: Sum) -> None:
     sizes, tables = problem
@@ -31,8 +29,6 @@ def test_as_brute_force(problem: Sum) -> None:
     assert least == total(tables, chosen)
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=200)
 @given(sums())
 def test_what_is_left_has_the_same_sums(problem: Sum) -> None:
     sizes, tables = problem

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from search.small_sums import Sum, every_total, sums, total
 
@@ -32,7 +32,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@settings(deadline=None, max_examples=100)
 @given(sums(20))
 def test_bounds(problem: Sum) -> None:
     """Costs that move leave every sum as it was, and none is below its bound."""
@@ -51,8 +50,6 @@ def test_bounds(problem: Sum) -> None:
             assert (messages.bound + slack <= least + 1e-9).all()
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=200)
 @given(sums(20))
 def test_as_brute_force(problem: Sum) -> None:
     sizes, tables = problem
@@ -62,8 +59,6 @@ def test_as_brute_force(problem: Sum) -> None:
     assert found >= least >= bound * (1 - 1e-12)
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=200)
 @given(sums(20), st.floats(0.5, 1.5))
 def test_what_is_not_below_a_number_is_left(problem: Sum, share: float) -> None:
     """The least sum is found if it is below the number; else the bound says that none is."""
