@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from onnxpar.base.near_names import did_you_mean
 from onnxpar.base.progress_line import progress_line
@@ -145,9 +145,11 @@ _ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
 Kind = type[LayoutOptions] | type[PlanOptions]
 
 
-@cache
+_type_hints = cache(get_type_hints)
+
+
 def _hints(kind: Kind) -> Mapping[str, Any]:
-    return get_type_hints(kind)
+    return _type_hints(cast(Any, kind))
 
 
 def option_names(kind: Kind = PlanOptions) -> tuple[str, ...]:
