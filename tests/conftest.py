@@ -117,7 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-graphs",
         type=int,
-        default=120,
+        default=60,
         metavar="N",
         help="random graphs to shard and compare",
     )

@@ -55,6 +55,7 @@ def make(par: Path) -> Iterator[Make]:
         embedder.close()
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("preset", ["data-parallel", "auto"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -90,6 +90,7 @@ def test_nothing_is_wider_than_the_window(tab: Browser, file: Path, width: int) 
     assert outside == []
 
 
+@pytest.mark.slow
 def test_tables_scroll_on_a_phone_beside_their_first_column(tab: Browser, file: Path) -> None:
     tab.open(file, PHONE)
     places = tab.run(
@@ -233,6 +234,7 @@ def test_charts_are_drawn_in_their_colours(tab: Browser, file: Path, dark: bool)
         assert colours.get(bars, 0) > 100
 
 
+@pytest.mark.slow
 def test_printed(tab: Browser, file: Path) -> None:
     tab.open(file, dark=True)
     tab.media("print")

@@ -14,6 +14,7 @@ RIGHT: set[tuple[str, str]] = set()
 """Models that are right without any fault, and the medium over which they were checked."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_noticed(
     name: str, medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
