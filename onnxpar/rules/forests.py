@@ -53,14 +53,15 @@ class Trees:
         self.count, self.width, self.stand_in = count, width, stand_in
         self._last: tuple[bytes, dict[str, Any]] | None = None
 
-    def cut(self, trees: Array) -> dict[str, Any]:
+    def cut(self, trees: Array, reaches_all: bool = False) -> dict[str, Any]:
         """The attributes of a node with these trees. With `stand_in`, it also has leaves that give
-        this weight to each target; without trees, such leaves give 0 if weights are added, because
-        a node must have a tree."""
-        key = trees.tobytes()
+        this weight to each target. Where weights are added, such leaves give 0: without trees,
+        because a node must have a tree, and if it must reach all targets."""
+        key = bytes([reaches_all]) + trees.tobytes()
         if self._last is None or self._last[0] != key:
-            of_none = 0.0 if self.stand_in is None else self.stand_in
-            self._last = (key, self._taken(trees, self.stand_in if len(trees) else of_none))
+            of_sums = None if len(trees) and not reaches_all else 0.0
+            weight = of_sums if self.stand_in is None else self.stand_in
+            self._last = (key, self._taken(trees, weight))
         return self._last[1]
 
     def names(self) -> list[str]:

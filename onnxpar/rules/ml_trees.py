@@ -46,7 +46,7 @@ def tree_regressor(node: gs.Node) -> Rule:
     post = _text(node.attrs.get("post_transform"))
     stand_in = _NEUTRAL.get(how)
     forest = (Ensemble if node.op == "TreeEnsemble" else Forest)(node, count, stand_in)
-    if stand_in is not None and not forest.always().all():
+    if (stand_in is not None and not forest.always().all()) or _depends_on_rows(forest):
         return einsum(node, text, constants=STORED, whole={**whole, "t": FEW_TARGETS})
     if post in _NONE and how not in _AVERAGE:
         reduce, local = {"t": _reduction(forest)}, _local(forest)
@@ -68,6 +68,21 @@ def tree_regressor(node: gs.Node) -> Rule:
     )
 
 
+def _depends_on_rows(forest: Trees) -> bool:
+    """True if only some rows get a base value, because it is added where a leaf gives a weight."""
+    base, always = base_of(forest.attrs), forest.always()
+    given = np.isin(np.arange(forest.width), forest.targets)
+    return base is not None and forest.width > 1 and bool((base[given & ~always] != 0).any())
+
+
+def _given_base(forest: Trees) -> np.ndarray[Any, Any] | None:
+    """The base values, 0 for a target that no leaf gives a weight to; None if there are none."""
+    base = base_of(forest.attrs)
+    if base is None or forest.width == 1:
+        return base
+    return np.where(np.isin(np.arange(forest.width), forest.targets), base, base.dtype.type(0))
+
+
 def _reduction(forest: Trees) -> str:
     """The reduction that combines the results of the ranks' trees."""
     if forest.stand_in is None:
@@ -79,35 +94,37 @@ def _local(forest: Trees) -> dict[str | int, Callable[[Local], Any]]:
     """The attributes of a rank's trees. Only the first rank that holds trees adds the base values
     to its sums; every rank adds them to its extremes."""
     local: dict[str | int, Callable[[Local], Any]] = {}
+    base = _given_base(forest) if forest.stand_in is None else None
     for key in forest.names():
-        local[key] = _own_trees(forest, key)
+        local[key] = _own_trees(forest, key, adds_base=base is not None)
     for key in ("base_values", "base_values_as_tensor"):
-        base = forest.attrs.get(key)
-        if forest.stand_in is None and base is not None and len(numbers(base)):
-            local[key] = _base(base)
+        own = forest.attrs.get(key)
+        if base is not None and own is not None and len(numbers(own)):
+            local[key] = _base(own, base)
     return local
 
 
-def _own_trees(forest: Trees, key: str) -> Callable[[Local], Any]:
-    """An attribute of the rank's trees; as it is if trees are not split."""
+def _own_trees(forest: Trees, key: str, adds_base: bool = False) -> Callable[[Local], Any]:
+    """An attribute of the rank's trees; as it is if trees are not split. With `adds_base`, the
+    first rank reaches all targets, as it adds a base value only where a leaf gives a weight."""
 
     def taken(local: Local) -> Any:
         if not local.is_split("t"):
             return forest.attrs.get(key)
-        return forest.cut(local.positions("t"))[key]
+        return forest.cut(local.positions("t"), adds_base and local.member("t") == 0)[key]
 
     return taken
 
 
-def _base(base: Any) -> Callable[[Local], Any]:
-    """The base values on the first rank along t, zeros on the others."""
+def _base(own: Any, base: np.ndarray[Any, Any]) -> Callable[[Local], Any]:
+    """The base values on the first rank along t, zeros on the others; in the form of `own`."""
 
     def value(local: Local) -> Any:
         if not local.is_split("t"):
-            return base
-        held = numbers(base) * (local.member("t") == 0)
-        if isinstance(base, gs.Tensor):
-            return gs.Constant("", held.astype(numbers(base).dtype))
+            return own
+        held = base * (local.member("t") == 0)
+        if isinstance(own, gs.Tensor):
+            return gs.Constant("", held.astype(base.dtype))
         return [float(b) for b in held]
 
     return value
@@ -126,7 +143,7 @@ def _lower_regressor(forest: Trees, op: str) -> Callable[[Lowering], None]:
         x: gs.Tensor = build.all_reduce(raw, ["t"], _reduction(forest))
         if how in _AVERAGE:
             x = build.add("Div", [x, np.array(forest.count, dtype_of(out))])
-        base = base_of(attrs)
+        base = _given_base(forest)
         if base is not None:
             x = build.add("Add", [x, base.astype(dtype_of(out))])
         transformed(build, x, _POSTS.get(post, post), 0)

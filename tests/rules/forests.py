@@ -10,7 +10,8 @@ MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT")
 
 def forest(trees, targets, side="target", features=3, signs=True, only=None, seed=0, **attrs):
     """The attributes of a TreeEnsembleRegressor (`side` "target") or -Classifier ("class"), of
-    trees with three leaves, each of which gives a weight to the targets `only` (by default all)."""
+    trees with three leaves, each of which gives a weight to the targets `only` (by default all).
+    This can be a function of the tree and the leaf, 2 to 4."""
     rng = np.random.default_rng(seed)
     lists: dict[str, list[Any]] = {}
 
@@ -31,7 +32,8 @@ def forest(trees, targets, side="target", features=3, signs=True, only=None, see
                 nodes_missing_value_tracks_true=tree % 2,
                 nodes_hitrates=1.0,
             )
-            for target in () if left else (only or range(targets)):
+            given = only(tree, node) if callable(only) else only or range(targets)
+            for target in () if left else given:
                 weight = float(np.float32(rng.normal()))
                 put(
                     **{
@@ -49,7 +51,8 @@ def forest(trees, targets, side="target", features=3, signs=True, only=None, see
 def doubles(attrs):
     """The same attributes with thresholds and weights in tensors of float64."""
     made = dict(attrs)
-    for name in ("nodes_values", "target_weights", "class_weights", "nodes_hitrates"):
+    names = ("nodes_values", "target_weights", "class_weights", "nodes_hitrates", "base_values")
+    for name in names:
         if name in made:
             made[f"{name}_as_tensor"] = gs.Constant("", np.array(made.pop(name), np.float64))
     return made

@@ -54,6 +54,47 @@ def test_regressor(prove_rule, case, text):
     prove_rule(case, text)
 
 
+def of_round(tree, leaf):
+    return [tree % 3]
+
+
+def of_block(tree, leaf):
+    return [tree // 2]
+
+
+def of_leaf(tree, leaf):
+    return [0, leaf - 2]
+
+
+BASE = {"base_values": [100.0, 200.0, 300.0]}
+VOTES = [
+    (regressor(6, 3, only=of_round, **BASE), SUM),
+    (regressor(6, 3, only=of_block, **BASE), SUM),
+    (regressor(2, 3, only=of_round, **BASE), SUM),  # no tree for target 2, whose base is not added
+    (
+        case(
+            "TreeEnsembleRegressor",
+            doubles(forest(6, 3, only=of_block, **BASE)),
+            GAPS.astype(float),
+        ),
+        SUM,
+    ),
+    (regressor(6, 3, only=of_block, **BASE, **MEAN), TALK),
+    (regressor(2, 3, only=of_round, **BASE, **MEAN), TALK),
+    (regressor(6, 3, only=of_block, base_values=[1.0, 2.0, 3.0], post_transform="SOFTMAX"), TALK),
+    (regressor(6, 3, only=of_leaf, **BASE), "n f, t b -> n c {whole: f c b t}"),
+    (regressor(6, 3, only=of_leaf, **BASE, **MEAN), "n f, t b -> n c {whole: f c b t}"),
+    (regressor(6, 3, only=of_leaf, base_values=[7.0, 0.0, 0.0]), SUM),
+    (regressor(6, 3, only=of_leaf), SUM),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), VOTES)
+def test_trees_that_vote_for_some_targets(prove_rule, case, text):
+    """A base value is added where a leaf gives a weight, on whatever rank that leaf is."""
+    prove_rule(case, text)
+
+
 def shifted(attrs, by):
     """The same attributes with weights that are higher by this number."""
     made = dict(attrs)
