@@ -131,7 +131,10 @@ def einsum(
     outputs = tuple(parse_spec(part) for part in right.split(";"))
     found: dict[str, Size] = dict(sizes or {})
     for spec, tensor in zip(inputs + outputs, [*node.inputs, *node.outputs], strict=False):
-        for expr, size in zip(spec or (), tensor_shape(tensor) or (), strict=False):
+        shape = tensor_shape(tensor)
+        if spec is not None and shape is not None and len(spec) != len(shape):
+            return whole_rule(node, f"{text!r} is no rule for tensors of {len(shape)} dimensions")
+        for expr, size in zip(spec or (), shape or (), strict=False):
             if isinstance(expr, Var):
                 found.setdefault(expr.name, size)
     names = {v for s in inputs + outputs for e in s or () for v in expr_vars(e)}

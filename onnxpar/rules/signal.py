@@ -40,14 +40,15 @@ def dft(node: gs.Node) -> Rule:
 @rule("STFT")
 def stft(node: gs.Node) -> Rule:
     """`b t _, _ -> b s f _`: signal t and frames s are co-sharded, and a rank fetches the elements
-    of its frames."""
-    rest = ", _" * (len(node.inputs) - 1)
-    whole = {"f": _FREQUENCY, **dict.fromkeys("ko", _COMPLEX)}
+    of its frames. onnxruntime also takes a signal without the last dimension."""
+    parts = " k" if len(tensor_shape(node.inputs[0]) or ()) > 2 else ""
+    rest = parts + ", _" * (len(node.inputs) - 1)
+    whole = {"f": _FREQUENCY, **dict.fromkeys("ko" if parts else "o", _COMPLEX)}
     frames = _frames(node)
     if frames is None:
         return einsum(
             node,
-            f"b t k{rest} -> b s f o",
+            f"b t{rest} -> b s f o",
             whole={**whole, **dict.fromkeys("ts", "frames of data-dependent lengths")},
             linear=(FIRST,),
         )
@@ -62,7 +63,7 @@ def stft(node: gs.Node) -> Rule:
 
     return einsum(
         node,
-        f"b {space.before[0]} k{rest} -> b {space.after[0]} f o",
+        f"b {space.before[0]}{rest} -> b {space.after[0]} f o",
         whole={**whole, **space.whole},
         linear=(FIRST,),
         lower=lower,

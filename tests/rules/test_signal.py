@@ -38,6 +38,14 @@ CASES = [
         Case("STFT", [(2, 21, 1), array(4), None, array(5)], fed=[1]),
         "b t k, _, _, _ -> b s f o {whole: f k o t s}",
     ),
+    (  # without the dimension of 1, as onnxruntime takes it
+        Case("STFT", [(3, 32), array(8), np.ones(16, np.float32), array(16)]),
+        "b h0, _, _, _ -> b y0 f o {communicating: h0, co-sharded: h0 y0, whole: f o}",
+    ),
+    (
+        Case("STFT", [(2, 21), array(4), None, array(5)], fed=[1]),
+        "b t, _, _, _ -> b s f o {whole: f o t s}",
+    ),
     (Case("TfIdfVectorizer", [WORDS], N_GRAMS, fed=[0]), "b0 t -> b0 o {whole: t o}"),
 ]
 
