@@ -102,11 +102,31 @@ def _picks(graph: gs.Graph) -> Iterator[tuple[gs.Tensor, dict[int, Stacked]]]:
             continue
         while ids.inputs and ids.inputs[0].op in _SAME_ORDER:
             ids = ids.inputs[0].inputs[0]
+        if not _is_chosen(ids):
+            continue
         numbers[id(ids)] = ids
         found[id(ids)] |= _moved(node.outputs[0], Stacked(node.inputs[0]))
     for key, picks in found.items():
         if any(len(tensor_shape(p.tensor) or ()) == 3 for p in picks.values()):
             yield numbers[key], picks
+
+
+def _is_chosen(tensor: gs.Tensor) -> bool:
+    """True for numbers that the model computes from what it chooses by TopK, ArgMax or ArgMin, and
+    not from an input: rows of a table of adapters, say, are no mixture."""
+    todo, seen, is_any = [tensor], {id(tensor)}, False
+    while todo:
+        each = todo.pop()
+        node = each.inputs[0] if each.inputs else None
+        if node is not None and node.op in ("TopK", "ArgMax", "ArgMin"):
+            is_any = True
+        elif node is None and not isinstance(each, gs.Constant):
+            return False
+        elif node is not None:
+            sources = [t for t in node.inputs if t.name and id(t) not in seen]
+            seen.update(map(id, sources))
+            todo += sources
+    return is_any
 
 
 def _is_stored(tensor: gs.Tensor) -> bool:
@@ -304,20 +324,26 @@ def _of_expert(write: DenseExperts, ids: gs.Tensor) -> gs.Tensor:
     """Which rows are of each expert, [expert, row, 1], given the number of each row's expert."""
     shape = [1, write.tokens, 1]
     ids = write.add("Reshape", [ids, np.array([1, -1, 1], np.int64)], ids.dtype, shape)
-    if not _is_found(ids):  # a Gather also takes numbers from the end
-        count = np.array(write.experts, dtype_of(ids))
-        ids = write.add("Mod", [ids, count], ids.dtype, shape)
+    if not _is_found(ids, write.experts):
+        # A Gather also takes numbers from the end, and refuses those that are out of range.
+        every = np.arange(write.experts).astype(dtype_of(ids) or np.int64)
+        ids = write.add("Gather", [every, ids], ids.dtype, shape, axis=0)
     numbers = np.arange(write.experts).reshape(-1, 1, 1).astype(dtype_of(ids) or np.int64)
     shape = [write.experts, write.tokens, 1]
     return write.add("Equal", [ids, numbers], np.dtype(bool), shape)
 
 
-def _is_found(tensor: gs.Tensor) -> bool:
-    """True for numbers that TopK or ArgMax found, which are not negative."""
+def _is_found(tensor: gs.Tensor, count: int) -> bool:
+    """True for numbers that TopK or ArgMax found among `count` elements, none of which is out of
+    range."""
     while tensor.inputs and tensor.inputs[0].op in _SAME_ORDER:
         tensor = tensor.inputs[0].inputs[0]
     node = tensor.inputs[0] if tensor.inputs else None
     if node is None:
+        return False
+    axis = node.attrs.get("axis", -1 if node.op == "TopK" else 0)
+    shape = tensor_shape(node.inputs[0]) if node.inputs else None
+    if not shape or shape[axis] != count:
         return False
     return node.op in ("ArgMax", "ArgMin") or (node.op == "TopK" and tensor is node.outputs[1])
 
