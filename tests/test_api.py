@@ -341,6 +341,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown plugin": ({"plugin": ["no.such.module"]}, onnxpar.OnnxparError, "no.such.module"),
     "text for a pair": ({"states": ["a:b"]}, StrategyError, "'a:b' is no pair; give .INPUT, OUTP"),
     "bad mesh": ({"mesh": "dp"}, StrategyError, "dp"),
+    "type of caches": ({"kv_dtype": "float8"}, StrategyError, "--kv-dtype float8: give float32, "),
+    "negative pages": ({"page_size": -1}, StrategyError, "--page-size -1: a page has at least"),
 }
 
 

@@ -16,7 +16,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.errors import PassError, StrategyError
 from onnxpar.load.load import load
-from onnxpar.pipeline import plugins
+from onnxpar.pipeline import pass_registry, plugins
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_registry import parse_passes, parse_placed
@@ -230,6 +230,13 @@ def test_bad_plugins_are_named(text: str, said: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(StrategyError, match=said.replace("(", r"\(")):
         plugins.load_plugin(str(file))
+
+
+def test_a_pass_with_the_name_of_one_of_onnxpar_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = next(iter(pass_registry.OWN))
+    monkeypatch.setattr(pass_registry, "registered_passes", lambda: {own: Note})
+    with pytest.raises(StrategyError, match=f"a plugin has a pass called '{own}', but onnxpar has"):
+        pass_registry.by_name()
 
 
 def test_missing_plugins_are_named() -> None:

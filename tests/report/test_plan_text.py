@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.pass_registry import parse_passes
+from onnxpar.report import report
 from onnxpar.report.report import grouped, plan_lines, table
 
 FLOAT = TensorProto.FLOAT
@@ -130,3 +131,20 @@ def test_a_long_reason_is_wrapped_rather_than_the_name_cut() -> None:
     assert lines[1].startswith(f"{name}  MatMul        12  none none")
     assert all(len(line) <= 100 for line in lines)
     assert " ".join(line[len(lines[0]) - 3 :].strip() for line in lines[1:]) == reason.strip()
+
+
+@pytest.mark.parametrize(
+    ("total", "said"),
+    [
+        (1.0, "2 ranks are no faster"),
+        (1.004, "2 ranks are no faster"),
+        (0.997, "2 ranks are no faster"),
+        (0.5, "2 ranks are 2.00 times as fast"),
+        (1.02, "2 ranks are 1.02 times as slow"),
+        (4.0, "2 ranks are 4.00 times as slow"),
+    ],
+)
+def test_times_that_are_predicted(total: float, said: str) -> None:
+    predicted = {"total": total, "compute": total, "communication": 0.0, "one_rank": 1.0}
+    *_, line = report._predicted_lines(predicted, 2, differ=False)
+    assert line == f"on one rank: 1000.000 ms; {said}"

@@ -321,6 +321,10 @@ def test_strings_are_bound_but_are_no_ort_values(tmp_path: Path) -> None:
 BAD_BINDINGS: dict[str, tuple[Any, str]] = {
     "no input": (lambda b: b.bind_cpu_input("q", x_of()), "no input is named 'q'"),
     "no output": (lambda b: b.bind_output("q"), "no output is named 'q'"),
+    "no output for a value": (
+        lambda b: b.bind_ortvalue_output("q", ort.OrtValue.ortvalue_from_numpy(x_of())),
+        "no output is named 'q'",
+    ),
     "dtype": (lambda b: b.bind_cpu_input("x", np.zeros(SHAPE)), "expects float32"),
     "shape": (lambda b: b.bind_input("x", "cpu", 0, np.float32, [8, 3], 1), "expects float32"),
     "device": (lambda b: b.bind_output("y", "cuda"), "CPU memory only"),
