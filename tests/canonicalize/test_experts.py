@@ -165,7 +165,6 @@ def test_experts_that_differ_stay_apart(tmp_path: Path) -> None:
         pipeline.plan(tmp_path / "model.onnx", options("expert-parallel 2"))
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["expert-parallel 2", "expert-parallel 4", "data-parallel 3"])
 def test_an_if_for_each_expert(layout: str, tmp_path: Path) -> None:

@@ -82,8 +82,12 @@ def convert(model: ModelProto) -> None:
     )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("change", [None, convert, add_up, scale, show, go_elsewhere])
+CHANGES = [convert, scale, show, go_elsewhere]
+
+
+@pytest.mark.parametrize(
+    "change", [None, add_up, *(pytest.param(c, marks=pytest.mark.slow) for c in CHANGES)]
+)
 def test_rows(change: object, tmp_path: Path) -> None:
     path, model = tmp_path / "model.onnx", onnx.load(MODEL)
     if callable(change):

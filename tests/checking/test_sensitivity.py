@@ -58,7 +58,6 @@ def test_others_are_held_to_the_usual_tolerance(decoder: Decoder, tmp_path: Path
     assert {row.tolerance for row in report.rows} == {USUAL}
 
 
-@pytest.mark.slow
 def test_what_leaves_a_quantization_out_is_found(tmp_path: Path) -> None:
     """Ranks that compute with activations as they are."""
     report = checked(INT4, with_options(INT4, level=0), tmp_path)

@@ -100,7 +100,6 @@ def test_a_message_without_room_is_not_kept(
     assert len(re.findall(refused + "model's context 512; give a shorter one\n", told)) == 1
 
 
-@pytest.mark.slow
 def test_a_talk_has_the_room_of_the_caches(
     par: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +148,13 @@ def test_under_mpirun_one_rank_prints(par: str, tmp_path: Path) -> None:
         (["x", "--max-new-tokens", "-3"], "--max-new-tokens is -3; it must be at least 1"),
         (["x", "--language", "de"], "--language is for speech models and translators; leave it"),
         (["x", "--max-new-tokens", "many"], "'many' is not a whole number"),
+        (["text", "--audio", "a.wav"], "--audio is the prompt: leave other prompts"),
+        (["--audio", "a.wav", "--chat"], "--audio is the prompt: leave other prompts"),
+        (["text", "--task", "translate"], "--task is for speech: add --audio FILE"),
+        (
+            ["text", "--task", "sing"],
+            "--task: 'sing' is not a choice; give one of transcribe, translate",
+        ),
     ],
 )
 def test_refused(args: list[str], named: str, par: str, capsys: pytest.CaptureFixture[str]) -> None:

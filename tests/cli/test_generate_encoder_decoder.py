@@ -95,13 +95,6 @@ def test_serving_is_refused(t5: str, capsys: pytest.CaptureFixture[str]) -> None
         (["--audio", "/no/such/file.wav"], "/no/such/file.wav: cannot read it"),
         (["--audio", "/no/such/file.npy"], "/no/such/file.npy: cannot read it as an array"),
         (["--audio", "/bin/true"], "/bin/true is no WAV file"),
-        (["text", "--audio", "a.wav"], "--audio is the prompt: leave other prompts"),
-        (["--audio", "a.wav", "--chat"], "--audio is the prompt: leave other prompts"),
-        (["text", "--task", "translate"], "--task is for speech: add --audio FILE"),
-        (
-            ["text", "--task", "sing"],
-            "--task: 'sing' is not a choice; give one of transcribe, translate",
-        ),
     ],
 )
 def test_refused(

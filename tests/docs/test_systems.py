@@ -83,7 +83,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("heading,theirs,ours", COMMAND_ROWS)
 def test_features(

@@ -189,7 +189,6 @@ def test_another_call_ends_a_stream(translator: Generator) -> None:
         list(stream)
 
 
-@pytest.mark.slow
 def test_a_language_is_the_first_token(translator: Generator) -> None:
     token = translator.tokenizer.encode("q")[0]
     language = translator.tokenizer.decode([token])

@@ -307,7 +307,6 @@ def test_a_request_that_loses_its_ranks_again_and_again_fails(
     assert second.tokens[:40] == alone([5, 4])
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_drawn_tokens_and_schemas_go_on_when_ranks_die(make: Make) -> None:
     """A seed draws the same tokens; a constraint has seen each token once."""

@@ -183,7 +183,6 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["2", "data-parallel 3", "tensor-parallel 2"])
 def test_images_are_resized_to_what_they_skip(resized: Path, layout: str, tmp_path: Path) -> None:

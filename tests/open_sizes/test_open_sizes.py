@@ -188,7 +188,7 @@ def test_a_sequence_shorter_than_its_ranks(name: str, tmp_path: Path) -> None:
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_row_is_read_of_a_sequence_that_is_split(ranks: int, tmp_path: Path) -> None:
     """A row by its number, as a pooler reads the first, cuts the sequence into segments."""

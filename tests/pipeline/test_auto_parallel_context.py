@@ -271,7 +271,6 @@ def test_data_inputs_of_a_step(step: Path, capsys: pytest.CaptureFixture[str]) -
         )
 
 
-@pytest.mark.slow
 def test_fusion_by_index(step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 3 gradients: 1 and then 2; 2 and then 1; each alone. The sums stay the same."""
     how: dict[str, Any] = {"devices": 2, "preset": "data-parallel"}

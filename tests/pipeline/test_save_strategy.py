@@ -78,7 +78,6 @@ def test_what_the_search_finds(model: str, exporter: str, mesh: str, tmp_path: P
     assert entries <= len(onnx.load(path).graph.node) / 3
 
 
-@pytest.mark.slow
 def test_entries_say_all_that_can_be() -> None:
     """Of every node, by the factors of its rule: pieces of dimensions and of axes among them."""
     how = searched("tp=8")

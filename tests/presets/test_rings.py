@@ -91,7 +91,7 @@ def test_causal_ring(attrs: str, layout: str, tmp_path: Path) -> None:
     assert moved == {"CollectivePermute": ranks - 1, **wanted}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("attrs", ["", ", is_causal = 1"])
 def test_ring_at_open_lengths(attrs: str, tmp_path: Path) -> None:
     """Positions travel with the keys; some ranks have none."""

@@ -209,7 +209,6 @@ def test_sequence_parallel_gathers_and_scatters_instead(tmp_path: Path) -> None:
     assert layer_norm[0].before == "[-, tp, -]" and layer_norm[0].after == "[-, -, -]"
 
 
-@pytest.mark.slow
 def test_a_sequence_that_the_inputs_lack(tmp_path: Path) -> None:
     """Patches of an image are made by a convolution, tables' rows are summed at once."""
     for model, loss in (("vit", CROSS_ENTROPY), ("dlrm", "bce")):

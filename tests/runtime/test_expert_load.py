@@ -76,7 +76,6 @@ def test_bytes_that_were_sent(tmp_path: Path) -> None:
         assert found[rank, back] == 4 * 3 * len(away[1 - rank])
 
 
-@pytest.mark.slow
 def test_a_trace_compares_with_the_plan(tmp_path: Path) -> None:
     """Though data decided its bytes."""
     traced(tmp_path, exchanging("expert-parallel 2"), runs=2)

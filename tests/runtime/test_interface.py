@@ -387,7 +387,7 @@ def test_async_runs_come_in_order(sharded: Path, reference: ort.InferenceSession
         session.run_async(None, {"x": feeds[0]}, callback, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_other_providers_are_other_ranks(sharded: Path, reference: ort.InferenceSession) -> None:
     x = x_of()
     with InferenceSession(sharded) as session:

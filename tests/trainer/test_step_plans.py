@@ -39,7 +39,6 @@ def collectives(par: Path) -> list[Any]:
     return list(Bundle.load(par).data["collectives"])
 
 
-@pytest.mark.slow
 def test_the_request_is_in_the_plan(step: Path, tmp_path: Path) -> None:
     """With what is in files, and as the command gives it."""
     (tmp_path / "s.yaml").write_text("mesh: {dp: 2}\ntensors: {x: [dp, null]}\n")

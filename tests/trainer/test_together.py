@@ -91,7 +91,6 @@ def under_mpirun(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 def test_all_processes_do_the_same(home: Path) -> None:
     """Also where a folder appears late on one host, never, or is another one there."""

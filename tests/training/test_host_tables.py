@@ -99,7 +99,7 @@ def test_training(layout: str, optimizer: str, tmp_path: Path) -> None:
     same(found[0][2], found[1][2])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", [{"clip_norm": 0.1}, {"precision": "float16"}])
 def test_options_of_steps(how: dict[str, Any], tmp_path: Path) -> None:
     """Float16 has a dynamic loss scale: a step whose gradients overflow changes no row."""
@@ -336,7 +336,6 @@ def test_weights_of_inference(given: dict[str, Any], tmp_path: Path) -> None:
     np.testing.assert_array_equal(y, np.arange(120, dtype=np.float32).reshape(20, 6)[ids])
 
 
-@pytest.mark.slow
 def test_the_command_and_the_call(tmp_path: Path) -> None:
     step = step_of(tmp_path)
     for place in ({"w": "host"}, ["w=host"]):

@@ -163,7 +163,6 @@ def agree(name: str, found: Any, wanted: Array, dtype: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", CASES)
@@ -184,7 +183,6 @@ def test_a_step_remembers_its_groups(group: str, tmp_path: Path) -> None:
         pipeline.plan(tmp_path / "manual.step.onnx", Options(preset="manual", strategy=other))
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad"])
 def test_optimizers(optimizer: str, tmp_path: Path) -> None:

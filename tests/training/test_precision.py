@@ -136,7 +136,7 @@ def test_ranks_agree_with_one(precision: str, layout: str, tmp_path: Path) -> No
     check_training(step, layout, 6, 0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("text", "how"), [(CONV, {"batch_norm": "global"}), (BLOCKS, {})])
 def test_normalizations(text: str, how: dict[str, object], tmp_path: Path) -> None:
     step = write_step(text, tmp_path, precision="float16", **how)

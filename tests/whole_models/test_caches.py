@@ -202,7 +202,6 @@ def test_a_cache_inside_an_op_is_split_by_positions(
             loop.request(session, batch, tuple(prompts))
 
 
-@pytest.mark.slow
 def test_padded_prompts_and_full_caches_inside_an_op(tmp_path: Path) -> None:
     """A token after the end of its sample sees what the sample has. More tokens than a cache has
     places for are an error on ranks as in onnxruntime."""
@@ -283,7 +282,6 @@ def test_nobody_is_warned_of_a_width_that_attributes_give(
     assert not [w for w in recwarn if "in every run" in str(w.message)]
 
 
-@pytest.mark.slow
 def test_an_op_that_takes_one_token_fixes_an_open_length(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:

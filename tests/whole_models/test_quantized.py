@@ -44,7 +44,6 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
 STRATEGIES = ["", "tensor-parallel ", "data-parallel "]
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.strip() or "search")
