@@ -68,6 +68,16 @@ class Trees:
         """The names of the attributes that `cut` returns."""
         return list(self.cut(np.empty(0, np.int64)))
 
+    @property
+    def targets(self) -> Array:
+        """The target of each weight."""
+        raise NotImplementedError
+
+    def always(self) -> Array:
+        """For each target, True if every row gets a weight for it: there is a tree all
+        of whose leaves give one."""
+        raise NotImplementedError
+
     def _taken(self, trees: Array, stand_in: float | None) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -90,7 +100,6 @@ class Forest(Trees):
 
     @property
     def targets(self) -> Array:
-        """The target of each weight."""
         return numbers(self.attrs[f"{self.side}_ids"]).astype(np.int64)
 
     @property
@@ -101,8 +110,6 @@ class Forest(Trees):
         return max(found, key=len)
 
     def always(self) -> Array:
-        """For each target, True if every row gets a weight for it: there is a tree all
-        of whose leaves give one."""
         leaves = np.array([mode in ("LEAF", b"LEAF") for mode in self.attrs["nodes_modes"]])
         per_tree = np.bincount(self._tree_of_node[leaves], minlength=self.count)
         given = np.zeros((self.count, self.width), np.int64)
@@ -169,12 +176,9 @@ class Ensemble(Trees):
 
     @property
     def targets(self) -> Array:
-        """The target of each leaf."""
         return numbers(self.attrs["leaf_targetids"]).astype(np.int64)
 
     def always(self) -> Array:
-        """For each target, True if every row gets a weight for it: there is a tree all
-        of whose leaves give one."""
         found = np.zeros(self.width, bool)
         for root in self.attrs["tree_roots"]:
             given = np.unique(self.targets[self._reached([root])[1]])
