@@ -113,6 +113,11 @@ def invalid(node: gs.Node, what: str) -> ModelError:
     return ModelError(f"{node.op} '{node.name}' has {what}; export the model again")
 
 
+class Misfit(Exception):
+    """A rule's text does not fit the node's tensors: runtimes take numbers of dimensions that the
+    op's definition does not have."""
+
+
 def einsum(
     node: gs.Node,
     text: str,
@@ -124,6 +129,7 @@ def einsum(
     """The rule that `text` states for the node; factor sizes come from the node's shapes.
 
     Factors that no result has are summed, unless `reduce`, `communicating` or `whole` names them.
+    Errors: Misfit if an operand or a result has another number of dimensions than in `text`.
     """
     fields = _renamed(fields)
     left, right = text.split("->")
@@ -133,7 +139,7 @@ def einsum(
     for spec, tensor in zip(inputs + outputs, [*node.inputs, *node.outputs], strict=False):
         shape = tensor_shape(tensor)
         if spec is not None and shape is not None and len(spec) != len(shape):
-            return whole_rule(node, f"{text!r} is no rule for tensors of {len(shape)} dimensions")
+            raise Misfit(f"{text!r} is no rule for a tensor of {len(shape)} dimensions")
         for expr, size in zip(spec or (), shape or (), strict=False):
             if isinstance(expr, Var):
                 found.setdefault(expr.name, size)
@@ -273,7 +279,10 @@ def _called(function: RuleFunction, node: gs.Node) -> Rule:
     """Calls a rule function for a node; returns the node's rule. Errors: StrategyError if a
     plugin's function fails."""
     if function.__module__.startswith(f"{__name__.partition('.')[0]}."):
-        return function(node)
+        try:
+            return function(node)
+        except Misfit as error:
+            return whole_rule(node, str(error))
     try:
         found = function(node)
     except OnnxparError:

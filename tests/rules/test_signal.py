@@ -1,9 +1,11 @@
 """Rules of Fourier transforms and of what is counted along a sequence."""
 
 import numpy as np
+import onnx_graphsurgeon as gs
 import pytest
 from numpy import array
 
+from onnxpar.rules.rule import rule_of
 from onnxpar.testing.case import Case
 
 N_GRAMS = {
@@ -53,3 +55,15 @@ CASES = [
 @pytest.mark.parametrize(("case", "text"), CASES, ids=[c.op for c, _ in CASES])
 def test_rule(prove_rule, case, text):
     prove_rule(case, text)
+
+
+def test_tensors_that_no_definition_has_stay_whole():
+    """A rule's text names three dimensions; a runtime may take more."""
+    signal, result = (gs.Variable(n, np.float32, (2, 3, 8, 1)) for n in ("x", "y"))
+    step, length = (gs.Constant(n, np.array(v)) for n, v in (("step", 2), ("length", 4)))
+    node = gs.Node("STFT", "s", {}, [signal, step, gs.Variable.empty(), length], [result])
+    found = rule_of(node)
+    assert found.inputs[0] is not None and len(found.inputs[0]) == 4
+    assert {str(v) for v in found.whole.values()} == {
+        "'b h0 k, _, _, _ -> b y0 f o' is no rule for a tensor of 4 dimensions"
+    }
