@@ -256,7 +256,7 @@ def labelled(*labels: str) -> Build:
     return build
 
 
-for _labels in (
+LABELS = (
     ("None", "None"),  # what nobody knows, twice
     ("?", "?"),
     ("-1", "-1"),
@@ -269,8 +269,12 @@ for _labels in (
     ("a b", "a.b"),
     ("a*b", "c+d"),
     ("n+1", "k"),
-):
-    CASES[f"labels {_labels}"] = labelled(*_labels)
+)
+
+
+@pytest.mark.parametrize("labels", LABELS, ids=str)
+def test_labels(labels: tuple[str, str], tmp_path: Path) -> None:
+    check(labelled(*labels)(tmp_path), tmp_path)
 
 
 @pytest.mark.matrix
