@@ -117,7 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-graphs",
         type=int,
-        default=60,
+        default=120,
         metavar="N",
         help="random graphs to shard and compare",
     )
@@ -141,8 +141,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return "" if config.getoption("zoo") else "a sample of all tests; --zoo runs the others, too"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [] if config.getoption("zoo") else ["a sample of all tests; --zoo runs the others, too"]
 
 
 @pytest.hookimpl(tryfirst=True)

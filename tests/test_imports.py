@@ -26,14 +26,13 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield f"passes.{file.stem}", file
 
 
-_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?: .*\n|\n)*", re.MULTILINE)
 _IMPORT = re.compile(r"^ *from onnxpar([\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 
 
 @cache
 def imports(file: Path) -> tuple[str, ...]:
-    """The onnxpar modules that a file imports at run time, by name below onnxpar."""
-    return tuple(_imports(_TYPES.sub("", file.read_text())))
+    """The onnxpar modules that a file imports, also for types alone, by name below onnxpar."""
+    return tuple(_imports(file.read_text()))
 
 
 def _imports(source: str) -> Iterator[str]:

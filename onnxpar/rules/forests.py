@@ -73,6 +73,10 @@ class Trees:
         """The target of each weight."""
         raise NotImplementedError
 
+    def given(self) -> Array:
+        """For each target, True if a leaf gives a weight for it."""
+        return np.isin(np.arange(self.width), self.targets)
+
     def always(self) -> Array:
         """For each target, True if every row gets a weight for it: there is a tree all
         of whose leaves give one."""

@@ -70,9 +70,10 @@ def tree_regressor(node: gs.Node) -> Rule:
 
 def _depends_on_rows(forest: Trees) -> bool:
     """True if only some rows get a base value, because it is added where a leaf gives a weight."""
-    base, always = base_of(forest.attrs), forest.always()
-    given = np.isin(np.arange(forest.width), forest.targets)
-    return base is not None and forest.width > 1 and bool((base[given & ~always] != 0).any())
+    base = base_of(forest.attrs)
+    if base is None or forest.width == 1:
+        return False
+    return bool((base[forest.given() & ~forest.always()] != 0).any())
 
 
 def _given_base(forest: Trees) -> np.ndarray[Any, Any] | None:
@@ -80,7 +81,7 @@ def _given_base(forest: Trees) -> np.ndarray[Any, Any] | None:
     base = base_of(forest.attrs)
     if base is None or forest.width == 1:
         return base
-    return np.where(np.isin(np.arange(forest.width), forest.targets), base, base.dtype.type(0))
+    return np.where(forest.given(), base, base.dtype.type(0))
 
 
 def _reduction(forest: Trees) -> str:
@@ -237,7 +238,7 @@ def _unknown(node: gs.Node, forest: Forest, always: Any) -> str:
     """Why the trees cannot be split; empty if they can. A label is chosen among the classes that
     got a weight, so these must be the same for each row."""
     count = forest.width
-    given = np.isin(np.arange(count), forest.targets)
+    given = forest.given()
     base = base_of(node.attrs)
     if count < 2 or (always != given).any():
         return FEW_TARGETS

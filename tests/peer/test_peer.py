@@ -10,7 +10,7 @@ from peer.parts import part_of
 from peer.report import summary
 from peer.workers import Worker
 
-PART = "1/1600"
+PART = "1/800"
 
 
 @pytest.fixture(scope="module")

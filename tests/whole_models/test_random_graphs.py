@@ -181,13 +181,12 @@ def test_random_graphs(request: pytest.FixtureRequest, tmp_path_factory: Any) ->
             finally:
                 print(f"graph {number} fails; what is left of it with the decisions {decisions}:")
                 print(onnx.printer.to_text(onnx.load(folder / "model.onnx")))
-    print("\n".join(COVERAGE.lines()))
-    if COVERAGE.graphs > 100:
-        check_coverage()
+    check_coverage()
 
 
 def check_coverage() -> None:
     """Every op that the generator knows was drawn, and often enough what is hard."""
+    print("\n".join(COVERAGE.lines()))
     print("no maker:", *sorted(op for d, op in registered() if not d and op not in MAKERS))
     missing = sorted(MAKERS.keys() - COVERAGE.made)
     assert not missing
