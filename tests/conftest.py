@@ -9,6 +9,7 @@ import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import hypothesis
@@ -148,7 +149,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
     """Collects no test that is marked as slow, unless all are wanted."""
-    if collector.config.getoption("zoo"):
+    if collector.config.getoption("zoo") or not isinstance(obj, type | FunctionType):
         return None
     names = {mark.name for mark in getattr(obj, "pytestmark", ())}
     is_slow = "slow" in names or collector.get_closest_marker("slow") is not None

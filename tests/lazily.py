@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from typing import Any
 
 
-def lazily(name: str) -> Any:
-    """A module that is installed; imports it when something of it is used."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.loader is not None, f"{name} is not installed"
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class lazily:
+    """A module that is installed; imports it when something of it is used. pytest asks all that a
+    test module holds for private names, which import nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
