@@ -236,7 +236,16 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
             "which is not a valid file name; export the model again"
         )
     folder = model.parent.resolve()
-    data = (folder / location).resolve()
+    try:
+        data = (folder / location).resolve()
+        data.stat()
+    except FileNotFoundError:
+        pass  # told below
+    except OSError as error:
+        raise ModelError(
+            f"{model}: external data of weight {tensor.name!r} has the location "
+            f"{location[:40]!r}..., which cannot be read: {error.strerror}; export the model again"
+        ) from None
     if Path(location).is_absolute() or not data.is_relative_to(folder):
         raise ModelError(
             f"{model}: weight {tensor.name!r} points to {location!r}, outside the model's folder; "
@@ -338,55 +347,22 @@ def sparse_tensors(graph: GraphProto) -> Iterator[SparseTensorProto]:
 
 
 def check_text(model: ModelProto, path: Path) -> None:
-    """Errors: ModelError for a name that is not UTF-8, which protobuf returns as bytes."""
+    """Errors: ModelError for a text that is not UTF-8, which protobuf returns as bytes."""
     for text in _texts(model):
         if isinstance(text, bytes):
-            raise ModelError(f"{path}: the name {text!r} is not UTF-8; export or copy it again")
+            raise ModelError(f"{path}: the text {text!r:.80} is not UTF-8; export or copy it again")
 
 
 def _texts(model: ModelProto) -> Iterator[Any]:
-    """Every name in a model."""
-    for opset in model.opset_import:
-        yield opset.domain
-    nodes = list(model.graph.node)
-    yield from _names_of(model.graph)
-    for function in model.functions:
-        yield from (function.name, function.domain, function.overload)
-        for names in (function.input, function.output, function.attribute):
-            yield from names
-        nodes += function.node
-    for configuration in model.configuration:
-        yield configuration.name
-    while nodes:
-        node = nodes.pop()
-        yield from (node.op_type, node.domain, node.name, node.overload)
-        yield from node.input
-        yield from node.output
-        for attribute in node.attribute:
-            yield from (attribute.name, attribute.ref_attr_name)
-            sparse = attribute.sparse_tensor
-            for tensor in (attribute.t, *attribute.tensors, sparse.values, sparse.indices):
-                yield from _texts_of(tensor)
-        for inner in subgraphs_of(node):
-            yield from _names_of(inner)
-            nodes += inner.node
-
-
-def _names_of(graph: GraphProto) -> Iterator[Any]:
-    yield graph.name
-    for port in (*graph.input, *graph.output, *graph.value_info):
-        yield port.name
-        for dim in port.type.tensor_type.shape.dim:
-            yield dim.dim_param
-    sparse = [part for each in graph.sparse_initializer for part in (each.values, each.indices)]
-    for tensor in (*graph.initializer, *sparse):
-        yield from _texts_of(tensor)
-
-
-def _texts_of(tensor: TensorProto) -> Iterator[Any]:
-    yield tensor.name
-    for entry in tensor.external_data:
-        yield from (entry.key, entry.value)
+    """Every text in a model: names, documentation and metadata."""
+    rest: list[Any] = [model]
+    while rest:
+        for field, value in rest.pop().ListFields():
+            values = value if field.is_repeated else [value]
+            if field.type == field.TYPE_STRING:
+                yield from values
+            elif field.type == field.TYPE_MESSAGE:
+                rest += values
 
 
 def lift_constants(graph: GraphProto) -> None:

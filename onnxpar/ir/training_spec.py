@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from onnxpar.errors import ModelError
+
 if TYPE_CHECKING:  # ranks read these names, and need no onnx
     import onnx
 
@@ -103,10 +105,17 @@ class Step:
 
     @staticmethod
     def of(header: onnx.ModelProto) -> Step | None:
-        """The step that a model's metadata describes; None if there is no description."""
+        """The step that a model's metadata describes; None if there is no description. Errors:
+        ModelError for a description that has changed since it was written."""
         for entry in header.metadata_props:
             if entry.key == METADATA:
-                return Step.from_json(json.loads(entry.value))
+                try:
+                    return Step.from_json(json.loads(entry.value))
+                except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+                    raise ModelError(
+                        f"the model's metadata {METADATA!r} is damaged: {type(error).__name__}: "
+                        f"{error}; write the training step again with `onnxpar grad`"
+                    ) from None
         return None
 
     @staticmethod

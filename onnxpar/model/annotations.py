@@ -88,10 +88,19 @@ class Configuration:
         return any(note.shardings for note in self.nodes.values())
 
 
+_MOST_DEVICES = 1 << 16
+
+
 def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
     """The configurations of a model. Errors: StrategyError that names the node, the tensor and the
     violation of the standard."""
     sizes = {c.name: c.num_devices for c in model.configuration}
+    for name, count in sizes.items():
+        if not 0 <= count <= _MOST_DEVICES:
+            raise StrategyError(
+                f"the model's configuration {name!r} has {count:,} devices; at most "
+                f"{_MOST_DEVICES:,} are possible"
+            )
     nodes: dict[str, dict[str, NodeConfiguration]] = {name: {} for name in sizes}
     for node in model.graph.node:
         for entry in node.device_configurations:
@@ -240,7 +249,7 @@ def _check_devices(held: tuple[tuple[int, ...], ...], shards: int, devices: int,
             "replicas of a shard as a group in index_to_device_group_map"
         )
     used = [d for group in held for d in group]
-    if sorted(used) != list(range(devices)):
+    if len(used) != devices or sorted(used) != list(range(devices)):
         raise StrategyError(
             f"{what}: its shards are on devices {used}; each of the configuration's {devices} "
             "devices must hold exactly one shard, since every rank runs every node"

@@ -174,6 +174,28 @@ def no_import(model: ModelProto) -> None:
     del model.functions[0].opset_import[1]
 
 
+def documented(model: onnx.ModelProto) -> None:
+    """With metadata of an exporter that are no UTF-8."""
+    model.graph.metadata_props.add(
+        key="pkg.torch.export.ExportedProgram.graph_signature"
+    ).value = "QQ"
+
+
+def trained(model: onnx.ModelProto) -> None:
+    model.metadata_props.add(key="onnxpar.training", value='{"slots": 3')
+
+
+def of_many_devices(model: onnx.ModelProto) -> None:
+    model.configuration.add(name="all", num_devices=1_000_000_000)
+
+
+def far_away(model: onnx.ModelProto) -> None:
+    """A name of a file that is too long."""
+    for entry in model.graph.initializer[0].external_data:
+        if entry.key == "location":
+            entry.value = "w" * 5000
+
+
 BROKEN: dict[str, tuple[ModelProto, str]] = {
     "recursive": (change("functions", recursive), "calls itself"),
     "nested": (nested(24), "expand into 16,777,216 nodes"),
@@ -192,6 +214,10 @@ BROKEN: dict[str, tuple[ModelProto, str]] = {
     "two makers": (change("functions", twice_made), "m.onnx"),
     "Constant of others": (change("product", constant_of_others), "Constant"),
     "no UTF-8": (change("external", key_of_bytes), "UTF-8"),
+    "documentation that is no UTF-8": (change("product", documented), "UTF-8"),
+    "damaged description of a step": (change("product", trained), "onnxpar.training"),
+    "a billion devices": (change("product", of_many_devices), "1,000,000,000 devices"),
+    "a long location": (change("external", far_away), "location"),
     "plain sparse": (change("sparse", plain_sparse), "not a tensor"),
     "no output of a body": (change("control", empty_body), "m.onnx"),
     "opset below 1": (
