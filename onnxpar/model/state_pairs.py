@@ -140,9 +140,11 @@ def _sources(
         for body in bodies(node):
             yield from _sources(body.outputs[at], is_cache, seen, is_step)
     elif node.op == "Concat" and domain == "":
-        operands = node.inputs[:1] if is_step else node.inputs
-        for operand in operands:
-            yield from _sources(operand, True, seen, is_step)
+        for i, operand in enumerate(node.inputs[:1] if is_step else node.inputs):
+            others = [t for k, t in enumerate(node.inputs) if k != i]
+            for name in _sources(operand, True, seen, is_step):
+                if any(_reads_another(other, name) for other in others):
+                    yield name
     elif is_step:
         if node.op == "Identity":
             yield from _sources(node.inputs[0], is_cache, seen, is_step)
@@ -152,6 +154,23 @@ def _sources(
         yield from _sources(node.inputs[0], True, seen, is_step)
     elif (before := _op_pairs(domain, node.op).get(at)) is not None and before < len(node.inputs):
         yield from _sources(node.inputs[before], True, seen, is_step)
+
+
+def _reads_another(tensor: gs.Tensor, name: str) -> bool:
+    """True if a tensor depends on an input other than the one of this name: parts of one input that
+    are joined again in another order extend no cache."""
+    seen, rest = {id(tensor)}, [tensor]
+    while rest:
+        each = rest.pop()
+        if not each.inputs and isinstance(each, gs.Variable) and each.name not in ("", name):
+            return True
+        for node in each.inputs:
+            if bodies(node):
+                return True  # it may read any input
+            new = [t for t in node.inputs if id(t) not in seen]
+            seen.update(map(id, new))
+            rest += new
+    return False
 
 
 @cache

@@ -301,3 +301,13 @@ def test_data_outside_the_folder_is_refused_in_subgraphs_too(tmp_path: Path) -> 
     proto = model([node], [port("x", [6]), port("c", [], BOOL)], [port("y", [6])])
     with pytest.raises(ModelError, match="outside the model's folder"):
         onnxpar.plan(write(proto, tmp_path), devices=2)
+
+
+def test_parts_of_an_input_in_another_order_are_no_state(tmp_path: Path) -> None:
+    rolled = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        rolled (float[N, 4] x) => (float[N, 4] y) {
+            zero = Constant <value_ints = [0]> () three = Constant <value_ints = [3]> ()
+            big = Constant <value_ints = [1000000]> ()
+            a = Slice (x, three, big) b = Slice (x, zero, three) y = Concat <axis = 0> (a, b)
+        }""")
+    assert onnxpar.plan(rolled, devices=2, measure=False).states == []
