@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, numel, tensor_shape
+from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,
@@ -35,6 +35,7 @@ _REDUCTIONS = {
 }
 """The reduction that combines the results of shards, by op. Ops that are not listed apply a
 function after their reduction."""
+_ROUNDED = "onnxruntime sums integers in floats, and rounds or saturates the result"
 
 
 def reduced_axes(node: gs.Node) -> list[int] | None:
@@ -64,22 +65,16 @@ def reduce_(node: gs.Node) -> Rule:
     one = ["1"] if node.attrs.get("keepdims", 1) else []
     kept = [d for i, dim in enumerate(dims) for d in (one if i in axes else [dim])]
     text = f"{dims_text(dims)}{', _' * (len(node.inputs) - 1)} -> {dims_text(kept)}"
-    is_linear = node.op == "ReduceSum" or (node.op == "ReduceMean" and is_float(node.outputs[0]))
-    linear = (FIRST,) if is_linear else ()
+    is_exact = is_float(node.inputs[0]) or node.op in ("ReduceMax", "ReduceMin")
+    linear = (FIRST,) if is_exact and node.op in ("ReduceSum", "ReduceMean") else ()
     if not axes:
         return einsum(node, text)
+    if not is_exact:
+        return einsum(node, text, whole=dict.fromkeys(gone, _ROUNDED))
     sizes = [(tensor_shape(node.inputs[0]) or ())[a] for a in axes]
     # an operand with the axes becomes a constant, so that shapes do not depend on its layout
     operands = [np.array(axes)] if len(node.inputs) > 1 else []
-    if node.op == "ReduceMean" and not is_linear:
-        return einsum(
-            node, text, **communicating(node, gone, sizes, _lower_integer_mean(axes, gone, sizes))
-        )
     if node.op not in _REDUCTIONS:
-        if node.op == "ReduceLogSumExp" and not is_float(node.outputs[0]):
-            return einsum(
-                node, text, whole=dict.fromkeys(gone, "integers are rounded before the last step")
-            )
         return einsum(node, text, **communicating(node, gone, (), _LOWERINGS[node.op](axes, gone)))
     reduce = dict.fromkeys(gone, _REDUCTIONS[node.op])
     if node.op != "ReduceMean":
@@ -120,39 +115,22 @@ def _finish_reduced(build: Lowering, op: str, inputs: Sequence[Any], axes: Seque
         finish(build, "Squeeze", [build.add(op, inputs)], axes=[*axes])
 
 
-def _lower_integer_mean(
-    axes: Sequence[int], factors: Sequence[str], sizes: Sequence[Size]
-) -> Callable[[Lowering], None]:
-    """A lowering of a mean of integers: the sum across all shards, divided as integers."""
-
-    def lower(build: Lowering) -> None:
-        whole = total(build, build.input(0), axes, factors)
-        _finish_reduced(build, "Div", [whole, like(whole, numel(sizes))], axes)
-
-    return lower
-
-
 def _lower_norm(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """A lowering to the square root of the sum of squares across all shards; truncated for
-    integers."""
+    """A lowering to the square root of the sum of squares across all shards."""
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
         whole = total(build, build.add("Mul", [x, x]), axes, factors)
-        if not is_float(x):
-            whole = build.add("Cast", [whole], to=onnx.TensorProto.DOUBLE)
         _finish_reduced(build, "Sqrt", [whole], axes)
 
     return lower
 
 
 def _lower_log(axes: Sequence[int], factors: Sequence[str]) -> Callable[[Lowering], None]:
-    """A lowering to the logarithm of the sum across all shards; truncated for integers."""
+    """A lowering to the logarithm of the sum across all shards."""
 
     def lower(build: Lowering) -> None:
         whole = total(build, widen(build, build.input(0)), axes, factors)
-        if not is_float(whole):
-            whole = build.add("Cast", [whole], to=onnx.TensorProto.DOUBLE)
         _finish_reduced(build, "Log", [whole], axes)
 
     return lower
@@ -207,7 +185,9 @@ def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) ->
     dtype = np.float64 if dtype_of(build.local.node.outputs[0]) == np.float64 else np.float32
     known = {f: s for f, s in sizes.items() if s is not None}
     own = number(build, lambda local: math.prod(map(local.size, known)), dtype)
-    share = build.add("Div", [own, number(build, math.prod(known.values()), dtype)])
+    all_ = number(build, math.prod(known.values()), dtype)
+    # onnxruntime's mean of nothing is 0
+    share = build.add("Div", [own, build.add("Max", [all_, np.ones((), dtype)])])
     if is_short_float(mean):
         share = build.add("Cast", [share], to=is_short_float(mean))
     build.finish("Mul", [mean, share])
@@ -225,6 +205,10 @@ def cumulate(node: gs.Node) -> Rule:
         return whole_rule(node, "a data-dependent axis")
     axis = int(operand.reshape(-1)[0]) % len(dims)
     factor, text, attrs = dims[axis], dims_text(dims), dict(node.attrs)
+    linear = (FIRST,) if node.op == "CumSum" else ()
+    if not is_float(node.inputs[0]):
+        whole = {factor: _ROUNDED}
+        return einsum(node, f"{text}, _ -> {text}", linear=linear, whole=whole)
     reduce, join = ("ReduceSum", "Add") if node.op == "CumSum" else ("ReduceProd", "Mul")
 
     def before(local: Local) -> np.ndarray[Any, Any]:
@@ -248,6 +232,6 @@ def cumulate(node: gs.Node) -> Rule:
         node,
         f"{text}, _ -> {text}",
         contiguous=frozenset({factor}),
-        linear=(FIRST,) if node.op == "CumSum" else (),
+        linear=linear,
         **communicating(node, [factor], (), lower),
     )

@@ -8,6 +8,7 @@ from onnxpar.testing.case import Case
 
 X = (4, 6, 5)
 INT = np.random.default_rng(0).integers(-9, 9, (4, 6))
+LARGE = np.random.default_rng(0).integers(-(2**62), 2**62, (4, 6))
 JOIN = {
     "ReduceSum": "sum",
     "ReduceMean": "sum",
@@ -53,11 +54,12 @@ CASES = [
         "d0 d1 d2, _ -> d0 d1 d2",
     ),
     (Case("ReduceMax", [X, array([], int)]), "d0 d1 d2, _ -> 1 1 1 {max: d0, max: d1, max: d2}"),
-    (Case("ReduceSum", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {sum: d0}"),
-    (Case("ReduceMean", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {communicating: d0}"),
-    (Case("ReduceMean", [INT], {"keepdims": 0}, [0]), "d0 d1 -> () {communicating: d0 d1}"),
-    (Case("ReduceL2", [INT, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {communicating: d0}"),
-    (Case("ReduceLogSum", [abs(INT), array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {communicating: d0}"),
+    *(
+        (Case(op, [LARGE, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {whole: d0}")
+        for op in (*JOIN, *ACROSS)
+        if op not in ("ReduceMax", "ReduceMin", "ReduceLogSumExp")
+    ),
+    (Case("ReduceMax", [LARGE, array([0])], fed=[0]), "d0 d1, _ -> 1 d1 {max: d0}"),
     (
         Case("ReduceL2", [POSITIVE.astype(np.float16)], fed=[0]),
         "d0 d1 -> 1 1 {communicating: d0 d1}",
@@ -91,9 +93,9 @@ CASES = [
         "d0 d1, _ -> d0 1 {sum: d1}",
     ),
     *(
-        (Case(c, [v, array(1)], attrs, fed=[0], opset=o), "d0 d1, _ -> d0 d1 {communicating: d1}")
+        (Case(c, [v, array(1)], attrs, fed=[0], opset=o), f"d0 d1, _ -> d0 d1 {{{how}: d1}}")
         for c, o in (("CumSum", 20), ("CumProd", 26))
-        for v in (INT, POSITIVE)
+        for v, how in ((INT, "whole"), (POSITIVE, "communicating"))
         for attrs in ({}, {"exclusive": 1}, {"reverse": 1}, {"reverse": 1, "exclusive": 1})
     ),
     (
