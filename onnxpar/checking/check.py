@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ _RESIZES: tuple[Callable[[int], int], ...] = (
 """Functions that compute an open size to try from that of the plan's example, for models that do
 not run at the typical sizes. They give the same size, then smaller sizes, and then larger sizes
 that are the same for all symbols, for models that need that many elements."""
+_SECONDS = 5.0
+"""In which further sizes are tried, once the outputs agree at one."""
 _MOST_ELEMENTS = 1 << 25
 """The largest number of elements of random inputs at sizes above those of the plan's example."""
 
@@ -83,12 +86,14 @@ class Way:
 class Check(Shown):
     """The result of a check: the plan, and the comparison of every output. `made_up` describes the
     inputs that were random because the user did not give them; `title` is the heading for a
-    training run."""
+    training run. `elsewhere` tells at which other open sizes the outputs were compared: they agree
+    there, or `report` is of the first sizes at which they do not."""
 
     plan: Plan
     report: Report
     title: str = ""
     made_up: Sequence[str] = ()
+    elsewhere: str = ""
 
     @property
     def ok(self) -> bool:
@@ -100,7 +105,8 @@ class Check(Shown):
         lines = plan_lines(self.plan.to_json(), full=not self.title)
         table = self.report.text() if self.report.rows else NOTHING
         made_up = [f"random inputs: {'; '.join(self.made_up)}"] if self.made_up else []
-        return "\n".join([*lines, self.title, *made_up, table])
+        elsewhere = [self.elsewhere] if self.elsewhere else []
+        return "\n".join([*lines, self.title, *made_up, table, *elsewhere])
 
 
 @text_of.register
@@ -167,11 +173,54 @@ def _checked(
             else:
                 assert first is not None
                 raise first
+            elsewhere = ""
+            if is_free and report.ok and not (is_manual or way.each):
+
+                def at(sizes: Mapping[str, int]) -> tuple[Report, list[str]]:
+                    feeds, made_up, _ = _feeds(model, options, way, made, bundle, sizes)
+                    return compare(model, session, feeds, close=close), made_up
+
+                tell("comparing at other sizes")
+                report, made_up, elsewhere = _elsewhere(made, at, report, made_up)
     if made.step is not None and close is None and not way.each:
         report = judge_compressed(judge_gradients(report, made.step), made.step)
     own = [port for port in made.outputs if port.name not in set(exposed)]
     made = replace(made, outputs=own)
-    return Check(made, report, made_up=made_up if way.inputs is not None else ())
+    given = made_up if way.inputs is not None or not report.ok else ()
+    return Check(made, report, made_up=given, elsewhere=elsewhere)
+
+
+def _elsewhere(
+    made: Plan,
+    at: Callable[[Mapping[str, int]], tuple[Report, list[str]]],
+    report: Report,
+    made_up: list[str],
+) -> tuple[Report, list[str], str]:
+    """Compares the outputs at a size of 1, and at the sizes at which the compiler compared its
+    decisions: odd and even ones, on both sides of the numbers with which the model compares them,
+    small and large. Returns `report` and `made_up`, or those of the first sizes at which the
+    outputs differ, and a sentence about it."""
+    if not made.samples:
+        return report, made_up, ""
+    wanted = [dict.fromkeys(made.samples[0], 1), *reversed(made.samples)]
+    began, compared, refused = time.monotonic(), 0, 0
+    for sizes in wanted:
+        if time.monotonic() - began > _SECONDS:
+            break
+        try:
+            found, inputs = at(sizes)
+        except (ModelError, InputError):  # not sizes of the model, or refused by name
+            refused += 1
+            continue
+        compared += 1
+        if not found.ok:
+            text = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
+            return found, inputs, f"the outputs differ at {text}; at the typical sizes, they agree"
+    left = len(wanted) - compared - refused
+    told = [f"outputs also agree at {compared} other sizes"]
+    told += [f"{refused} are refused"] if refused else []
+    told += [f"{left} more would take longer than {_SECONDS:g} s"] if left else []
+    return report, made_up, "; ".join(told)
 
 
 @contextmanager
