@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import OpenPort, Plan, Port
 from onnxpar.errors import StrategyError
-from onnxpar.layout.layout import dim_axes
+from onnxpar.layout.layout import dim_axes, leaves
 from onnxpar.open_sizes.open_sizes import OpenSizes
-from onnxpar.symbols.fits import fit
+from onnxpar.symbols.symbols import Polynomial
 
 
 def open_ports(plan: Plan, ctx: PassContext) -> None:
@@ -21,8 +21,28 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
     if sizes is None:
         return
     plan.example = dict(sizes.bindings[0])
+    plan.samples = sizes.bindings
+    plan.limits = [*sizes.limits, *_limits(ctx, sizes)]
     for ports in (plan.inputs, plan.outputs):
         ports[:] = [opened_port(port, ctx) for port in ports]
+
+
+def _limits(ctx: PassContext, sizes: OpenSizes) -> Iterator[tuple[Polynomial, Polynomial]]:
+    """Limits such that no segment of a split dimension has a negative size: those of a dimension
+    that is whole need not exist."""
+    contexts = [ctx, *(other for _, other in ctx.lowered.replays)]
+    columns: dict[tuple[int, ...], None] = {}
+    for name in ctx.layouts:
+        for dims in zip(*(each.layouts[name].dims for each in contexts), strict=True):
+            split = [list(leaves(dim)) for dim in dims if dim_axes(dim)]
+            if len(split) == len(dims) and len({*map(len, split)}) == 1:
+                columns.update(
+                    dict.fromkeys(tuple(f.size for f in c) for c in zip(*split, strict=True))
+                )
+    for column in columns:
+        size = sizes.formula(column) if len(set(column)) > 1 else None
+        if size is not None and not size.is_natural:
+            yield Polynomial.constant(0), size
 
 
 def opened_port(port: Port, ctx: PassContext) -> Port:
@@ -37,12 +57,13 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
     layouts = [each.layouts[port.name] for each in contexts]
     shapes = [list(layout.shape) for layout in layouts]
     trees = [layout.to_json(normalized=False) for layout in layouts]
-    shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
-    for axis in range(len(shape)):
+    for axis in range(len(shapes[0])):
         # At small sizes, a segment of an unsplit dimension may have fewer elements, or none.
         if not any(dim_axes(x.dims[axis]) for x in layouts):
             is_free = (port.name, axis) in sizes.free
-            tree["dims"][axis] = {"size": -1 if is_free else shape[axis]}
+            for tree, own in zip(trees, shapes, strict=True):
+                tree["dims"][axis] = {"size": -1 if is_free else own[axis]}
+    shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
     if tree == trees[0]:
         return port
     return replace(port, open=OpenPort([None if s == -1 else s for s in shape], tree))
@@ -65,12 +86,13 @@ def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
         return -1
     if all(v == first for v in values[1:]):
         return first
-    if isinstance(first, dict):
+    if isinstance(first, dict) and all(v.keys() == first.keys() for v in values):
         return {k: _merged([v[k] for v in values], sizes, name) for k in first}
-    if isinstance(first, list):
+    is_alike = all(type(v) is type(first) for v in values)
+    if isinstance(first, list) and is_alike and len({*map(len, values)}) == 1:
         columns = zip(*values, strict=True)
         return [_merged(column, sizes, name) for column in columns]
-    size = fit(values, sizes.variables()) if isinstance(first, int) else None
+    size = sizes.formula(values) if isinstance(first, int) and is_alike else None
     if size is None:
         raise StrategyError(
             f"the sizes of '{name}' are not sums and products of open sizes; fix these with "

@@ -22,6 +22,7 @@ from onnxpar.rules.rule import is_lack
 from onnxpar.runtime.bundle import FORMAT
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.planned_collectives import Collective
+from onnxpar.symbols.symbols import Polynomial
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:
@@ -184,6 +185,7 @@ class Plan(Shown):
     """The plan of a sharded model; `plan.json` is its `to_json`.
 
     example       a size for every open symbol
+    limits        pairs of sizes; in a run, the first must not be greater than the second
     typical       the sizes that `memory`, `flops` and `predicted` are computed at, with weights:
                   means over these sizes, and for memory the maximum
     is_told       true if the user gave the typical sizes
@@ -205,6 +207,7 @@ class Plan(Shown):
                   its model (`sha256`); None for other models
     explained     the steps of the plan, if they were asked for; a page is made from them
     hidden        seconds of communication that compute hides, and that `predicted` leaves out
+    samples       the sizes at which the compiler compared its decisions, if sizes are open
     sent_at_runs  bytes that a rank sends in each collective, by name, at sizes of runs, if these
                   were asked for
     """
@@ -223,6 +226,7 @@ class Plan(Shown):
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     fixed: Sequence[str] = ()
     example: Mapping[str, int] = field(default_factory=dict)
+    limits: Sequence[tuple[Polynomial, Polynomial]] = ()
     initial: Mapping[str, str] = field(default_factory=dict)
     in_place: Collection[str] = ()
     on_host: OnHost | None = None
@@ -245,6 +249,7 @@ class Plan(Shown):
     costs: str = ""
     streams: int = 1
     hidden: float = field(default=0.0, compare=False)
+    samples: Sequence[Mapping[str, int]] = field(default=(), compare=False)
     sent_at_runs: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -268,6 +273,7 @@ class Plan(Shown):
             "request": None if self.request is None else dict(self.request),
             "fixed": list(self.fixed),
             "example": dict(self.example),
+            "limits": [[str(least), str(most)] for least, most in self.limits],
             "ranges": {name: list(r) for name, r in self.ranges.items()},
             "lookups": _dicts(self.lookups),
             "collectives": _dicts(self.collectives),

@@ -8,17 +8,23 @@ from dataclasses import replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Variant
-from onnxpar.errors import OpenSizesError
 from onnxpar.ir.origin import origin_of
 from onnxpar.ir.tensors import Whole
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
+from onnxpar.rules.notation import expr_vars
+from onnxpar.rules.rule import Rule
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.narrow import delicate, joint
-from onnxpar.sharding.sized_factors import Sample, at_sizes, atom_sizes, priced
+from onnxpar.sharding.sized_factors import (
+    Sample,
+    aligned,
+    at_sizes,
+    atom_sizes,
+    priced,
+)
 from onnxpar.sharding.state import ShardingState
-from onnxpar.symbols.fits import ENOUGH
 from onnxpar.symbols.symbols import Variable
 
 
@@ -26,32 +32,15 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
     """Runs the passes that follow propagation at every other binding, and adds the results to
     `ctx.lowered.replays`.
 
-    `ctx` is the context in which they ran first. A binding at which the graph has other factors,
-    since sizes coincide there, is removed from the model's bindings. Errors: OpenSizesError if too
-    few remain: then the structure of the model depends on its sizes.
+    `ctx` is the context in which they ran first.
     """
-    sizes = model.sizes
-    if sizes is None:
+    if model.sizes is None:
         return
-    kept, odd = [0], ""
-    nodes: dict[str, frozenset[str]] = {}
-    known = {variant.number: variant for variant in ctx.variants}
-    for i in range(1, len(sizes.bindings)):
-        variant = known.get(i) or _analysed(model, i)
-        difference = "" if i in known else _difference(ctx.sharding.factors, variant.factors)
-        if difference:
-            odd = difference
-            for name, changed in _changed(ctx.sharding.factors, variant.factors).items():
-                nodes[name] = nodes.get(name, frozenset()) | changed
-            continue
-        kept.append(i)
+    for variant in ctx.variants or variants(model)[1]:
         other = _context(ctx, variant.factors)
         for step in passes:
             step.run(variant.graph, other)
         ctx.lowered.replays.append((variant.graph, other))
-    if len(kept) < ENOUGH:
-        raise OpenSizesError(f"{odd} depends on open sizes; fix them with {sizes.flags}", nodes)
-    model.sizes = replace(sizes, bindings=[sizes.bindings[i] for i in kept])
 
 
 def replay_typical(
@@ -69,12 +58,84 @@ def replay_typical(
         yield weight, variant.graph, other
 
 
-def variants(model: Model, factors: GraphFactors) -> list[Variant]:
-    """The graph at the other bindings of open sizes; bindings at which sizes coincide are left
-    out."""
+def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
+    """The factors of the model's graph, and the graph at the other bindings of open sizes.
+
+    What rules split must not depend on sizes, such as whether a slice keeps everything: factors
+    that differ between bindings are added to `model.whole`. A binding at which the sizes of factors
+    are not known is removed from the model's.
+    """
     count = 0 if model.sizes is None else len(model.sizes.bindings)
-    each = (_analysed(model, i) for i in range(1, count))
-    return [variant for variant in each if not _difference(factors, variant.factors)]
+    while True:
+        factors = _factors(model, model.graph)
+        each = [_analysed(model, i) for i in range(1, count)]
+        more: dict[str, frozenset[str]] = {}
+        for other in each:
+            for a, b in zip(factors.ops, other.factors.ops, strict=True):
+                found = _odd_factors(a.rule, b.rule)
+                if found:
+                    more[a.result] = more.get(a.result, frozenset()) | found
+        whole = {**model.whole}
+        for result, found in more.items():
+            before = whole.get(result, ())
+            whole[result] = None if before is None or found <= {*before} else found | {*before}
+        growing = model.growing | _growing(model, [factors, *(v.factors for v in each)])
+        if whole == model.whole and growing == model.growing:
+            return factors, _aligned(model, factors, each)
+        model.whole, model.growing = whole, growing
+
+
+def _growing(model: Model, each: Sequence[GraphFactors]) -> set[tuple[str, int]]:
+    """The dimensions of states, by input and axis, that have the same size before and after a run
+    only at some bindings."""
+    found = set()
+    for source, result in model.states:
+        for factors in each:
+            both = (factors.tensors.get(source), factors.tensors.get(result))
+            dims = [tensor.dims if tensor else () for tensor in both]
+            sizes = zip(*dims, strict=False)
+            found |= {(source, i) for i, (a, b) in enumerate(sizes) if a.size != b.size}
+    return found
+
+
+def _aligned(model: Model, factors: GraphFactors, each: Sequence[Variant]) -> list[Variant]:
+    """The variants with the same leaves as `factors`."""
+    found = []
+    for variant in each:
+        own: GraphFactors | None = variant.factors
+        if _is_different(factors, variant.factors):
+            own = aligned(factors, variant.factors)
+        if own is not None:
+            found.append(replace(variant, factors=own))
+    if model.sizes is not None and len(found) < len(each):
+        model.sizes = model.sizes.at([0, *(variant.number for variant in found)])
+        found = [replace(variant, number=i) for i, variant in enumerate(found, 1)]
+    return found
+
+
+def _odd_factors(one: Rule, other: Rule) -> frozenset[str]:
+    """The factors of the dimensions that two rules of a node make up differently, or of which one
+    part has more than one element only for the other rule."""
+    pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
+    exprs = [pair for a, b in pairs for pair in zip(a or (), b or (), strict=True)]
+    odd = {v for pair in exprs if pair[0] != pair[1] for expr in pair for v in expr_vars(expr)}
+    for group in joint(one):
+        sizes = [(one.sizes[f], other.sizes.get(f)) for f in group]
+        if any(a is not None and a <= 1 and a != b for a, b in sizes):
+            odd |= set(group)
+    notes = {f for f in {*one.sizes, *other.sizes} if _notes(one, f) != _notes(other, f)}
+    return frozenset(odd | notes)
+
+
+def _notes(rule: Rule, factor: str) -> tuple[object, ...]:
+    """What a rule says of a factor."""
+    return (
+        rule.reduce.get(factor),
+        factor in rule.whole,
+        factor in rule.communicating,
+        factor in rule.contiguous,
+        [group for group in rule.co_sharded if factor in group],
+    )
 
 
 def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> GraphFactors:
@@ -88,20 +149,25 @@ def opened(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> Gr
 
 
 def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> list[Sample]:
-    """Pairs the factors at each binding with the values of the symbols and quotients there."""
+    """Pairs the factors at each binding with the values of the symbols and atoms there."""
     assert model.sizes is not None
     pairs = [(model.sizes.bindings[0], factors), *((v.sizes, v.factors) for v in others)]
-    quotients = model.sizes.quotients
+    atoms = model.sizes.atoms
     values: list[dict[Variable, int]] = [dict(at.items()) for at, _ in pairs]
     for each, (at, _) in zip(values, pairs, strict=True):
-        each.update({q: q.at(at) for q in quotients})
+        each.update({atom: atom.at(at) for atom in atoms})
     return [(each, found) for each, (_, found) in zip(values, pairs, strict=True)]
+
+
+def _factors(model: Model, graph: gs.Graph) -> GraphFactors:
+    in_bodies = model.sizes is None
+    return analyse(graph, model.states, in_bodies, model.whole, model.on_host, model.growing)
 
 
 def _analysed(model: Model, number: int) -> Variant:
     assert model.sizes is not None
     graph = model.sizes.graph(number)
-    factors = analyse(graph, model.states, False, model.whole, model.on_host)
+    factors = _factors(model, graph)
     return Variant(number, model.sizes.bindings[number], graph, factors)
 
 
@@ -110,28 +176,16 @@ def _context(ctx: PassContext, factors: GraphFactors) -> PassContext:
     return PassContext(ctx.model, _sharding(factors, ctx.sharding), choices=ctx.choices)
 
 
-def _difference(have: GraphFactors, other: GraphFactors) -> str:
-    """Describes the first tensor or node that has other atoms in the two graphs; empty if there is
-    none."""
+def _is_different(have: GraphFactors, other: GraphFactors) -> bool:
+    """True if a tensor or a node has other atoms in the two graphs."""
     for name, tensor in other.tensors.items():
         known = have.tensors.get(name)
         if known is None or [x.atom for x in known.leaves] != [x.atom for x in tensor.leaves]:
-            return f"how the dimensions of '{name}' are made up"
-    for a, b in zip(have.ops, other.ops, strict=True):
-        if [(x.atom, x.factor) for x in a.leaves] != [(x.atom, x.factor) for x in b.leaves]:
-            return f"how {a.node.op} '{a.node.name}' can be split"
-    return ""
-
-
-def _changed(have: GraphFactors, other: GraphFactors) -> dict[str, frozenset[str]]:
-    """The nodes whose rules differ between two bindings, each with the factors that may be the
-    reason."""
-    pairs = zip(have.ops, other.ops, strict=True)
-    return {
-        a.node.name: delicate(a.rule, a.rule.sizes) | delicate(b.rule, b.rule.sizes)
-        for a, b in pairs
-        if a.rule.text() != b.rule.text()
-    }
+            return True
+    return any(
+        [(x.atom, x.factor) for x in a.leaves] != [(x.atom, x.factor) for x in b.leaves]
+        for a, b in zip(have.ops, other.ops, strict=True)
+    )
 
 
 def stay_whole(
@@ -140,13 +194,19 @@ def stay_whole(
     """The factors that must stay whole from now on, by the result of a node, so that open sizes
     work.
 
-    `nodes` has factors by node of the lowered graph; if it has none for a node, its factors of open
-    sizes are taken, first those between whose shards ranks communicate. Empty if there is nothing
-    left to forbid.
+    `nodes` has factors by node of the lowered graph, or by weight, for the nodes that read it; if
+    it has none for a node, its factors of open sizes are taken, first those between whose shards
+    ranks communicate. Empty if there is nothing left to forbid.
     """
     factors = ctx.sharding.factors
     found: dict[str, Collection[str] | None] = {}
-    for name, given in nodes.items():
+    readers = [
+        (op.node.name, given)
+        for name, given in nodes.items()
+        for op in factors.ops
+        if name in factors.tensors and any(t.name == name for t in op.node.inputs)
+    ]
+    for name, given in [*nodes.items(), *readers]:
         op = factors.find(name)
         if op is None:
             found.update(_uncut(_resharded(name, graph, factors), factors, already))

@@ -81,6 +81,8 @@ class Model:
     stored    names of the initializers of the file
     step      the ports of a training step; None for other models
     whole     nodes, and factors of them, that must not be split since sizes are open
+    growing   dimensions of states, by input and axis, that have other sizes after a run at some
+              open sizes
     exported  kinds that torch.export gave to tensors, by name
     on_host   weights and states that stay in files, as tables of which each run reads some rows,
               and the results that replace these states
@@ -99,6 +101,7 @@ class Model:
     sizes: OpenSizes | None = None
     step: Step | None = None
     whole: Whole = field(default_factory=dict)
+    growing: set[tuple[str, int]] = field(default_factory=set)
     exported: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     on_host: Sequence[str] = ()

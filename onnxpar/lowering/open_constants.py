@@ -25,12 +25,12 @@ from onnxpar.ir.subgraphs import captured
 from onnxpar.layout.layout import Factor, Layout, leaves, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.extents import Extent, OpenArray, SplitSize, part_values
-from onnxpar.open_sizes.lockstep import MOST
+from onnxpar.open_sizes.closed_forms import MOST
 from onnxpar.open_sizes.open_sizes import OpenSizes
-from onnxpar.symbols.fits import fit, fits
+from onnxpar.symbols.fits import fits
 from onnxpar.symbols.symbols import Binding, Polynomial, Variable
 
-_PROBES = 64
+_PROBES = 32
 
 
 @dataclass
@@ -135,9 +135,10 @@ class OpenConstants:
         return {name: array for name, array in found.items() if array is not None}
 
     def _array(self, rank: int, name: str) -> OpenArray | None:
-        """A constant of a rank as polynomials; None if it does not depend on open sizes."""
+        """A constant of a rank as polynomials; None if the rank has the constant of all, which does
+        not depend on open sizes."""
         values = [each.value(name, rank, self.mesh) for each in self.all]
-        if all(_equal(values[0], v) for v in values[1:]):
+        if all(_equal(values[0], v) for v in values[1:]) and name not in self.base.layouts:
             return None
         variables, probes = self._known(rank, self._filled(name))
         return self._fitted(name, values, variables, probes)
@@ -180,7 +181,9 @@ class OpenConstants:
         columns = np.stack([v.reshape(-1) for v in values], 1).tolist()
         elements = []
         for column in columns:
-            fitting = fits(column, variables)
+            fitting = [*self.sizes.known(column), *fits(column, variables)]
+            if name in self.varying and name not in self.base.per_rank.constants:
+                fitting = self.sizes.known(column) or fitting  # a size of the whole model
             if len({tuple(f.at(probe) for probe in probes) for f in fitting}) != 1:
                 raise self.needs_sizes(name)
             elements.append(fitting[0])
@@ -205,13 +208,21 @@ class OpenConstants:
 
     @cached_property
     def _probes(self) -> list[Binding]:
-        """Random sizes, to distinguish polynomials that agree at the bindings."""
+        """Random sizes within the limits of runs, small and large, to distinguish polynomials that
+        agree at the bindings."""
         source = random.Random(0)
-        columns = {}
-        for symbol in self.sizes.symbols:
-            least = min(binding[symbol] for binding in self.sizes.bindings)
-            columns[symbol] = [least + source.randint(0, 999) for _ in range(_PROBES)]
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        bindings = self.sizes.bindings
+        least = {symbol: min(b[symbol] for b in bindings) for symbol in self.sizes.symbols}
+        found = [
+            {symbol: low + source.randint(0, most) for symbol, low in least.items()}
+            for most in (3, 30, 999)
+            for _ in range(_PROBES)
+        ]
+        return [
+            probe
+            for probe in found
+            if all(a.at(probe) <= b.at(probe) for a, b in self.sizes.limits)
+        ]
 
     @cached_property
     def _split_sizes(self) -> list[SplitSize]:
@@ -220,15 +231,18 @@ class OpenConstants:
         for name in self.base.layouts:
             trees = zip(*(each.layouts[name].dims for each in self.all), strict=True)
             for dims in trees:
-                for column in zip(*map(leaves, dims), strict=True):
+                split = [[f for f in leaves(dim) if f.axes] for dim in dims]
+                if len({len(each) for each in split}) > 1:
+                    raise self.needs_sizes(name)
+                for column in zip(*split, strict=True):
                     key = (tuple(f.size for f in column), column[0].axes, column[0].parts)
-                    if len(set(key[0])) > 1 and key[1] and key not in found:
+                    if len(set(key[0])) > 1 and key not in found:
                         found[key] = self._split_size(name, column)
         return list(found.values())
 
     def _split_size(self, name: str, column: Sequence[Factor]) -> SplitSize:
         sizes = tuple(f.size for f in column)
-        size, parts = fit(sizes, self.sizes.variables()), column[0].parts
+        size, parts = self.sizes.formula(sizes), column[0].parts
         if size is None or isinstance(parts, tuple) or any(f.parts != parts for f in column):
             raise self.needs_sizes(name)
         return SplitSize(sizes, size, column[0].axes, parts)

@@ -8,7 +8,6 @@ from onnx import GraphProto, helper
 
 from onnxpar.layout.layout import Dim, leaves, local_size
 from onnxpar.lowering.open_constants import OpenConstants
-from onnxpar.symbols.fits import fit
 
 Bound = tuple[Dim, ...]
 """A dimension of a tensor at each binding."""
@@ -23,7 +22,7 @@ class OpenShapes:
 
     def __init__(self, opened: OpenConstants) -> None:
         self._mesh = opened.mesh
-        self._variables = opened.sizes.variables()
+        self._formula = opened.sizes.formula
         self._names: dict[Bound, str | None] = {}
         self._dims: dict[str, tuple[int, list[Bound]]] = {}
         nodes = [] if opened.sizes.free else opened.base.graph.nodes
@@ -50,8 +49,8 @@ class OpenShapes:
             size = local_size(bound[0], self._mesh, rank)
             return size if size >= 0 else None
         if bound not in self._names:
-            columns = zip(*map(leaves, bound), strict=True)
-            sizes = [[leaf.size for leaf in column] for column in columns]
-            is_known = all(min(s) >= 0 and fit(s, self._variables) is not None for s in sizes)
+            each = [[leaf.size for leaf in leaves(dim)] for dim in bound]
+            columns = zip(*each, strict=True) if len({*map(len, each)}) == 1 else [(-1,)]
+            is_known = all(min(s) >= 0 and self._formula(s) is not None for s in columns)
             self._names[bound] = f"onnxpar.{len(self._names)}" if is_known else None
         return self._names[bound]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxpar.layout.shares import Proportion
 from onnxpar.lowering.extents import Extent, OpenArray
-from onnxpar.symbols.symbols import Polynomial, Quotient, Variable
+from onnxpar.symbols.symbols import Minimum, Polynomial, Quotient, Variable
 
 SIZES = "onnxpar.sizes"
 """The hidden input: the values of all symbols, in the order of the plan, int64."""
@@ -72,6 +73,8 @@ class SizeGraph:
     def _variable(self, name: Variable) -> str:
         if isinstance(name, Quotient):
             return self._divided(self._polynomial(name.over), name.below)
+        if isinstance(name, Minimum):
+            return reduce(self._lesser, map(self._polynomial, name.operands))
         if name in self.parts:
             return self._part(self.parts[name])
         index = self._constant([self.symbols.index(name)])
@@ -126,8 +129,11 @@ class SizeGraph:
 
     def _least(self, a: str, b: int) -> str:
         """The minimum of a non-negative tensor and a number."""
-        bound = self._constant([b])
-        return self._add("Where", [self._add("Less", [a, bound]), a, bound])
+        return self._lesser(a, self._constant([b]))
+
+    def _lesser(self, a: str, b: str) -> str:
+        """The minimum of two tensors."""
+        return self._add("Where", [self._add("Less", [a, b]), a, b])
 
     def _fold(self, op: str, operands: Sequence[str]) -> str:
         result = operands[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 
 from onnxpar.errors import StrategyError
-from onnxpar.symbols.symbols import Polynomial
+from onnxpar.symbols.symbols import Polynomial, symbols_of
 from onnxpar.symbols.ties import solve_tie
 
 _At = tuple[str, int]
@@ -160,6 +160,6 @@ def _formula(label: str) -> Polynomial | None:
 def _defines(size: Polynomial, symbol: str) -> bool:
     """True if a label defines a symbol that no other label has: it is a sum, rather than a name
     with a hyphen (`dim-1` and `dim-2`)."""
-    is_divided = any(symbol in q.over.variables for q in size.quotients) or size.denominator > 1
+    is_divided = any(symbol in symbols_of(atom) for atom in size.atoms) or size.denominator > 1
     is_sum = not is_divided and all(c > 0 for _, c in size.terms)
     return is_sum and all(monomial.count(symbol) <= 1 for monomial, _ in size.terms)

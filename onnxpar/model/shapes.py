@@ -232,13 +232,28 @@ class Walk:
     def probe(self, node: NodeProto, operand: str, axis: int, size: int) -> dict[str, TypeProto]:
         """The types that the node's results would have if one dimension of an operand had this
         size; nothing is recorded."""
-        own, conflicts = self.types[operand], len(self.conflicts)
+        own = self.types[operand]
         other = TypeProto()
         other.CopyFrom(own)
         other.tensor_type.shape.dim[axis].dim_value = size
         self.types[operand] = other
-        found = self._inferred(node)
+        found = self._types_of(node)
         self.types[operand] = own
+        return found
+
+    def types_without(self, node: NodeProto, names: Collection[str]) -> dict[str, TypeProto]:
+        """The types of the node's results as far as they do not follow from the values of these
+        operands; nothing is recorded."""
+        protos = {name: self.protos.pop(name) for name in names if name in self.protos}
+        values = {name: self.values.pop(name) for name in names if name in self.values}
+        found = self._types_of(node)
+        self.protos.update(protos)
+        self.values.update(values)
+        return found
+
+    def _types_of(self, node: NodeProto) -> dict[str, TypeProto]:
+        conflicts = len(self.conflicts)
+        found = self._inferred(node)
         del self.conflicts[conflicts:]
         return found
 

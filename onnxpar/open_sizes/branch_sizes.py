@@ -7,7 +7,7 @@ reads, such as an empty cache in a decoder's first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from onnx import GraphProto, NodeProto
 
@@ -16,7 +16,7 @@ from onnxpar.symbols.symbols import Polynomial
 
 At = tuple[str, int]
 """A tensor's name and an axis of it."""
-SizeOf = Callable[[str], list[Polynomial | None]]
+SizeOf = Callable[[str], Sequence[Polynomial | None]]
 """Returns the sizes of a tensor in closed form, by its name; None for a size without a closed form,
 or an unknown size."""
 

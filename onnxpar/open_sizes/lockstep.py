@@ -1,14 +1,13 @@
 """Infers the shapes in a graph with open sizes, for several bindings of its symbols, node by node.
 
-A node is folded away if its results are known, and either are the same at all bindings, or are
-sizes: integers with a closed form. Such results become constants, which may differ between the
-bindings; in the compiled graphs, a few nodes compute them from the sizes of a run. All other nodes
-that depend on sizes stay.
+A node is folded away if its results are known, and either do not depend on sizes, or are sizes:
+integers whose closed form follows from the op's definition. Such results become constants, which
+may differ between the bindings; in the compiled graphs, a few nodes compute them from the sizes of
+a run. All other nodes that depend on sizes stay.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,18 +17,16 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TypeProto
 
-from onnxpar.base.arrays import Array
 from onnxpar.model.shapes import Walk, known_sizes
+from onnxpar.open_sizes.closed_forms import MOST, ClosedForms
 from onnxpar.open_sizes.equal_sizes import EVEN, Place, Shapes, equal_sizes
-from onnxpar.open_sizes.exact import FRACTION, ROUND, agree, has_exact_scales, is_exact, is_float
 from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
+from onnxpar.open_sizes.result_sizes import Sizes
+from onnxpar.open_sizes.size_arithmetic import HEAVIEST, Forms, NotFollowed
 from onnxpar.symbols.fits import ENOUGH, fit
 from onnxpar.symbols.quotients import AFAR, applied, find_quotient
-from onnxpar.symbols.symbols import Binding, Polynomial, Quotient, Variable, quotient, rounded_up
+from onnxpar.symbols.symbols import Atom, Binding, Polynomial, Variable
 from onnxpar.symbols.ties import solve_tie
-
-MOST = 64
-"""Most elements of a tensor of sizes."""
 
 Strides = dict[tuple[str, int, str, int], tuple[int, int, int]]
 """The numbers (a, b, c) that `find_quotient` found for a result's size, by the names and axes of
@@ -50,20 +47,23 @@ class Lockstep:
     """Walks over the nodes of a graph once for each binding of its symbols; all walks are always at
     the same node.
 
-    Arguments: `inputs` has the types of the inputs at each binding. Where several symbols could be
-    replaced to make two sizes equal, the last in `symbols` is. `strides` are known from earlier
-    walks; this one adds those that it finds. `closed` symbols have no sizes other than the samples.
+    Arguments: `inputs` has the types of the inputs at each binding, and `dims` their open
+    dimensions (none if a walk at one binding is wanted). Where several symbols could be replaced to
+    make two sizes equal, the last in `symbols` is. `strides` are known from earlier walks; this one
+    adds those that it finds. `closed` symbols have no sizes other than the samples. The last
+    `edges` bindings may make results empty.
 
     live        indices of the bindings at which the model is valid so far
     kept        nodes that are not folded away
-    varies      names of tensors whose values differ between bindings
-    quotients   quotients that closed forms contain
+    forms       closed forms of sizes and values
+    atoms       the atoms that closed forms contain
     conflicts   nodes that are not valid for their operands
     tie         a symbol and its replacement, which makes two sizes equal, as a node requires; the
                 walk ends at that node
     is_certain  True if the tie follows from an op's attributes, or from a weight that is not
                 broadcast
     found       all open sizes
+    limits      pairs of sizes: where the first is greater than the second, the model is not valid
     void        open sizes of operands of nodes with an empty result
     unsolved    nodes with sizes that must be equal, but cannot be tied
     lost        names of results (the first of each node) with data-dependent sizes
@@ -77,21 +77,26 @@ class Lockstep:
         symbols: Sequence[str],
         strides: Strides | None = None,
         closed: Collection[str] = (),
+        dims: Mapping[tuple[str, int], Polynomial] | None = None,
+        edges: int = 0,
     ) -> None:
         self.model = model
         self.bindings = bindings
         self.symbols = symbols
         self.strides = {} if strides is None else strides
         self.closed = frozenset(closed)
+        self.edges = frozenset(range(len(bindings) - edges, len(bindings)))
         self.walks = [Walk(model, types) for types in inputs]
         self.live = list(range(len(bindings)))
         self.kept: list[NodeProto] = []
-        self.varies: set[str] = set()
-        self.quotients: list[Quotient] = []
+        opset = next((o.version for o in model.opset_import if not o.domain), 1)
+        self.forms = ClosedForms(dims or {}, inputs[0], opset)
+        self.atoms: list[Atom] = []
         self.conflicts: list[NodeProto] = []
         self.tie: tuple[str, Polynomial] | None = None
         self.is_certain = False
         self.found: dict[Polynomial, None] = {}
+        self.limits: list[tuple[Polynomial, Polynomial]] = []
         self.void: list[Polynomial] = []
         self.unsolved: list[Unsolved] = []
         self.lost: list[str] = []
@@ -108,36 +113,29 @@ class Lockstep:
 
     @property
     def variables(self) -> dict[Variable, list[int]]:
-        """Values of symbols and quotients at the live bindings."""
+        """Values of symbols and atoms at the live bindings."""
         if not self._variables:
             bindings = [self.bindings[i] for i in self.live]
             self._variables.update({s: [b[s] for b in bindings] for s in bindings[0]})
-            self._variables.update({q: [q.at(b) for b in bindings] for q in self.quotients})
+            self._variables.update({a: [a.at(b) for b in bindings] for a in self.atoms})
         return self._variables
 
     def size(self, name: str, axis: int) -> Polynomial | None:
         """The closed form of the size of a tensor's dimension; None if the size has none, or is
         unknown."""
-        shapes = [self.walks[i].shape(name) for i in self.live]
-        if any(s is None or axis >= len(s) for s in shapes):
-            return None
-        return self._fit([s[axis] for s in shapes if s is not None])
+        sizes = self.sizes(name)
+        return sizes[axis] if axis < len(sizes) else None
 
     def value(self, name: str) -> Polynomial | None:
         """The closed form of the integer in a tensor of one element; None if the integer has none,
         or is unknown."""
-        each = [self.walks[i].values.get(name) for i in self.live]
-        known = [int(np.reshape(v, -1)[0]) for v in each if v is not None and np.size(v) == 1]
-        return self._fit(known) if len(known) == len(each) else None
+        found = self.forms.value(self.walks[self.live[0]], name)
+        return found.reshape(-1)[0] if found is not None and found.size == 1 else None
 
-    def sizes(self, name: str) -> list[Polynomial | None]:
+    def sizes(self, name: str) -> Sizes:
         """The closed forms of all sizes of a tensor; None for a size that has none, or is
         unknown."""
-        each = [self.walks[i].sizes(name) or () for i in self.live]
-        known = [
-            [size for size in column if size is not None] for column in zip(*each, strict=False)
-        ]
-        return [self._fit(column) if len(column) == len(each) else None for column in known]
+        return self.forms.size(self.walks[self.live[0]], name) or []
 
     def _fit(self, values: Sequence[int]) -> Polynomial | None:
         key = tuple(values)
@@ -146,11 +144,14 @@ class Lockstep:
         return self._known[key]
 
     def _learn(self, size: Polynomial) -> None:
-        """Adds the quotients that a size contains to `quotients`, so that further closed forms may
+        """Adds an open size to `found`, and its atoms to `atoms`, so that further closed forms may
         use them."""
-        new = [q for q in size.quotients if q not in self.quotients]
+        if not size.variables:
+            return
+        self.found[size] = None
+        new = [atom for atom in size.atoms if atom not in self.atoms]
         if new:
-            self.quotients += new
+            self.atoms += new
             self._variables = {}
             self._known = {k: v for k, v in self._known.items() if v is not None}
 
@@ -158,16 +159,26 @@ class Lockstep:
         """Looks for two sizes that the node requires to be equal but that differ. Returns a symbol
         and its replacement that make the first such pair equal; None if there is no such pair, or
         none can be made equal. Sets `is_certain`."""
-        ends = [self.walks[i] for i in (self.live[0], self.live[-1])]
+        usual = [i for i in self.live if i not in self.edges]
+        edges = [i for i in self.live if i in self.edges]
+        ends = [self.walks[i] for i in (usual[0], usual[-1])]
         one, two = shapes = [[walk.sizes(name) for name in node.input] for walk in ends]
         needs = zip(equal_sizes(node, one), equal_sizes(node, two), strict=False)
         for (place, other, repeats), (_, again, _) in needs:
             sizes = [(_size_at(at, place), _size_at(at, other)) for at in shapes]
             equal = all(a == b or (repeats and 1 in (a, b)) for a, b in sizes)
-            if equal or any(None in pair for pair in sizes) or other != again:
+            if any(None in pair for pair in sizes) or other != again or (equal and not edges):
                 continue
             first, second = self._in_closed_form(node, place), self._in_closed_form(node, other)
             if first is None or second is None or not (first - second).variables:
+                continue
+            if equal:  # at edges where sizes differ, the model does not run
+                pairs = {
+                    i: (first.at(self.bindings[i]), second.at(self.bindings[i])) for i in edges
+                }
+                self._drop(
+                    [i for i, (a, b) in pairs.items() if a != b and not (repeats and 1 in (a, b))]
+                )
                 continue
             tie = solve_tie(first, second, self.symbols)
             if tie is not None:
@@ -186,7 +197,9 @@ class Lockstep:
         pairs = [(s, [*map(int, t)]) for s, t in both if s and t is not None]
         if len(pairs) < len(self.live) or all(is_possible(*pair) for pair in pairs):
             return None
-        target = [self._fit(column) for column in zip(*(t for _, t in pairs), strict=True)]
+        target = self.forms.value(self.walks[self.live[0]], node.input[1])
+        if target is None:
+            return None
         wanted = [size if pairs[0][1][i] > 0 else None for i, size in enumerate(target)]
         found = equal_symbols(self.sizes(node.input[0]), wanted) or ()
         ordered = sorted(found, key=self.symbols.index)
@@ -207,61 +220,171 @@ class Lockstep:
         walks = [self.walks[i] for i in self.live]
         found = [walk.evaluate(node) for walk in walks]
         results = [f for f in found if f is not None]
-        is_known = len(results) == len(found)
-        exact = self._is_exact(node, results if is_known else [])
-        if is_known and exact and self._are_sizes(node, results):
+        forms = self._followed(node, results) if len(results) == len(found) else None
+        if forms is not None and all(
+            _is_folded(f, r) for f, r in zip(forms, results[0], strict=True)
+        ):
             for walk, values in zip(walks, results, strict=True):
                 walk.fold(node, values)
-            if not agree(results):
-                self.varies.update(node.output)
+            self._record(node, forms)
+            for size in (size for each in forms for size in each.reshape(-1)):
+                self._learn(size)
             return
         self.kept.append(node)
-        if any(name in self.varies for name in node.input):
-            self.varies.update(node.output)
-        small = all(np.size(v) <= MOST and np.ndim(v) <= 1 for r in results for v in r)
-        for walk, values_ in zip(walks, found, strict=True):
-            if is_known and small and exact:
-                walk.know(node, values_ or [])
+        is_open = self.forms.is_open(walks[0], node)
+        if any(name in self.forms.varies for name in node.input):
+            self.forms.varies.update(node.output)
+        if forms is not None:
+            self._record(node, forms)
+        for i, walk in enumerate(walks):
+            if forms is not None:
+                walk.know(node, results[i])
             else:
                 walk.infer(node)
         self._check(node)
-        for name in node.output:
-            if name:
-                self._explain(node, name)
+        self._explain(node, is_open)
+
+    def _followed(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> list[Forms] | None:
+        """The closed forms of a node's results, an empty list of elements for those that do not
+        depend on sizes; None if they are not followed. `results` has the values at each binding,
+        which the closed forms must have, too: the runtime may round, or overflow."""
+        walk = self.walks[self.live[0]]
+        if node.op_type not in ("Shape", "Size") and not any(
+            name in self.forms.varies for name in node.input
+        ):
+            return [np.empty(0, object) for _ in node.output] if _agree(results) else None
+        try:
+            found = self.forms.follow(walk, node)
+        except NotFollowed:
+            return None
+        for forms, *arrays in zip(found, *results, strict=True):
+            for i, array in zip(self.live, arrays, strict=True):
+                if np.shape(array) != forms.shape or np.size(array) > MOST:
+                    return None
+                elements = zip(forms.reshape(-1), np.reshape(array, -1), strict=True)
+                if any(form.exactly_at(self.bindings[i]) != value for form, value in elements):
+                    return None
+        return found
+
+    def _record(self, node: NodeProto, forms: Sequence[Forms]) -> None:
+        """Records the closed forms of results that depend on sizes."""
+        for name, each in zip(node.output, forms, strict=True):
+            if any(form.variables for form in each.reshape(-1)):
+                self.forms.values[name] = each
+                self.forms.varies.add(name)
 
     def _check(self, node: NodeProto) -> None:
         """Drops the bindings at which the node is not valid for its operands; if too few would be
         left, records the node as a conflict instead."""
+        for i in self.live:
+            sizes = [s for name in node.output for s in self.walks[i].sizes(name) or ()]
+            if any(s is not None and s < 0 for s in sizes):
+                self.walks[i].conflicts.append(node)
         odd = [i for i in self.live if self.walks[i].conflicts[-1:] == [node]]
         if len(self.live) - len(odd) >= ENOUGH and self.live[0] not in odd:
-            if odd:
-                self.live = [i for i in self.live if i not in odd]
-                self._known.clear()
-                self._variables = {}
+            self._drop(odd)
         elif odd:
             self.conflicts.append(node)
 
-    def _explain(self, node: NodeProto, name: str) -> None:
-        """Finds a closed form, which may be a number, for every size of a result; makes the size
-        unknown in all walks if there is none."""
-        shapes = [self.walks[i].sizes(name) for i in self.live]
-        if any(s is None or len(s) != len(shapes[0] or ()) for s in shapes):
-            for i in self.live:
-                self.walks[i].forget(name)
+    def put_first(self) -> None:
+        """Puts that binding first at which the fewest open sizes are at most 1."""
+
+        def trivial(i: int) -> tuple[bool, int]:
+            return i in self.edges, sum(size.at(self.bindings[i]) <= 1 for size in self.found)
+
+        self.live.sort(key=trivial)
+        self._known.clear()
+        self._variables = {}
+
+    def _drop(self, odd: Collection[int]) -> None:
+        """Drops these bindings, at which the model is not valid."""
+        if odd:
+            self.live = [i for i in self.live if i not in odd]
+            self._known.clear()
+            self._variables = {}
+
+    def _explain(self, node: NodeProto, is_open: bool) -> None:
+        """Finds a closed form, which may be a number, for every size of a node's results; makes a
+        size unknown in all walks if there is none. `is_open` is False if no operand depends on open
+        sizes."""
+        names = [name for name in node.output if name]
+        if not is_open:
             return
-        for axis, column in enumerate(zip(*(s or () for s in shapes), strict=True)):
-            values = [v for v in column if v is not None]
-            if values and min(values) < 1:
-                self.void += [size for *_, size in self._open_operands(node)]
-            if len(values) == len(column):
-                size = self._closed_form(node, name, axis, values)
-                if size is not None:
-                    if size.variables:
-                        self.found[size] = None
-                    continue
+        given: dict[str, Sizes] | None = None
+        try:
+            results = self.forms.results(self.walks[self.live[0]], node, self._divide)
+            if results is not None:
+                given = dict(zip(node.output, results, strict=True))
+        except NotFollowed:
+            given = {name: [] for name in names}
+        for name in names:
+            shapes = [self.walks[i].sizes(name) for i in self.live]
+            if any(s is None or len(s) != len(shapes[0] or ()) for s in shapes):
+                for i in self.live:
+                    self.walks[i].forget(name)
+                continue
+            rank = len(shapes[0] or ())
+            if given is not None:
+                proposed = [*given[name], *[None] * rank][:rank]
+                found = [self._agreeing(p, self._column(name, i)) for i, p in enumerate(proposed)]
+            else:
+                found = self._explained(node, name, rank)
+            self._set_sizes(node, name, found)
+
+    def _column(self, name: str, axis: int) -> list[int | None]:
+        """The size of a tensor's dimension at each live binding."""
+        return [(self.walks[i].sizes(name) or ())[axis] for i in self.live]
+
+    def _set_sizes(self, node: NodeProto, name: str, sizes: Sequence[Polynomial | None]) -> None:
+        """Records the closed forms of a result's sizes."""
+        for axis, size in enumerate(sizes):
+            column = self._column(name, axis)
+            usual = zip(self.live, column, strict=True)
+            if any(v is not None and v < 1 and i not in self.edges for i, v in usual):
+                self.void += [open_ for *_, open_ in self._open_operands(node)]
+            if size is not None:
+                self._learn(size)
+                continue
+            if None not in column:
                 self._add_lost(node)
             for i in self.live:
                 self.walks[i].forget_size(name, axis)
+        if any(size is None or size.variables for size in sizes):
+            self.forms.sizes[name] = list(sizes)
+
+    def _agreeing(self, size: Polynomial | None, column: Sequence[int | None]) -> Polynomial | None:
+        """The size, if it is the inferred one at all bindings."""
+        if (
+            size is None
+            or size.weight > HEAVIEST
+            or any(size.at(self.bindings[i]) != v for i, v in zip(self.live, column, strict=True))
+        ):
+            return None
+        return size
+
+    def _divide(self, over: Polynomial, below: Polynomial) -> Polynomial | None:
+        """The quotient of two sizes: proposed by their values, and proved by a product."""
+        bindings = [self.bindings[i] for i in self.live]
+        values = [(over.at(b), below.at(b)) for b in bindings]
+        if any(b == 0 or a % b for a, b in values):
+            return None
+        found = self._fit([a // b for a, b in values])
+        return found if found is not None and found * below == over else None
+
+    def _explained(self, node: NodeProto, name: str, rank: int) -> list[Polynomial | None]:
+        """The closed forms of the sizes of a result, from sizes of operands."""
+        walk = self.walks[self.live[0]]
+        varying = [n for n in node.input if n in self.forms.varies]
+        free = known_sizes(walk.types_without(node, varying).get(name)) if varying else None
+        found: list[Polynomial | None] = []
+        for axis in range(rank):
+            column = self._column(name, axis)
+            values = [v for v in column if v is not None]
+            if len(values) < len(column) or (varying and (free is None or free[axis] is None)):
+                found.append(None)
+            else:
+                found.append(self._closed_form(node, name, axis, values))
+        return found
 
     def _closed_form(
         self, node: NodeProto, name: str, axis: int, values: Sequence[int]
@@ -270,8 +393,9 @@ class Lockstep:
         at each binding. A size that is the same at all bindings may still depend on an open size:
         the windows of a pool may be larger than the difference between the samples."""
         if len(set(values)) > 1:
-            size = self._fit(values) or self._discover(node, name, axis, values)
-            if size is not None:
+            same = (form for form, own in self._open_columns(node) if own == list(values))
+            size = next(same, None) or self._fit(values) or self._discover(node, name, axis, values)
+            if size is not None and len(values) == len(self.live):
                 self._known[tuple(values)] = size
             return size
         if self._depends(node, name, axis, values[0]):
@@ -280,10 +404,14 @@ class Lockstep:
                 return None  # unknown: the samples are too small to show the quotient
         return Polynomial.constant(values[0])
 
+    def _open_columns(self, node: NodeProto) -> Iterator[tuple[Polynomial, list[int | None]]]:
+        """The open sizes of operands, with their values at the live bindings."""
+        for operand, at, _, size in self._open_operands(node):
+            yield size, self._column(operand, at)
+
     def _depends(self, node: NodeProto, name: str, axis: int, value: int) -> bool:
         """True if a size of the result changes when an open size of an operand grows a lot."""
-        moves_along = node.op_type == "Reshape" and node.input[1] in self.varies
-        if node.op_type in EVEN or moves_along:  # a target that grows, too, cannot be probed
+        if node.op_type in EVEN:  # an operand that grows alone does not fit the others
             return False
         return any(
             self._probe(node, name, axis, operand, at, own + AFAR) not in (None, value)
@@ -300,8 +428,6 @@ class Lockstep:
     ) -> Polynomial | None:
         """A result's size as a quotient of an operand's size, found by inferring the node with
         other sizes of the operand; None if there is no such quotient."""
-        if not has_exact_scales(node, self.walks[self.live[0]].values):
-            return None
         for operand, at, own, size in self._open_operands(node):
             key = (name, axis, operand, at)
             found = self.strides.get(key) or find_quotient(partial(self._probe, node, *key), own)
@@ -309,10 +435,32 @@ class Lockstep:
                 continue
             self.strides[key] = found
             made = applied(found, size)
-            if [made.at(self.bindings[i]) for i in self.live] == list(values):
+            pairs = zip(self.live, values, strict=True)
+            odd = [i for i, value in pairs if made.at(self.bindings[i]) != value]
+            low = self._lowest(node, key, found, own)
+            small = [i for i in odd if i in self.edges and size.at(self.bindings[i]) < low]
+            if odd == small:
+                if low > 0:
+                    self.limits.append((Polynomial.constant(low), size))
+                self._drop(odd)
                 self._learn(made)
                 return made
         return None
+
+    def _lowest(
+        self, node: NodeProto, key: tuple[str, int, str, int], found: tuple[int, int, int], own: int
+    ) -> int:
+        """The least size of an operand from which on a result's size is this quotient; 0 if the
+        result's size is, at a size of 1."""
+        times, shift, below = found
+
+        def is_right(size: int) -> bool:
+            return self._probe(node, *key, size) == (times * size + shift) // below
+
+        low = 0 if is_right(1) else own
+        while low > 0 and is_right(low - 1):
+            low -= 1
+        return low
 
     def _open_operands(self, node: NodeProto) -> Iterator[tuple[str, int, int, Polynomial]]:
         """The open dimensions of a node's operands: name, axis, size at the first binding, and the
@@ -333,64 +481,21 @@ class Lockstep:
         sizes = known_sizes(types.get(name))
         return sizes[axis] if sizes is not None and axis < len(sizes) else None
 
-    def _is_exact(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> bool:
-        """True if results that agree at the bindings, or have a closed form there, do so at any
-        sizes."""
-        operands = [n for n in node.input if n]
-        if not any(n in self.varies for n in operands):
-            return True
-        values = [[self.walks[i].values.get(n) for n in operands] for i in self.live]
-        return is_exact(node.op_type, values, results)
 
-    def _are_sizes(self, node: NodeProto, results: Sequence[Sequence[Any]]) -> bool:
-        """True if the results are the same at all bindings, or are integers with closed forms. Adds
-        these closed forms to `found`."""
-        if agree(results):
-            return True
-        self._learn_division(node)
-        for arrays in zip(*results, strict=True):
-            first = np.asarray(arrays[0])
-            if first.size > MOST or not np.issubdtype(first.dtype, np.integer):
-                return False
-            if any(np.shape(a) != first.shape for a in arrays):
-                return False
-            columns = np.stack([np.asarray(a).reshape(-1) for a in arrays], 1).tolist()
-            sizes = [self._fit(column) for column in columns]
-            if None in sizes:
-                return False
-            for size in sizes:
-                self.found.update({size: None} if size is not None and size.variables else {})
-        return True
-
-    def _learn_division(self, node: NodeProto) -> None:
-        """Adds the quotients that a division or a rounding node computes to `quotients`."""
-        if node.op_type not in ("Div", "Mod") and node.op_type not in ROUND:
-            return
-        values = [[self.walks[i].values[n] for n in node.input if n] for i in self.live]
-        if node.op_type in ("Div", "Mod") and not is_float(values[0][0]):
-            above, below = ([np.broadcast_arrays(*row)[k] for row in values] for k in (0, 1))
-            columns = zip(_columns(above), _columns(below), strict=True)
-            for over, by in columns:
-                size = self._fit(over) if len(set(by)) == 1 and by[0] > 0 else None
-                if size is not None:
-                    self._learn(quotient(size, int(by[0])))
-        elif node.op_type in ROUND and is_float(values[0][0]):
-            scaled = [(row[0].astype(np.float64) * FRACTION).astype(np.int64) for row in values]
-            for column in _columns(scaled):
-                common = math.gcd(FRACTION, *column)
-                size = self._fit([v // common for v in column])
-                if size is not None:
-                    make = rounded_up if node.op_type == "Ceil" else quotient
-                    self._learn(make(size, FRACTION // common))
+def _is_folded(forms: Forms, value: Any) -> bool:
+    """True for a result that does not depend on sizes, and for one of integers."""
+    is_open = any(form.variables for form in forms.reshape(-1))
+    return not is_open or np.issubdtype(np.asarray(value).dtype, np.integer)
 
 
-def _columns(arrays: Sequence[Array]) -> list[list[int]]:
-    """For each element, its values at all bindings; an empty list if the arrays differ in shape or
-    have more than MOST elements."""
-    if any(a.shape != arrays[0].shape or a.size > MOST for a in arrays):
-        return []
-    columns: list[list[int]] = np.stack([a.reshape(-1) for a in arrays], 1).tolist()
-    return columns
+def _agree(results: Sequence[Sequence[Any]]) -> bool:
+    """True if the rows of all bindings have equal arrays of equal dtypes."""
+    return all(
+        np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
+        and np.asarray(a).dtype == np.asarray(b).dtype
+        for other in results[1:]
+        for a, b in zip(results[0], other, strict=True)
+    )
 
 
 def _size_at(shapes: Shapes, place: Place | int) -> int | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 
 import numpy as np
@@ -23,10 +24,11 @@ from onnxpar.model.misfits import check_fits
 from onnxpar.model.shapes import Walk, keep_nodes
 from onnxpar.open_sizes.branch_sizes import free_sizes
 from onnxpar.open_sizes.cache_sizes import CacheSizes, cache_sizes
+from onnxpar.open_sizes.edges import Side, edge_bindings, limit, unseen
 from onnxpar.open_sizes.lockstep import Lockstep, Strides, Unsolved
 from onnxpar.open_sizes.typical import Profile, Ties, Typical, typical_sizes
-from onnxpar.symbols.fits import DOMAINS, Domain, sample
-from onnxpar.symbols.symbols import Binding, Polynomial, Quotient, Variable
+from onnxpar.symbols.fits import DOMAINS, Domain, fit, sample
+from onnxpar.symbols.symbols import Atom, Binding, Polynomial, Quotient, Variable
 
 OpenDims = Mapping[tuple[str, int], Polynomial]
 """Open dimensions of inputs, by name and axis."""
@@ -40,30 +42,61 @@ class OpenSizes:
     other sizes. `labels` are the names of the symbols for `--dim`. `whole` has the first result of
     each node whose results have data-dependent sizes. `typical` are sizes for costs, with weights;
     `is_told` is True if the user gave them. `caches` have relations between sizes that kernels
-    need. In the dimensions in `free`, inputs may have other sizes than the symbols say.
+    need. In the dimensions in `free`, inputs may have other sizes than the symbols say. Of each
+    pair in `limits`, the first size must not be greater than the second in a run. `forms` are all
+    closed forms of sizes in the model.
     """
 
     symbols: tuple[str, ...]
     bindings: list[Binding]
     dims: OpenDims
     graph: Callable[[int], gs.Graph]
-    quotients: tuple[Quotient, ...] = ()
+    atoms: tuple[Atom, ...] = ()
     labels: tuple[str, ...] = ()
     whole: Whole = field(default_factory=dict)
     typical: tuple[Profile, ...] = ()
     is_told: bool = False
     caches: Sequence[CacheSizes] = ()
     free: frozenset[tuple[str, int]] = frozenset()
+    limits: tuple[tuple[Polynomial, Polynomial], ...] = ()
+    forms: tuple[Polynomial, ...] = ()
+
+    def at(self, numbers: Sequence[int]) -> OpenSizes:
+        """The open sizes without the bindings that are not among `numbers`, with the limits that
+        follow."""
+        bindings = [self.bindings[i] for i in numbers]
+        limits = [*self.limits, *map(limit, unseen(self.atoms, bindings))]
+        return replace(
+            self,
+            bindings=bindings,
+            graph=lambda i: self.graph(numbers[i]),
+            limits=tuple(dict.fromkeys(limits)),
+        )
 
     @property
     def flags(self) -> str:
         """The options that bind every symbol."""
         return " ".join(f"--dim {label}=N" for label in self.labels)
 
+    def formula(self, values: Sequence[int]) -> Polynomial | None:
+        """The closed form of a size, given by its values at all bindings; None if there is none."""
+        return next(iter(self.known(values)), None) or fit(values, self.variables())
+
+    def known(self, values: Sequence[int]) -> list[Polynomial]:
+        """The closed forms of sizes of the model that have these values at all bindings."""
+        return self._columns.get(tuple(values), [])
+
+    @cached_property
+    def _columns(self) -> dict[tuple[int, ...], list[Polynomial]]:
+        found: dict[tuple[int, ...], list[Polynomial]] = {}
+        for form in self.forms:
+            found.setdefault(tuple(form.at(b) for b in self.bindings), []).append(form)
+        return found
+
     def variables(self) -> dict[Variable, list[int]]:
-        """Values of every symbol and quotient, by binding."""
+        """Values of every symbol and atom, by binding."""
         found: dict[Variable, list[int]] = {s: [b[s] for b in self.bindings] for s in self.symbols}
-        return found | {q: [q.at(b) for b in self.bindings] for q in self.quotients}
+        return found | {a: [a.at(b) for b in self.bindings] for a in self.atoms}
 
 
 def infer_open(
@@ -88,6 +121,7 @@ def infer_open(
     taken = {d - n for weight in proto.graph.initializer for d in weight.dims for n in (0, 1)}
     search = _Search(proto, dims, (least, remainders), taken)
     dims, walks = search.run()
+    walks.put_first()
     live = [walks.walks[i] for i in walks.live]
     for name, size in search.limited:
         warnings.warn(
@@ -110,13 +144,19 @@ def infer_open(
         bindings,
         dims,
         _graph_at(proto, live, prepare),
-        tuple(walks.quotients),
+        tuple(walks.atoms),
         labels,
         dict.fromkeys(walks.lost),
         profiles,
         bool(typical.profiles),
         caches,
         free_sizes(proto.graph, dims, walks.sizes),
+        tuple(
+            dict.fromkeys(
+                [*search.bounds(), *walks.limits, *map(limit, unseen(walks.atoms, bindings))]
+            )
+        ),
+        tuple(walks.found),
     )
 
 
@@ -177,6 +217,10 @@ class _Search:
         self.strides: Strides = {}
         self.ties: list[tuple[str, Polynomial]] = []
         self.limited: list[tuple[str, Polynomial]] = []
+        self.edges: list[Binding] = []
+        self.sought: set[Side] = set()
+        self.closed: dict[str, Domain] = {}
+        self.small = _SMALL
         self.best: tuple[tuple[int, int], OpenDims, Lockstep] | None = None
 
     def run(self) -> tuple[OpenDims, Lockstep]:
@@ -204,9 +248,10 @@ class _Search:
                 badness = (len(walks.conflicts), len(small))
                 if self.best is None or badness <= self.best[0]:
                     self.best = (badness, self.dims, walks)
+                    self.closed = {s: d for s, d in self.domains.items() if d.closed}
                 elif badness[0] > self.best[0][0]:
                     break  # the model is not valid at larger sizes
-                if not self._grow(walks, small):
+                if not self._grow(walks, small) and not self._seek_edges(walks):
                     break
             if self.best is not None and not self.best[0][0]:
                 break
@@ -220,6 +265,14 @@ class _Search:
                 + " ".join(f"--dim {s}=N" for s in _symbols(self.dims))
             )
         return dims, walks
+
+    def bounds(self) -> Iterator[tuple[Polynomial, Polynomial]]:
+        """The least and the greatest size of each symbol that has no others, as pairs of sizes of
+        which the first is not greater than the second."""
+        for symbol, domain in self.closed.items():
+            size = Polynomial.variable(symbol)
+            yield Polynomial.constant(domain.low), size
+            yield size, Polynomial.constant(domain.high)
 
     def fits(self, binding: Binding) -> bool:
         """True if these sizes cause no more conflicts in the model than the samples."""
@@ -252,10 +305,16 @@ class _Search:
         symbols = sorted(_symbols(self.dims))
         self.domains = {s: self.domains.get(s, general) for s in symbols}
         bindings = sample(self.domains, self.least, self.taken, self.remainders)
+        open_ = [s for s in symbols if not self.domains[s].closed]
+        small = {s: self.domains[s].size(self.small + i) for i, s in enumerate(open_)}
+        edges = [{**bindings[0], **edge} for edge in ([small] if small else []) + self.edges]
+        bindings += edges
         closed = [s for s, domain in self.domains.items() if domain.closed]
         inputs = [self._types(b) for b in bindings]
         order = _symbols(self.dims)
-        walks = Lockstep(self.proto, inputs, bindings, order, self.strides, closed)
+        walks = Lockstep(
+            self.proto, inputs, bindings, order, self.strides, closed, self.dims, len(edges)
+        )
         walks.run()
         return walks
 
@@ -287,11 +346,25 @@ class _Search:
         """Open sizes for which the samples are too small: those that are less than `least` at some
         sample, and grow with the samples (a difference of positions may be negative at all sizes);
         and those that make a result empty."""
-        bindings = [walks.bindings[i] for i in walks.live]
+        bindings = [walks.bindings[i] for i in walks.live if i not in walks.edges]
         larger = {symbol: size * _GROWTH for symbol, size in bindings[0].items()}
         growing = [s for s in walks.found if s.at(larger) > s.at(bindings[0])]
         small = [s for s in growing if any(s.at(b) < self.least for b in bindings)]
         return [*small, *walks.void]
+
+    def _seek_edges(self, walks: Lockstep) -> bool:
+        """Adds samples on the sides of minima that have none yet; True if there are new ones."""
+        bindings = [walks.bindings[i] for i in walks.live]
+        sides = [s for s in unseen(walks.atoms, bindings) if s not in self.sought]
+        self.sought.update(sides)
+        symbols = [s for s in _symbols(self.dims) if not self.domains[s].closed]
+        new = edge_bindings(sides, bindings, symbols, self.least, self.taken)
+        self.edges += new
+        is_small = any(walks.bindings[i] not in self.edges for i in walks.live if i in walks.edges)
+        is_tried = not is_small and symbols and self.small < _LARGEST_SMALL
+        if is_tried:
+            self.small = 2 * self.small + 1
+        return bool(new or is_tried)
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
         """Enlarges the domains of the symbols in `small`, and widens steps where a quotient needs
@@ -304,7 +377,7 @@ class _Search:
                     self.domains[symbol] = replace(
                         own, low=own.low * _GROWTH, high=own.high * _GROWTH
                     )
-        for divided in walks.quotients:
+        for divided in (atom for atom in walks.atoms if isinstance(atom, Quotient)):
             for symbol in divided.over.variables:
                 own = self.domains[symbol]
                 if own.step <= divided.below and not own.closed:
@@ -316,6 +389,9 @@ class _Search:
 
 
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+_SMALL = 2
+"""Number of the least sample size of a symbol, of which most shards are empty."""
+_LARGEST_SMALL = 23
 _GROWTH = 4
 """Sizes that are too small are multiplied by this for the next walk."""
 _ROUNDS = 24

@@ -31,7 +31,6 @@ from onnxpar.pipeline.unused_options import (
     refuse_without_search,
 )
 from onnxpar.presets.presets import preset_mesh
-from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
 
@@ -132,11 +131,9 @@ def make_context(model: Model, options: Options) -> PassContext:
     if not options.compared:
         refuse_without_search(options)
     refuse_collectives(model.graph)
-    given = (model.states, model.sizes is None, model.whole, model.on_host)
-    factors = analyse(model.graph, *given)
+    factors, others = variants(model)
     if options.page_size:
         check_tokens_apart(model.graph, factors)
-    others = variants(model, factors)
     factors = opened(model, factors, others)
     options = replace(options, topology=balanced(options, model, factors) or options.host())
     chosen = choose_strategy(model, options, factors)

@@ -127,6 +127,7 @@ class Bundle:
 
     fixed    inputs of the unsplit model whose default values are now constants
     symbols  names of the open sizes
+    limits   pairs of sizes; in a run, the first must not be greater than the second
     initial  the kind of initial value of each state, by input: "stored" or "zero"
     in_place  the states that runs change in their own memory, by input
     row_outputs  of each state that is a table on the host, by input: the outputs of a rank's graph
@@ -142,6 +143,7 @@ class Bundle:
     states: Mapping[str, str]
     fixed: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
+    limits: tuple[tuple[Polynomial, Polynomial], ...] = ()
     initial: Mapping[str, str] = field(default_factory=dict)
     in_place: frozenset[str] = frozenset()
     row_outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -173,6 +175,10 @@ class Bundle:
             lookups = tuple(Lookup(**entry) for entry in plan.get("lookups", ()))
             step = Step.from_json(plan["step"]) if plan.get("step") else None
             fixed, symbols = (tuple(plan.get(key, ())) for key in ("fixed", "example"))
+            limits = tuple(
+                (Polynomial.parse(least), Polynomial.parse(most))
+                for least, most in plan.get("limits", ())
+            )
             examples = [plan["example"][symbol] for symbol in symbols]
             if not all(isinstance(size, int) and size >= 0 for size in examples):
                 raise ValueError(f"example sizes are {plan['example']}")
@@ -194,7 +200,7 @@ class Bundle:
                 "shard`"
             )
         _check_together(inputs, outputs)
-        given = (fixed, symbols, initial, in_place, rows, step, lookups, plan)
+        given = (fixed, symbols, limits, initial, in_place, rows, step, lookups, plan)
         return Bundle(folder, mesh, inputs, outputs, states, *given)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str] = ()) -> Sizes:
@@ -242,6 +248,14 @@ class Bundle:
                 if _KEPT in text + others:
                     remedy = "; feed the kept input, too, or call session.states.reset() first"
                 raise InputError(f"{text}, which is {own} in the model; {others}{remedy}")
+        for least, most in self.limits:
+            symbols = dict.fromkeys(least.variables + most.variables)
+            if found.keys() >= symbols.keys() and least.at(found) > most.at(found):
+                raise InputError(
+                    f"the sharded model is made for sizes at which {least} is at most {most}, and "
+                    f"this run has {', '.join(f'{s}={found[s]}' for s in symbols)}; for this size, "
+                    "give --dim to `onnxpar shard`"
+                )
         return tuple(found.get(s, 0) for s in self.symbols)
 
     @property

@@ -37,21 +37,29 @@ def analyse(
     in_bodies: bool = True,
     whole: Whole | None = None,
     on_host: Collection[str] = (),
+    growing: Collection[tuple[str, int]] = (),
 ) -> GraphFactors:
     """Refines every dimension of the graph to atoms; with `in_bodies`, also the dimensions in
     bodies of control flow.
 
     `pairs` are tensors whose dimensions correspond although no op connects them (state pairs);
-    dimensions whose sizes differ (a cache that grows) stay separate. `whole` maps the first result
+    dimensions whose sizes differ (a cache that grows) stay separate, and so do those in `growing`,
+    by input and axis, whose sizes differ at other open sizes. `whole` maps the first result
     of a node to the factors that the node must not split. `on_host` is for the result.
     """
-    return _Analysis(graph, pairs, in_bodies, whole or {}).run(frozenset(on_host))
+    return _Analysis(graph, pairs, in_bodies, whole or {}, growing).run(frozenset(on_host))
 
 
 class _Analysis:
     def __init__(
-        self, graph: gs.Graph, pairs: Iterable[tuple[str, str]], in_bodies: bool, whole: Whole
+        self,
+        graph: gs.Graph,
+        pairs: Iterable[tuple[str, str]],
+        in_bodies: bool,
+        whole: Whole,
+        growing: Collection[tuple[str, int]],
     ) -> None:
+        self.growing = growing
         self.whole = whole
         self.graph = graph
         self.pairs = list(pairs)
@@ -63,8 +71,10 @@ class _Analysis:
     def run(self, on_host: frozenset[str]) -> GraphFactors:
         self._join_all(self.graph)
         for a, b in self.pairs:
-            for x, y in zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False):
-                unify(x, y)
+            both = zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False)
+            for axis, (x, y) in enumerate(both):
+                if (a, axis) not in self.growing:
+                    unify(x, y)
         tensors = {}
         for name, dims in self.dims.items():
             if dims is not None:

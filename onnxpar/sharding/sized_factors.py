@@ -7,10 +7,11 @@ has one element, or none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from onnxpar.layout.layout import Dim, Factor, SizedFactor
+from onnxpar.layout.layout import Concat, Dim, Factor, SizedFactor, leaves
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.symbols.fits import fit
 from onnxpar.symbols.symbols import Binding, Variable
@@ -45,6 +46,96 @@ def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
     ops = [_op(op, sizes) for op in factors.ops]
     return GraphFactors(tensors, ops, factors.open_atoms, factors.fused, factors.on_host)
+
+
+def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
+    """The factors `other` of a graph with the leaves that it has at the sizes of `base`: in
+    `other`, a dimension may have one element, or none, and count as no leaf. None if the sizes of
+    some leaves do not follow from those of dimensions, or contradict them."""
+    sizes: dict[int, int] = {}
+    given = [
+        (op.trees[name], op.atoms[name], size)
+        for op, own in zip(base.ops, other.ops, strict=True)
+        for name, size in own.rule.sizes.items()
+        if size is not None
+    ]
+    for name, tensor in base.tensors.items():
+        pairs = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
+        for axis, dim in enumerate(other.tensors[name].dims):
+            atoms = tuple(leaf.atom for leaf, at in pairs if at == axis)
+            given.append((tensor.dims[axis], atoms, dim.size))
+    wanted = {atom for _, atoms, _ in given for atom in atoms}
+    while wanted - sizes.keys():
+        before = len(sizes)
+        for tree, atoms, size in given:
+            if not _solve(tree, list(atoms), size, sizes):
+                return None
+        if len(sizes) == before:
+            return None
+    tensors = {
+        name: replace(
+            tensor,
+            dims=tuple(
+                _sized_as(dim, own.size, resized)
+                for dim, own, resized in zip(
+                    tensor.dims, other.tensors[name].dims, _tensor(tensor, sizes).dims, strict=True
+                )
+            ),
+            leaves=tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in tensor.leaves),
+        )
+        for name, tensor in base.tensors.items()
+    }
+    ops = [
+        replace(
+            op,
+            node=own.node,
+            graph=own.graph,
+            rule=own.rule,
+            bodies=own.bodies,
+            trees={
+                name: _sized_as(tree, own.rule.sizes[name], resized)
+                for (name, tree), resized in zip(
+                    op.trees.items(), _op(op, sizes).trees.values(), strict=True
+                )
+            },
+            leaves=tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in op.leaves),
+        )
+        for op, own in zip(base.ops, other.ops, strict=True)
+    ]
+    return GraphFactors(tensors, ops, base.open_atoms, other.fused, other.on_host)
+
+
+def _sized_as(dim: Dim, size: int | None, resized: Dim) -> Dim:
+    """A dimension at other sizes: as resized by its leaves, or of this size if it has none."""
+    is_one = isinstance(dim, Factor) and not dim.is_leaf and size is not None
+    return Factor(size) if is_one and size is not None else resized
+
+
+def _solve(tree: Dim, atoms: list[int], size: int, sizes: dict[int, int]) -> bool:
+    """Adds the sizes of atoms that follow from the size of a dimension and from known sizes. False
+    if they contradict each other."""
+    if isinstance(tree, Factor):
+        return not tree.is_leaf or sizes.setdefault(atoms[0], size) == size
+    parts: list[list[int]] = []
+    for child in tree.children:
+        count = sum(leaf.is_leaf for leaf in leaves(child))
+        parts.append(atoms[:count])
+        atoms = atoms[count:]
+    unknown = [i for i, own in enumerate(parts) if any(atom not in sizes for atom in own)]
+    if len(unknown) != 1:
+        return True
+    known = [
+        _resized(child, iter([sizes[atom] for atom in own])).size
+        for i, (child, own) in enumerate(zip(tree.children, parts, strict=True))
+        if i != unknown[0]
+    ]
+    if isinstance(tree, Concat):
+        rest = size - sum(known)
+    elif math.prod(known):
+        rest = size // math.prod(known)
+    else:
+        return True
+    return _solve(tree.children[unknown[0]], parts[unknown[0]], rest, sizes)
 
 
 def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphFactors:

@@ -18,22 +18,25 @@ from functools import lru_cache
 
 import numpy as np
 
-from onnxpar.symbols.symbols import Binding, Monomial, Polynomial, Quotient, Variable
+from onnxpar.symbols.symbols import Binding, Monomial, Polynomial, Variable, minimum, symbols_of
 
-FEWEST, MOST = 8, 32
+FEWEST, MOST = 6, 32
 """Bounds of the number of bindings (without the FAR ones) that a polynomial must agree with.
 Between them, there are as many bindings as ranks, so that the sizes have every remainder modulo the
 ranks."""
 FAR = 2
 """Number of additional bindings with much larger sizes, at which a size that only looks constant
 changes."""
-ENOUGH = 6
+ENOUGH = 5
 """Fewest bindings that must remain after those at which the model is not valid have been
 dropped."""
 MOST_MONOMIALS = 1 << 14
 """Most monomials for which sums of two are tried; with more, a size that needs such a sum has no
 closed form."""
 _DEGREE = 3
+_FEWEST_ROWS = 4
+"""Fewest different values of a variable through which a line is no coincidence; of two variables,
+there must be more."""
 _TRIES = 100
 
 
@@ -41,7 +44,7 @@ _TRIES = 100
 class Domain:
     """Sample sizes of a symbol: n * `step` + `offset`, with n from `low` to `high`. Samples have
     consecutive n, in random order, and a few much larger ones. The symbol of a `closed` domain has
-    no sizes outside of it; its samples are random."""
+    no sizes outside of it, and none that are much larger."""
 
     step: int
     low: int
@@ -74,7 +77,12 @@ def sample(
         columns = []
         for domain in domains.values():
             if domain.closed:
-                drawn = [source.randint(domain.low, domain.high) for _ in range(count + FAR)]
+                last = domain.high - count + 1
+                start = source.randint(min(max(domain.low, least), last), max(domain.low, last))
+                within = range(max(start, domain.low), min(start + count, domain.high + 1))
+                drawn = source.sample(within, len(within))
+                more = count + FAR - len(drawn)
+                drawn += [source.randint(domain.low, domain.high) for _ in range(more)]
                 columns.append(drawn)
                 continue
             low = max(domain.low, -(-least // domain.step), min(remainders, domain.high - count))
@@ -105,7 +113,7 @@ def fit(values: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> P
 def fits(
     values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
 ) -> tuple[Polynomial, ...]:
-    """All polynomials with these values that are as simple as the simplest one."""
+    """All polynomials with these values and as few terms as possible, the simplest first."""
     return _fits(tuple(values), tuple((n, tuple(v)) for n, v in variables.items()))
 
 
@@ -116,18 +124,43 @@ def _fits(
     if len(set(values)) == 1:
         return (Polynomial.constant(values[0]),)
     columns = _monomials(variables)
-    lines = [(m, line) for m, column in columns.items() if (line := _line(values, column))]
+    lines = [
+        (m, line)
+        for m, column in columns.items()
+        if (line := _line(values, column))
+        and (line == (Fraction(1), Fraction(0)) or len(set(column)) >= _FEWEST_ROWS)
+    ]
     multiples = tuple(_sum([(m, a)]) for m, (a, b) in lines if b == 0)
     if multiples:
-        return _simplest(multiples)
+        return _sorted(multiples)
     if lines:
-        return _simplest([_sum([(m, a), ((), b)]) for m, (a, b) in lines])
-    found = []
+        return _sorted([_sum([(m, a), ((), b)]) for m, (a, b) in lines])
+    found = _minima(values, dict(variables))
+    if found:
+        return _sorted(found)
     for m, n in _likely_pairs(values, columns):
         plane = _plane(values, columns[m], columns[n])
-        if plane:
+        if plane and len(set(zip(columns[m], columns[n], strict=True))) > _FEWEST_ROWS:
             found.append(_sum([(m, plane[0]), (n, plane[1]), ((), plane[2])]))
-    return _simplest(found)
+    return _sorted(found)
+
+
+def _minima(
+    values: tuple[int, ...], variables: Mapping[Variable, tuple[int, ...]]
+) -> list[Polynomial]:
+    """The minima of a variable and of the largest value, or of another variable, with these
+    values."""
+    most = max(values)
+    if values.count(most) < 2 or len(set(values)) < _FEWEST_ROWS - 1:
+        return []
+    each = [(Polynomial.variable(v), column) for v, column in variables.items()]
+    each = [(p, c) for p, c in each if all(a <= b for a, b in zip(values, c, strict=True))]
+    bounds = [*each, (Polynomial.constant(most), (most,) * len(values))]
+    return [
+        minimum(a, b)
+        for (a, x), (b, y) in itertools.combinations(bounds, 2)
+        if tuple(map(min, x, y)) == values
+    ]
 
 
 def _sum(terms: Sequence[tuple[Monomial, Fraction]]) -> Polynomial:
@@ -138,15 +171,14 @@ def _sum(terms: Sequence[tuple[Monomial, Fraction]]) -> Polynomial:
     return total
 
 
-def _simplest(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
-    """The polynomials with the smallest denominator, degree and number of quotients."""
+def _sorted(found: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
+    """The polynomials by denominator, degree and number of atoms."""
 
     def weight(polynomial: Polynomial) -> tuple[int, int, int]:
         degree = max(len(monomial) for monomial, _ in polynomial.terms)
-        return polynomial.denominator, degree, len(polynomial.quotients)
+        return polynomial.denominator, degree, len(polynomial.atoms)
 
-    least = min(map(weight, found), default=None)
-    return tuple(p for p in found if weight(p) == least)
+    return tuple(sorted(found, key=weight))
 
 
 @lru_cache(maxsize=256)
@@ -155,7 +187,7 @@ def _monomials(
 ) -> dict[Monomial, tuple[int, ...]]:
     """Monomials and their values, the simplest first, without constant ones."""
     out: dict[Monomial, tuple[int, ...]] = {}
-    ordered = sorted(variables, key=lambda v: (isinstance(v[0], Quotient), str(v[0])))
+    ordered = sorted(variables, key=lambda v: (not isinstance(v[0], str), str(v[0])))
     for degree in range(1, _DEGREE + 1):
         for chosen in itertools.combinations_with_replacement(ordered, degree):
             names = tuple(name for name, _ in chosen)
@@ -166,10 +198,10 @@ def _monomials(
 
 
 def _is_sensible(names: Monomial) -> bool:
-    """False if a quotient is multiplied with a variable that depends on one of its symbols."""
+    """False if an atom is multiplied with a variable that depends on one of its symbols."""
     for name in set(names):
-        if isinstance(name, Quotient):
-            own = set(name.over.variables)
+        if not isinstance(name, str):
+            own = set(symbols_of(name))
             others = [n for n in names if n != name]
             if any(own & set(Polynomial.variable(n).variables) for n in others):
                 return False

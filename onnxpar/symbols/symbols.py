@@ -1,8 +1,11 @@
-"""Closed forms of sizes: polynomials of a model's symbols and of quotients, rounded down.
+"""Closed forms of sizes: polynomials of a model's symbols and of atoms, which are quotients
+(rounded down) and minima.
 
-A convolution with a stride turns a width into `(width + 1) // 2`. A polynomial has such quotients
-as variables, besides symbols; the numerator of a quotient is a polynomial, which can contain
-further quotients.
+A convolution with a stride turns a width into `(width + 1) // 2`, a slice turns it into
+`min(width, 512)`. A polynomial has such atoms as variables, besides symbols; their operands are
+polynomials, which can contain further atoms. Maxima, comparisons, and choices between two sizes are
+polynomials of minima. All symbols and atoms are integers of at least 0, so a polynomial without
+negative coefficients is at least 0, too.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+_LARGEST_MERGED = 32
+"""Largest weight of a size whose minima are merged with another one."""
 Binding = Mapping[str, int]
 """A size for every symbol."""
 
@@ -25,17 +30,46 @@ class Quotient:
     over: Polynomial
     below: int
 
+    @property
+    def operands(self) -> tuple[Polynomial, ...]:
+        """The numerator alone."""
+        return (self.over,)
+
     def at(self, binding: Binding) -> int:
         """The value at a binding."""
         return self.over.at(binding) // self.below
+
+    def replace(self, symbol: str, by: Polynomial) -> Polynomial:
+        """The quotient with a symbol replaced by a polynomial."""
+        return quotient(self.over.replace(symbol, by), self.below)
 
     def __str__(self) -> str:
         text = str(self.over)
         return f"{text if self.over.symbol else f'({text})'} // {self.below}"
 
 
-Variable = str | Quotient
-"""A symbol, or a quotient."""
+@dataclass(frozen=True)
+class Minimum:
+    """The least of several sizes. Create it with `minimum`, which normalizes it, so that equal
+    sizes compare equal."""
+
+    operands: tuple[Polynomial, ...]
+
+    def at(self, binding: Binding) -> int:
+        """The value at a binding."""
+        return min(operand.at(binding) for operand in self.operands)
+
+    def replace(self, symbol: str, by: Polynomial) -> Polynomial:
+        """The minimum with a symbol replaced by a polynomial."""
+        return minimum(*(operand.replace(symbol, by) for operand in self.operands))
+
+    def __str__(self) -> str:
+        return f"min({', '.join(map(str, self.operands))})"
+
+
+Atom = Quotient | Minimum
+Variable = str | Atom
+"""A symbol, or an atom."""
 Monomial = tuple[Variable, ...]
 """Variables that are multiplied, in the order of their texts."""
 
@@ -47,33 +81,53 @@ class Polynomial:
     terms: tuple[tuple[Monomial, Fraction], ...]
 
     @staticmethod
-    def constant(value: int) -> Polynomial:
+    def constant(value: int | Fraction) -> Polynomial:
         """A number as a polynomial."""
         return Polynomial((((), Fraction(value)),) if value else ())
 
     @staticmethod
     def variable(name: Variable) -> Polynomial:
-        """A symbol or a quotient as a polynomial."""
+        """A symbol or an atom as a polynomial."""
         return Polynomial((((name,), Fraction(1)),))
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The symbols, including those of quotients, sorted."""
+        """The symbols, including those of atoms, sorted."""
         found: set[str] = set()
         for monomial, _ in self.terms:
             for v in monomial:
-                found.update([v] if isinstance(v, str) else v.over.variables)
+                found.update([v] if isinstance(v, str) else symbols_of(v))
         return tuple(sorted(found))
 
     @property
-    def quotients(self) -> tuple[Quotient, ...]:
-        """All quotients; one inside the numerator of another comes before that other one."""
-        found: list[Quotient] = []
+    def atoms(self) -> tuple[Atom, ...]:
+        """All atoms; one inside an operand of another comes before that other one."""
+        found: list[Atom] = []
         for monomial, _ in self.terms:
             for v in monomial:
-                if isinstance(v, Quotient):
-                    found += [*v.over.quotients, v]
+                if not isinstance(v, str):
+                    found += [atom for operand in v.operands for atom in operand.atoms]
+                    found.append(v)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def number(self) -> Fraction | None:
+        """The number that the polynomial is; None if it depends on symbols."""
+        if not self.terms:
+            return Fraction(0)
+        return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
+
+    @property
+    def weight(self) -> int:
+        """The number of terms and of variables in them, also of those in atoms."""
+        atoms = [v for monomial, _ in self.terms for v in monomial if not isinstance(v, str)]
+        inner = sum(operand.weight for atom in atoms for operand in atom.operands)
+        return len(self.terms) + sum(len(monomial) for monomial, _ in self.terms) + inner
+
+    @property
+    def is_natural(self) -> bool:
+        """True if no coefficient is negative, so that the value is at least 0 at all sizes."""
+        return all(coefficient >= 0 for _, coefficient in self.terms)
 
     @property
     def symbol(self) -> str | None:
@@ -90,6 +144,14 @@ class Polynomial:
 
     def at(self, binding: Binding) -> int:
         """The value at a binding, rounded down to an integer."""
+        total, below = self._ratio(binding)
+        return total // below
+
+    def exactly_at(self, binding: Binding) -> Fraction:
+        """The value at a binding."""
+        return Fraction(*self._ratio(binding))
+
+    def _ratio(self, binding: Binding) -> tuple[int, int]:
         below = self.denominator
         total = 0
         for monomial, coefficient in self.terms:
@@ -97,13 +159,13 @@ class Polynomial:
             for variable in monomial:
                 term *= _value(variable, binding)
             total += term
-        return total // below
+        return total, below
 
     def solve(self, symbol: str, binding: Binding, value: int) -> int | None:
         """The size of a symbol at which the polynomial has the given value; `binding` has the sizes
         of the other symbols. None if no integer solves that, if the polynomial is not linear in the
-        symbol, or if a quotient contains the symbol."""
-        if any(symbol in q.over.variables for q in self.quotients):
+        symbol, or if an atom contains the symbol."""
+        if any(symbol in symbols_of(atom) for atom in self.atoms):
             return None
         if any(monomial.count(symbol) > 1 for monomial, _ in self.terms):
             return None
@@ -119,7 +181,8 @@ class Polynomial:
             number = int(coefficient * below)
             factors = [] if abs(number) == 1 and monomial else [str(abs(number))]
             alone = number > 0 and not factors and len(monomial) == 1
-            factors += [str(v) if alone or isinstance(v, str) else f"({v})" for v in monomial]
+            bare = [alone or not isinstance(v, Quotient) for v in monomial]
+            factors += [str(v) if b else f"({v})" for v, b in zip(monomial, bare, strict=True)]
             if text:
                 text += " - " if number < 0 else " + "
             elif number < 0:
@@ -130,8 +193,8 @@ class Polynomial:
 
     @staticmethod
     def parse(text: str) -> Polynomial:
-        """Parses the output of `str`, also with `floor(w / 2)` and `ceil`. Errors: ValueError for
-        any other text."""
+        """Parses the output of `str`, also with `floor(w / 2)`, `ceil` and `max`. Errors:
+        ValueError for any other text."""
         try:
             return _parsed(ast.parse(text, mode="eval").body)
         except SyntaxError:
@@ -143,10 +206,10 @@ class Polynomial:
         for monomial, coefficient in self.terms:
             term = _polynomial([((), coefficient)])
             for v in monomial:
-                if isinstance(v, Quotient):
-                    term = term * quotient(v.over.replace(symbol, by), v.below)
-                else:
+                if isinstance(v, str):
                     term = term * (by if v == symbol else Polynomial.variable(v))
+                else:
+                    term = term * v.replace(symbol, by)
             total = total + term
         return total
 
@@ -194,6 +257,58 @@ def rounded_up(over: Polynomial, below: int) -> Polynomial:
     return quotient(over + Polynomial.constant(below - 1), below)
 
 
+def minimum(*sizes: Polynomial) -> Polynomial:
+    """The least of several sizes, in normal form: what is common to them is outside the minimum,
+    minima in it are merged, and sizes that are never less than another one are left out."""
+    every = list(dict.fromkeys(each for size in sizes for each in _alternatives(size)))
+    least = [p for p in every if not any(q != p and (p - q).is_natural for q in every)]
+    if len(least) == 1:
+        return least[0]
+    coefficients = [dict(p.terms) for p in least]
+    monomials = {m for found in coefficients for m in found}
+    common = _polynomial(
+        (m, min(found.get(m, Fraction(0)) for found in coefficients)) for m in monomials
+    )
+    rests = [p - common for p in least]
+    if any(len(_alternatives(rest)) > 1 for rest in rests):
+        return common + minimum(*rests)
+    below = math.lcm(*(rest.denominator for rest in rests))
+    factor = math.gcd(*(int(c * below) for rest in rests for _, c in rest.terms))
+    operands = (_polynomial((m, c * below / factor) for m, c in rest.terms) for rest in rests)
+    atom = Minimum(tuple(sorted(operands, key=lambda p: (p.number is not None, str(p)))))
+    return common + _polynomial([((atom,), Fraction(factor, below))])
+
+
+def maximum(*sizes: Polynomial) -> Polynomial:
+    """The greatest of several sizes."""
+    minus = Polynomial.constant(-1)
+    return minus * minimum(*(minus * size for size in sizes))
+
+
+def is_less(a: Polynomial, b: Polynomial) -> Polynomial:
+    """1 where a size is less than another one, and else 0. Both are integers at all sizes."""
+    return minimum(maximum(b - a, Polynomial.constant(0)), Polynomial.constant(1))
+
+
+def symbols_of(atom: Atom) -> tuple[str, ...]:
+    """The symbols on which an atom depends, sorted."""
+    return tuple(sorted({s for operand in atom.operands for s in operand.variables}))
+
+
+def _alternatives(size: Polynomial) -> list[Polynomial]:
+    """Sizes whose minimum is this size: more than one if one term is a minimum. Large sizes stay
+    as they are, so that normal forms do not grow without bound."""
+    for monomial, coefficient in size.terms if size.weight <= _LARGEST_MERGED else ():
+        if len(monomial) == 1 and isinstance(monomial[0], Minimum) and coefficient > 0:
+            rest = size - _polynomial([(monomial, coefficient)])
+            each = (
+                _polynomial((m, c * coefficient) for m, c in operand.terms)
+                for operand in monomial[0].operands
+            )
+            return [found for operand in each for found in _alternatives(rest + operand)]
+    return [size]
+
+
 def _value(variable: Variable, binding: Binding) -> int:
     return binding[variable] if isinstance(variable, str) else variable.at(binding)
 
@@ -213,11 +328,15 @@ def _parsed(node: ast.expr) -> Polynomial:
         return Polynomial.constant(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return Polynomial.constant(-1) * _parsed(node.operand)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
-        inner = _parsed(node.args[0])
-        if node.func.id == "floor":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+        inner, *others = map(_parsed, node.args)
+        if node.func.id == "min":
+            return minimum(inner, *others)
+        if node.func.id == "max":
+            return maximum(inner, *others)
+        if node.func.id == "floor" and not others:
             return quotient(inner, 1)
-        if node.func.id == "ceil":
+        if node.func.id == "ceil" and not others:
             return rounded_up(inner, 1)
     if isinstance(node, ast.BinOp):
         return _parsed_operation(node)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from onnxpar.symbols.symbols import Polynomial
+from onnxpar.symbols.symbols import Polynomial, Quotient
 
 _LARGEST = 4096
 """Largest number of which a solution may require a symbol to be a multiple."""
@@ -62,7 +62,8 @@ def _multiple(size: Polynomial) -> tuple[str, Polynomial] | None:
     if len(size.variables) != 1:
         return None
     (symbol,) = size.variables
-    period = math.lcm(*(q.below for q in size.quotients)) if size.quotients else 0
+    below = [atom.below for atom in size.atoms if isinstance(atom, Quotient)]
+    period = math.lcm(*below) if below and len(below) == len(size.atoms) else 0
     if not 1 < period <= _LARGEST:
         return None
     first = 64 * period

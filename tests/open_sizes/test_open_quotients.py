@@ -138,7 +138,7 @@ def test_a_height_that_a_node_limits(tmp_path: Path) -> None:
     assert "width" in text
     with (
         ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session,
-        pytest.raises(OnnxparError, match="Concat"),
+        pytest.raises(OnnxparError, match="height is at most 7"),
     ):
         session.run(None, {"x": np.zeros((4, 3, 8, 9), np.float32)})
 
@@ -371,8 +371,8 @@ def test_windows_over_parts_of_any_width(windows: str, ranks: int, tmp_path: Pat
     assert '"HaloExchange"' in text
 
 
-def test_a_size_that_became_one_number_is_told(tmp_path: Path) -> None:
-    """Samples must be steps of 3 apart, which the table is too short for; bound, it runs."""
+def test_lengths_end_with_the_table(tmp_path: Path) -> None:
+    """Longer ones are refused by the model, and by name."""
     model = save(
         tmp_path / "table.onnx",
         """
@@ -386,9 +386,13 @@ def test_a_size_that_became_one_number_is_told(tmp_path: Path) -> None:
         """,
         weight("table", 15),
     )
-    with pytest.warns(UserWarning, match=r"seq is fixed at 15: .*give --dim seq=N"):
-        pipeline.plan(model, options("tp=2"))
-    check(model, tmp_path / "m.par", "tp=2", [{"x": (3, 1, 9)}], dims={"seq": 9})
+    shapes = [{"x": (3, 1, n)} for n in (2, 3, 8, 9, 14, 15)]
+    check(model, tmp_path / "m.par", "tp=2", shapes)
+    with (
+        ThreadSession(tmp_path / "m.par") as session,
+        pytest.raises(InputError, match=r"seq is at most 15, and this run has seq=16"),
+    ):
+        session.run(None, {"x": np.zeros((3, 1, 16), np.float32)})
 
 
 @pytest.mark.slow

@@ -47,9 +47,10 @@ def test_other_texts_are_no_sizes(text: str) -> None:
         Polynomial.parse(text)
 
 
-def samples() -> dict[str, list[int]]:
-    rows = sample(dict.fromkeys(["b", "s"], DOMAINS[0]), 2, ())[:FEWEST]
-    assert len(rows) == FEWEST and all(row["b"] != row["s"] for row in rows)
+def samples(ranks: int = 2) -> dict[str, list[int]]:
+    count = max(FEWEST, ranks)
+    rows = sample(dict.fromkeys(["b", "s"], DOMAINS[0]), ranks, ())[:count]
+    assert len(rows) == count and all(row["b"] != row["s"] for row in rows)
     return {name: [row[name] for row in rows] for name in ("b", "s")}
 
 
@@ -66,7 +67,7 @@ def test_sizes_are_found_from_samples(text: str) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_a_rounded_share_is_no_polynomial(n: int) -> None:
     """Samples leave every remainder, so that a part of a size is never taken for a fraction."""
-    at = samples()
+    at = samples(n)
     assert {b % n for b in at["b"]} == set(range(n))
     assert fit([-(-b // n) for b in at["b"]], {"b": at["b"]}) is None
 
@@ -124,6 +125,26 @@ def test_a_stride_is_found_by_asking(a: int, b: int, c: int) -> None:
     assert all(made.at({"s": x}) == (a * x + b) // c for x in range(50, 999))
 
 
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("max(0, s - 20)", "s - min(s, 20)"),
+        ("min(min(s, 9), b) + 2", "min(b, s, 9) + 2"),
+        ("min(2*s, 6)", "2*min(s, 3)"),
+        ("min(s, s + b)", "s"),
+        ("max(s, -1)", "s"),
+        ("min(1, max(0, 512 - s))", "min(s, 511) - min(s, 512) + 1"),
+        ("max(s, 8) // 4 - 2", "(s - (min(s, 8))) // 4"),
+    ],
+)
+def test_minima_have_one_form(text: str, normal: str) -> None:
+    assert Polynomial.parse(text) == Polynomial.parse(normal)
+    for s in (0, 1, 2, 3, 7, 8, 9, 19, 20, 21, 511, 512, 513):
+        for b in (0, 1, 5, 100):
+            wanted = eval(text, {"s": s, "b": b, "min": min, "max": max})
+            assert Polynomial.parse(text).at({"s": s, "b": b}) == wanted
+
+
 def test_what_is_no_quotient_is_not_found() -> None:
     assert find_quotient(lambda x: x * x, 10) is None
     assert find_quotient(lambda x: 7, 10) is None
@@ -131,7 +152,7 @@ def test_what_is_no_quotient_is_not_found() -> None:
 
 def test_a_quotient_is_found_among_sums_and_products() -> None:
     rows = sample(dict.fromkeys(["b", "s"], DOMAINS[0]), 2, ())
-    (half,) = quotient(S + Polynomial.constant(1), 2).quotients
+    (half,) = quotient(S + Polynomial.constant(1), 2).atoms
     columns = {"b": [r["b"] for r in rows], "s": [r["s"] for r in rows]}
     size = Polynomial.parse("3*b*((s + 1) // 2) + 2")
     values = [size.at(r) for r in rows]

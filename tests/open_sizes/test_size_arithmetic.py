@@ -1,0 +1,182 @@
+"""Sizes that a model computes from open sizes: runs far from the sample sizes, at odd ones, and on
+both sides of each number with which the model compares them, give onnxruntime's results or refuse
+the sizes by name."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+from agreement import TIMEOUT, check_outputs, options
+from open_sizes.size_models import ALONE, WITH_PAST, size_model
+
+import onnxpar
+from onnxpar.errors import InputError
+from onnxpar.open_sizes.lockstep import Lockstep
+from onnxpar.pipeline import pipeline
+from onnxpar.runtime.threads import ThreadSession
+from onnxpar.symbols.fits import DOMAINS, sample
+from onnxpar.symbols.symbols import Polynomial
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data-parallel": ("data-parallel 2", {}),
+    "search": ("3", {}),
+    "sequence 2": ("tp=2", {"strategy": {"tensors": {"x": [None, "tp", None]}}}),
+    "sequence 3": ("tp=3", {"strategy": {"tensors": {"x": [None, "tp", None]}}}),
+    "batch": ("tp=4", {"strategy": {"tensors": {"x": ["tp", None, None]}}}),
+    "features": ("tp=2", {"strategy": {"tensors": {"x": [None, None, "tp"]}}}),
+}
+SIZES = [(2, 1), (1, 2), (5, 5), (3, 7), (4, 8), (2, 9), (2, 33), (3, 64), (2, 101), (3, 600)]
+LIMITED = {"rolled", "shifted", "up after down", "cropped to what went down"}
+"""Models that may refuse sizes below 3, at which segments would overlap or windows reach over."""
+
+
+def _is_default(what: str, way: str) -> bool:
+    """One way for each model."""
+    return list(WAYS)[zlib.crc32(what.encode()) % len(WAYS)] == way
+
+
+@pytest.mark.parametrize(
+    ("what", "way"),
+    [
+        pytest.param(what, way, marks=[] if _is_default(what, way) else [pytest.mark.slow])
+        for what in ALONE | WITH_PAST
+        for way in WAYS
+    ],
+)
+def test_runs_at_any_size(what: str, way: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(size_model(what), path)
+    unsplit = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    layout, how = WAYS[way]
+    pipeline.shard(path, tmp_path / "m.par", options(layout, **how))
+    for batch, length in SIZES:
+        for past in (3, 40) if what in WITH_PAST else (0,):
+            source = np.random.default_rng(length)
+            feeds = {
+                port.name: source.standard_normal(
+                    (batch, length if port.name == "x" else past, 6)
+                ).astype(np.float32)
+                for port in unsplit.get_inputs()
+            }
+            try:
+                wanted = unsplit.run(None, feeds)
+            except ort.capi.onnxruntime_pybind11_state.Fail:
+                continue
+            except ort.capi.onnxruntime_pybind11_state.InvalidArgument:
+                continue
+            with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+                if what in LIMITED and length < 3:
+                    try:
+                        found = session.run(None, feeds)
+                    except InputError as error:
+                        assert "is made for sizes at which" in str(error)
+                        continue
+                else:
+                    found = session.run(None, feeds)
+            check_outputs(found, wanted, ["y"])
+
+
+OPS = ("Add", "Sub", "Mul", "Div", "Mod", "Min", "Max", "Neg", "Abs", "Clip", "Less", "Where")
+
+
+def _random_graph(source: random.Random) -> str:
+    """A body that computes integers from the sizes of `x`; all of them are named t and a number."""
+    lines = ["t0 = Shape <start = 0, end = 1> (x)", "t1 = Shape <start = 1, end = 2> (x)"]
+    for i in range(2, 12):
+        a, b, c = (f"t{source.randrange(i)}" for _ in range(3))
+        op = source.choice(OPS)
+        number = source.choice([-5, -1, 1, 2, 3, 4, 7, 8, 20, 64])
+        lines.append(f"c{i} = Constant <value_ints = [{number}]> ()")
+        match op:
+            case "Neg" | "Abs":
+                lines.append(f"t{i} = {op} ({a})")
+            case "Div" | "Mod":
+                lines.append(f"t{i} = {op} ({a}, c{i})")
+            case "Clip":
+                lines += [f"k{i} = Constant <value_int = {number}> ()", f"s{i} = Squeeze ({a})"]
+                lines += [f"r{i} = Clip (s{i}, k{i}, big)", f"t{i} = Reshape (r{i}, one)"]
+            case "Less" | "Where":
+                lines.append(f"l{i} = Less ({a}, {source.choice([b, f'c{i}'])})")
+                lines.append(f"t{i} = Where (l{i}, {b}, {c})")
+            case _:
+                lines.append(f"t{i} = {op} ({a}, {source.choice([b, f'c{i}'])})")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_closed_forms_have_the_values_of_onnxruntime(seed: int) -> None:
+    """At sizes from 0 to far beyond the samples."""
+    body = _random_graph(random.Random(seed))
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        sizes (float[n, m] x) => (int64[1] t11) {{
+            one = Constant <value_ints = [1]> ()
+            big = Constant <value_int = 1000000> ()
+            {body}
+        }}"""
+    )
+    names = [f"t{i}" for i in range(2, 12)]
+    dims = {("x", 0): Polynomial.variable("n"), ("x", 1): Polynomial.variable("m")}
+    bindings = sample(dict.fromkeys("nm", DOMAINS[0]), 2, ())
+    types = []
+    for binding in bindings:
+        sizes = [dim.at(binding) for dim in dims.values()]
+        types.append({"x": onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, sizes)})
+    walks = Lockstep(model, types, bindings, ["n", "m"], dims=dims)
+    walks.run()
+    forms = {name: form for name in names if (form := walks.value(name)) is not None}
+    assert forms
+    del model.graph.output[:]
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, [1]) for name in forms
+    )
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for n in (0, 1, 2, 3, 7, 8, 9, 20, 21, 63, 64, 65, 513):
+        for m in (0, 1, 5, 19, 20, 64, 1000):
+            found = session.run(None, {"x": np.zeros((n, m), np.float32)})
+            wanted = [form.at({"n": n, "m": m}) for form in forms.values()]
+            assert [int(value[0]) for value in found] == wanted, (n, m)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sizes_of_which_some_are_open_are_split(ranks: int, tmp_path: Path) -> None:
+    """A rank whose piece has no open size has no size of a sample either."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        boxes (float[B, 3, 480, W] x, float[N, 4] boxes) => (float[N, 1] y) {
+            sizes = Shape (x) i = Constant <value = int64[4] {3, 2, 3, 2}> ()
+            s = Gather <axis = 0> (sizes, i) f = Cast <to = 1> (s) z = Div (boxes, f)
+            a = Constant <value = int64[1] {1}> () y = ReduceSum (z, a)
+        }"""
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    strategy = {"tensors": {"boxes": [None, "tp"]}}
+    pipeline.shard(path, tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy))
+    unsplit = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for width in (1, 64, 333):
+            source = np.random.default_rng(width)
+            feeds = {
+                "x": np.zeros((1, 3, 480, width), np.float32),
+                "boxes": source.uniform(0, 60, (3, 4)).astype(np.float32),
+            }
+            check_outputs(session.run(None, feeds), unsplit.run(None, feeds), ["y"])
+
+
+def test_a_check_looks_at_both_sides_of_what_sizes_are_compared_with(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(size_model("a minimum"), path)
+    found = onnxpar.check(path, devices=2, measure=False)
+    lengths = [sizes["N"] for sizes in found.plan.samples]
+    assert min(lengths) < 20 < max(lengths)
+    assert {length % 2 for length in lengths} == {0, 1}
+    assert found.ok and f"also agree at {len(lengths) + 1} other sizes" in found.text()
