@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 from onnx import (
     AttributeProto,
     GraphProto,
@@ -358,7 +359,7 @@ def _texts(model: ModelProto) -> Iterator[Any]:
     rest: list[Any] = [model]
     while rest:
         for field, value in rest.pop().ListFields():
-            values = value if field.is_repeated else [value]
+            values = [value] if isinstance(value, str | bytes | Message) else value
             if field.type == field.TYPE_STRING:
                 yield from values
             elif field.type == field.TYPE_MESSAGE:
