@@ -149,6 +149,11 @@ def _checked(
         made = pipeline.shard(model, par, options, progress)
         bundle = Bundle.load(par)
 
+        def judged(report: Report) -> Report:
+            if made.step is None or close is not None or way.each:
+                return report
+            return judge_compressed(judge_gradients(report, made.step), made.step)
+
         def compared(session: InferenceSession, feeds: Mapping[str, Any]) -> Report:
             if way.each:
                 tell("comparing every tensor")
@@ -164,7 +169,7 @@ def _checked(
             for sizes in _sizes_to_try(made, bundle):
                 try:
                     feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
-                    report = compared(session, feeds)
+                    report = judged(compared(session, feeds))
                     break
                 except (ModelError, InputError) as error:  # a size may be too large or small
                     first = first or error
@@ -178,12 +183,10 @@ def _checked(
 
                 def at(sizes: Mapping[str, int]) -> tuple[Report, list[str]]:
                     feeds, made_up, _ = _feeds(model, options, way, made, bundle, sizes)
-                    return compare(model, session, feeds, close=close), made_up
+                    return judged(compare(model, session, feeds, close=close)), made_up
 
                 tell("comparing at other sizes")
                 report, made_up, elsewhere = _elsewhere(made, at, report, made_up)
-    if made.step is not None and close is None and not way.each:
-        report = judge_compressed(judge_gradients(report, made.step), made.step)
     own = [port for port in made.outputs if port.name not in set(exposed)]
     made = replace(made, outputs=own)
     given = made_up if way.inputs is not None or not report.ok else ()
@@ -217,9 +220,9 @@ def _elsewhere(
             text = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
             return found, inputs, f"the outputs differ at {text}; at the typical sizes, they agree"
     left = len(wanted) - compared - refused
-    told = [f"outputs also agree at {compared} other sizes"]
-    told += [f"{refused} are refused"] if refused else []
-    told += [f"{left} more would take longer than {_SECONDS:g} s"] if left else []
+    told = [f"outputs also agree at {compared} other combinations of sizes"]
+    told += [f"{refused} were refused"] if refused else []
+    told += [f"{left} were left out after {_SECONDS:g} s"] if left else []
     return report, made_up, "; ".join(told)
 
 

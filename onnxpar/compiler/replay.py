@@ -30,10 +30,7 @@ from onnxpar.symbols.symbols import Variable
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
     """Runs the passes that follow propagation at every other binding, and adds the results to
-    `ctx.lowered.replays`.
-
-    `ctx` is the context in which they ran first.
-    """
+    `ctx.lowered.replays`; `ctx` is the context in which they ran first."""
     if model.sizes is None:
         return
     for variant in ctx.variants or variants(model)[1]:
@@ -66,9 +63,9 @@ def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
     are not known is removed from the model's.
     """
     count = 0 if model.sizes is None else len(model.sizes.bindings)
+    each = [_analysed(model, i) for i in range(1, count)]
     while True:
         factors = _factors(model, model.graph)
-        each = [_analysed(model, i) for i in range(1, count)]
         more: dict[str, frozenset[str]] = {}
         for other in each:
             for a, b in zip(factors.ops, other.factors.ops, strict=True):
@@ -83,6 +80,7 @@ def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
         if whole == model.whole and growing == model.growing:
             return factors, _aligned(model, factors, each)
         model.whole, model.growing = whole, growing
+        each = [replace(v, factors=_factors(model, v.graph)) for v in each]
 
 
 def _growing(model: Model, each: Sequence[GraphFactors]) -> set[tuple[str, int]]:

@@ -89,6 +89,7 @@ class Configuration:
 
 
 _MOST_DEVICES = 1 << 16
+"""Most devices of a configuration."""
 
 
 def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:

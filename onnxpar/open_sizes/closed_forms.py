@@ -10,8 +10,8 @@ from onnx import NodeProto, TypeProto
 
 from onnxpar.ir.stored import reads_of
 from onnxpar.model.shapes import Walk, known_sizes
-from onnxpar.open_sizes.result_sizes import Operands, Sizes, result_sizes
-from onnxpar.open_sizes.size_arithmetic import ONE, Forms, NotFollowed, constants, follow
+from onnxpar.open_sizes.result_sizes import Operands, Sizes, product, result_sizes
+from onnxpar.open_sizes.size_arithmetic import Forms, NotFollowed, constants, follow
 from onnxpar.symbols.symbols import Polynomial
 
 MOST = 64
@@ -76,11 +76,7 @@ class ClosedForms:
         if sizes is None or None in sizes:
             raise NotFollowed
         if node.op_type == "Size":
-            total = ONE
-            for size in sizes:
-                assert size is not None
-                total = total * size
-            return np.array(total, object)
+            return np.array(product(sizes), object)
         bounds = {a.name: a.i for a in node.attribute}
         wanted = sizes[bounds.get("start", 0) : bounds.get("end", len(sizes))]
         found = np.empty(len(wanted), object)

@@ -392,6 +392,7 @@ _INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 _SMALL = 2
 """Number of the least sample size of a symbol, of which most shards are empty."""
 _LARGEST_SMALL = 23
+"""The largest such number; the model may not be valid at smaller sizes."""
 _GROWTH = 4
 """Sizes that are too small are multiplied by this for the next walk."""
 _ROUNDS = 24

@@ -80,11 +80,6 @@ def result_sizes(operands: Operands) -> list[Sizes] | None:
     return find(operands)
 
 
-def depends_on_values(op: str) -> bool:
-    """True for the ops of this module."""
-    return op in _SIZES
-
-
 def _slice(o: Operands) -> list[Sizes]:
     sizes = list(o.shape())
     if o.opset < 10:
@@ -158,11 +153,12 @@ def _reshape(o: Operands) -> list[Sizes]:
     if None in given or None in others:
         out[rest[0]] = None
     else:
-        out[rest[0]] = o.divide(_product(given), _product(others))
+        out[rest[0]] = o.divide(product(given), product(others))
     return [out]
 
 
-def _product(sizes: Sequence[Polynomial | None]) -> Polynomial:
+def product(sizes: Sequence[Polynomial | None]) -> Polynomial:
+    """The product of sizes that are all known."""
     total = ONE
     for size in sizes:
         assert size is not None

@@ -18,13 +18,13 @@ from onnx import NodeProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from onnxpar.symbols.symbols import (
-    Monomial,
     Polynomial,
     is_less,
     maximum,
     minimum,
     quotient,
     rounded_up,
+    without,
 )
 
 Forms = np.ndarray[Any, np.dtype[np.object_]]
@@ -169,26 +169,15 @@ def truncated(over: Polynomial, below: int) -> Polynomial:
     return quotient(maximum(over, ZERO), below) - quotient(maximum(MINUS * over, ZERO), below)
 
 
-def _without(size: Polynomial, factor: Monomial) -> Polynomial:
-    """A size divided by variables that all its terms contain. Errors: NotFollowed if one does
-    not."""
-    terms = []
-    for monomial, times in size.terms:
-        rest = list(monomial)
-        for variable in factor:
-            if variable not in rest:
-                raise NotFollowed
-            rest.remove(variable)
-        terms.append((tuple(rest), times))
-    return Polynomial(tuple(terms))
-
-
 def _divided(a: Polynomial, b: Polynomial, is_float: bool) -> Polynomial:
     if a == b:
         return ONE
     if len(b.terms) == 1:
-        ((common, _),) = b.terms
-        a, b = _without(a, common), _without(b, common)
+        ((common, number),) = b.terms
+        rest = without(a, common)
+        if rest is None:
+            raise NotFollowed
+        a, b = rest, Polynomial.constant(number)
     below = number_of(b)
     if not below:
         raise NotFollowed

@@ -35,7 +35,8 @@ _REDUCTIONS = {
 }
 """The reduction that combines the results of shards, by op. Ops that are not listed apply a
 function after their reduction."""
-_ROUNDED = "onnxruntime sums integers in floats, and rounds or saturates the result"
+_ROUNDED = "onnxruntime reduces integers as floats, and rounds or saturates the result"
+_TOTALS = "the totals of shards would be reduced as floats, which round integers"
 
 
 def reduced_axes(node: gs.Node) -> list[int] | None:
@@ -207,8 +208,7 @@ def cumulate(node: gs.Node) -> Rule:
     factor, text, attrs = dims[axis], dims_text(dims), dict(node.attrs)
     linear = (FIRST,) if node.op == "CumSum" else ()
     if not is_float(node.inputs[0]):
-        whole = {factor: _ROUNDED}
-        return einsum(node, f"{text}, _ -> {text}", linear=linear, whole=whole)
+        return einsum(node, f"{text}, _ -> {text}", linear=linear, whole={factor: _TOTALS})
     reduce, join = ("ReduceSum", "Add") if node.op == "CumSum" else ("ReduceProd", "Mul")
 
     def before(local: Local) -> np.ndarray[Any, Any]:

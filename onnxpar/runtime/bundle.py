@@ -251,10 +251,10 @@ class Bundle:
         for least, most in self.limits:
             symbols = dict.fromkeys(least.variables + most.variables)
             if found.keys() >= symbols.keys() and least.at(found) > most.at(found):
+                at = [f"{s}={found[s]}" for s in symbols]
                 raise InputError(
-                    f"the sharded model is made for sizes at which {least} is at most {most}, and "
-                    f"this run has {', '.join(f'{s}={found[s]}' for s in symbols)}; for this size, "
-                    "give --dim to `onnxpar shard`"
+                    f"this sharded model needs {least} <= {most}, and the run has {', '.join(at)}; "
+                    f"to run it there, shard the model with --dim {' --dim '.join(at)}"
                 )
         return tuple(found.get(s, 0) for s in self.symbols)
 

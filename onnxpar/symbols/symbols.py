@@ -290,6 +290,19 @@ def is_less(a: Polynomial, b: Polynomial) -> Polynomial:
     return minimum(maximum(b - a, Polynomial.constant(0)), Polynomial.constant(1))
 
 
+def without(size: Polynomial, factor: Monomial) -> Polynomial | None:
+    """A size divided by variables that all its terms contain; None if one does not."""
+    terms = []
+    for monomial, coefficient in size.terms:
+        rest = list(monomial)
+        for variable in factor:
+            if variable not in rest:
+                return None
+            rest.remove(variable)
+        terms.append((tuple(rest), coefficient))
+    return Polynomial(tuple(terms))
+
+
 def symbols_of(atom: Atom) -> tuple[str, ...]:
     """The symbols on which an atom depends, sorted."""
     return tuple(sorted({s for operand in atom.operands for s in operand.variables}))

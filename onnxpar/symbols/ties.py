@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from onnxpar.symbols.symbols import Polynomial, Quotient
+from onnxpar.symbols.symbols import Polynomial, Quotient, without
 
 _LARGEST = 4096
 """Largest number of which a solution may require a symbol to be a multiple."""
@@ -33,15 +33,9 @@ def _negative_terms(size: Polynomial) -> int:
 def _without_common_factor(size: Polynomial) -> Polynomial:
     """The size divided by the variables that all its terms share. Variables are positive, so the
     size and the result are 0 for the same values."""
-    terms = list(size.terms)
-    for variable in set(terms[0][0]) if terms else ():
-        while all(variable in m for m, _ in terms):
-            shorter = []
-            for m, c in terms:
-                i = m.index(variable)
-                shorter.append(((*m[:i], *m[i + 1 :]), c))
-            terms = shorter
-    return Polynomial(tuple(terms))
+    for variable in size.terms[0][0] if size.terms else ():
+        size = without(size, (variable,)) or size
+    return size
 
 
 def _linear(size: Polynomial, symbol: str) -> Polynomial | None:
