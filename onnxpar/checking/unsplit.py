@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
+from onnxpar.canonicalize.kept_bounds import DROPPING, drops_bounds
 from onnxpar.checking.sensitivity import ORT_ERRORS
 from onnxpar.errors import InputError, ModelError
+from onnxpar.load.load import read_proto
 from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
 from onnxpar.runtime.values import is_optional, is_value
@@ -57,20 +60,32 @@ def open_unsplit(
     model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
 ) -> ort.InferenceSession:
     """Opens a session of the unsplit model that prints no warnings, such as those about
-    initializers that are inputs. `folder` has the external data if `model` is bytes. Errors:
-    ModelError."""
+    initializers that are inputs, and computes what the model says (see `kept_bounds`). `folder` has
+    the external data if `model` is bytes. Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are also raised
     if folder is not None:
         key = "session.model_external_initializers_file_folder_path"
         options.add_session_config_entry(key, os.fspath(Path(folder).resolve()))
+    if isinstance(model, bytes):
+        proto = onnx.load_model_from_string(model)
+    else:
+        proto = read_proto(Path(model))
+    disabled = DROPPING if drops_bounds(proto) else ()
+    del proto
+
+    def opened() -> ort.InferenceSession:
+        return ort.InferenceSession(
+            source, options, ["CPUExecutionProvider"], disabled_optimizers=disabled
+        )
+
     try:
-        session = ort.InferenceSession(source, options, ["CPUExecutionProvider"])
+        session = opened()
         fed = (*session.get_inputs(), *session.get_overridable_initializers())
         ports = (fed, session.get_outputs())
         if keep_double(options, *([dtype_of(p.type) for p in each] for each in ports)):
-            session = ort.InferenceSession(source, options, ["CPUExecutionProvider"])
+            session = opened()
     except ORT_ERRORS as error:
         raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
     return session

@@ -17,6 +17,7 @@ from onnxpar.canonicalize.embedding_bags import add_up_bags
 from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_part
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
+from onnxpar.canonicalize.kept_bounds import keep_bounds
 from onnxpar.canonicalize.name_nodes import name_nodes
 from onnxpar.canonicalize.next_step import next_outputs
 from onnxpar.canonicalize.page_caches import page_caches
@@ -303,6 +304,7 @@ class _Importer:
         if not self.for_training:
             _unshare_vectors(graph)
             separate_dequantized(graph)
+        keep_bounds(graph)
         stack_experts(graph, self.path.parent, in_nodes=self.for_training)
         mark_opset(graph)
         self.show("import", graph)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
@@ -36,6 +37,16 @@ from onnxpar.layout.layout import (
     split_count,
 )
 from onnxpar.layout.mesh import Axes, Mesh
+
+_WIDE = {
+    **dict.fromkeys(("int4", "int2"), np.int8),
+    **dict.fromkeys(("uint4", "uint2"), np.uint8),
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), np.float16
+    ),
+    "float8_e8m0fnu": np.float32,
+}
+"""For types that no collective sends and no kernel slices, a type that has all their values."""
 
 
 @dataclass
@@ -59,18 +70,36 @@ class ReshardBuilder:
 
     def build(self) -> list[gs.Node]:
         """The nodes, in order; the last computes the reshard's result."""
+        wide = _WIDE.get(str(numpy_dtype(self.inputs[0])))
+        if wide is None:
+            self._lower(self.inputs[0], self.outputs[0])
+            return self.built
+        sent, received = (gs.Variable(f"{self.node.name}::{n}", wide) for n in ("sent", "received"))
+        self._cast(self.inputs[0], sent)
+        self._lower(sent, received)
+        self._cast(received, self.outputs[0])
+        return self.built
+
+    def _cast(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Casts values that the type of `y` has; infinities stay infinite."""
+        to = numpy_dtype(y)
+        is_float8 = str(to).startswith("float8")
+        attrs = {"saturate": 0} if is_float8 else {}
+        self._add("Cast", [x], y, to=onnx.helper.np_dtype_to_tensor_dtype(to), **attrs)
+
+    def _lower(self, x: gs.Tensor, y: gs.Tensor) -> None:
+        """Adds the nodes that compute `y` from `x`."""
         lower = getattr(self, "_" + self.node.op)
         before, after = self.before, self.after
         if not KINDS[self.node.op].by_message:
             self.before, self.after = _unmerged(before, after)
         if self.before == before:
-            lower(self.inputs[0], self.outputs[0])
-            return self.built
-        apart, result = self._fresh(self.inputs[0], "apart"), self._fresh(self.outputs[0], "result")
-        self._reshape(self.inputs[0], self.before, apart)
+            lower(x, y)
+            return
+        apart, result = self._fresh(x, "apart"), self._fresh(y, "result")
+        self._reshape(x, self.before, apart)
         lower(apart, result)
-        self._reshape(result, after, self.outputs[0])
-        return self.built
+        self._reshape(result, after, y)
 
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
         """Reshapes `x` to the rank's shard of a layout."""

@@ -275,6 +275,47 @@ def test_small_weights_split(tmp_path: Path, name: str, split: int, elsewhere: b
         np.testing.assert_allclose(given, wanted, rtol=1e-5, atol=1e-6)
 
 
+SPLITS: list[dict[str, list[str | None]]] = [
+    {"q": [None, None, "tp"], "p": [None, "tp", None]},
+    {"q": [None, "tp", None], "p": ["tp", None, None]},
+    {"q": ["tp", None, None], "p": [None, None, None]},
+    {"q": [None, None, None], "p": [None, None, "tp"]},
+]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("bound", ["Relu(h)", "Clip(h, low, high)"])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_elements_are_resharded(
+    tmp_path: Path, name: str, bound: str, split: dict[str, list[str | None]]
+) -> None:
+    """From any layout to any other, at sizes that no number of ranks divides; and bounds stay, which
+    onnxruntime drops before it rounds to such types."""
+    random = np.random.default_rng(5)
+    proto = onnx.parser.parse_model(f"""<ir_version: 13, opset_import: ["" : 25]>
+        net (float[5,7,4] x) => (float[5,7,9] y) <float s = {{0.25}}> {{
+            h = MatMul(x, w)  r = {bound}  q = QuantizeLinear(r, s, z)  p = Transpose(q)
+            d = DequantizeLinear(p, s, z)  y = Transpose(d) }}""")
+    proto.graph.initializer.extend(
+        [
+            numpy_helper.from_array(random.standard_normal((4, 9)).astype(np.float32), "w"),
+            helper.make_tensor("z", TensorProto.DataType.Value(name), [], [0]),
+            numpy_helper.from_array(np.float32(-0.3), "low"),
+            numpy_helper.from_array(np.float32(0.6), "high"),
+        ]
+    )
+    path, feeds = write(proto, tmp_path), {"x": random.standard_normal((5, 7, 4), np.float32)}
+    plain = ort.SessionOptions()
+    plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (wanted,) = ort.InferenceSession(str(path), plain).run(None, feeds)
+    for ranks in (2, 3):
+        par = tmp_path / f"{ranks}.par"
+        onnxpar.shard(path, par, mesh=f"tp={ranks}", strategy={"tensors": split})
+        with ThreadSession(par) as session:
+            np.testing.assert_array_equal(session.run(None, feeds)[0], wanted)
+            assert compare(path, session, feeds).ok
+
+
 PASSED = ["BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2", "FLOAT8E4M3FNUZ", "FLOAT8E5M2FNUZ"]
 
 
