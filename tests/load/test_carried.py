@@ -289,7 +289,7 @@ SPLITS: list[dict[str, list[str | None]]] = [
 def test_small_elements_are_resharded(
     tmp_path: Path, name: str, bound: str, split: dict[str, list[str | None]]
 ) -> None:
-    """From any layout to any other, at sizes that no number of ranks divides; and bounds stay, which
+    """From any layout to any other, at sizes that ranks do not divide; and bounds stay, which
     onnxruntime drops before it rounds to such types."""
     random = np.random.default_rng(5)
     proto = onnx.parser.parse_model(f"""<ir_version: 13, opset_import: ["" : 25]>
