@@ -11,7 +11,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import Size, constant, dtype_of, numel, tensor_shape
+from onnxpar.ir.tensors import Size, constant, dtype_of, is_float, numel, tensor_shape
 from onnxpar.rules.communicate import like, local_places
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text
@@ -142,18 +142,27 @@ def wide_type(dtype: np.dtype[Any]) -> int:
 
 
 def finish_held(build: Lowering, held: gs.Tensor, rows: gs.Tensor) -> None:
-    """Adds the nodes that compute the result: `rows` where the mask `held` is True, zeros
-    elsewhere."""
+    """Adds the nodes that compute the result: `rows` where the mask `held` is True, elsewhere the
+    neutral element of a sum, so that the sum over ranks has the very bits of the rows."""
     dtype = dtype_of(build.local.node.outputs[0])
     if dtype == np.bool_:
         build.finish("And", [held, rows])
-    elif str(dtype) in SELECTED:
-        build.finish("Where", [held, rows, np.zeros((), dtype)])
-    else:
-        assert dtype is not None
+        return
+    assert dtype is not None
+    if str(dtype) not in SELECTED:
         rows = build.add("Cast", [rows], to=wide_type(dtype))
-        found = build.add("Where", [held, rows, like(rows, 0)])
-        build.finish("Cast", [found], to=onnx.helper.np_dtype_to_tensor_dtype(dtype))
+    op, operands = "Where", [held, rows, like(rows, 0)]
+    if is_float(rows):
+        # The neutral element is -0. onnxruntime's Where returns it only for its last operand, and
+        # onnxruntime would swap the operands of a Where that reads a Not.
+        lacks = build.add("Equal", [held, np.array(False)])
+        sign = build.add("Where", [held, like(rows, 1), like(rows, -1)])
+        op, operands = "Mul", [build.add("Where", [lacks, like(rows, 0), rows]), sign]
+    if str(dtype) in SELECTED:
+        build.finish(op, operands)
+    else:
+        to = onnx.helper.np_dtype_to_tensor_dtype(dtype)
+        build.finish("Cast", [build.add(op, operands)], to=to)
 
 
 def lower_lookup(

@@ -133,7 +133,10 @@ def test_a_lookup_masks_the_rows_that_others_hold():
         "Where21 = Where(And20, Sub8, Where14)",
         "Unsqueeze22 = Unsqueeze(And20, [-1])",
         "Gather24 = Gather(x0, Where21)",
-        "y0 = Where(Unsqueeze22, Gather24, 0.0)",
+        "Equal25 = Equal(Unsqueeze22, False)",
+        "Where27 = Where(Unsqueeze22, 1.0, -1.0)",
+        "Where30 = Where(Equal25, 0.0, Gather24)",
+        "y0 = Mul(Where30, Where27)",
     ]
     values = [[v(r).tolist() for v in per_rank.constants.values()] for r in (0, 1)]
     assert values == [[0, 4], [4, 3]]
