@@ -10,7 +10,7 @@ shard may be empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.tensors import dtype_of
-from onnxpar.layout.layout import Concat, Dim, Factor, indices, neutral
+from onnxpar.layout.layout import Concat, Dim, Factor, Layout, indices, neutral
 from onnxpar.lowering.rank_view import NodeView
 from onnxpar.rules.indexing import SELECTED, wide_type
 from onnxpar.rules.notation import expr_vars
@@ -50,14 +50,19 @@ class StandIns:
     them.
 
     `filled` builds nodes with the view of the node with stand-ins, `true` with the view without
-    them.
+    them; `layouts` are those of stored tensors, by name.
     """
 
     def __init__(
-        self, op: OpFactors, names: Collection[str], filled: LoweringBuilder, true: LoweringBuilder
+        self,
+        op: OpFactors,
+        names: Collection[str],
+        filled: LoweringBuilder,
+        true: LoweringBuilder,
+        layouts: Mapping[str, Layout],
     ) -> None:
         self._op, self._names = op, names
-        self._filled, self._true = filled, true
+        self._filled, self._true, self._layouts = filled, true, layouts
 
     def surround(self) -> None:
         """Adds the nodes before and after, before the node itself is lowered."""
@@ -85,8 +90,51 @@ class StandIns:
         if _has_segments(self._filled.view.inputs[i].dims[axis]):
             self._fill_segments(i, axis)
             return
+        if self._fill_stored(i):
+            return
         size = self._filled.per_rank(lambda local: np.array([local.input_shape(i)[axis]], np.int64))
         self._op.node.inputs[i] = fill(self._filled, x, axis, size)
+
+    def _fill_stored(self, i: int) -> bool:
+        """Fills what a DequantizeLinear reads, if that is stored, so that onnxruntime still fuses
+        it with this node; returns False for any other operand."""
+        x = self._op.node.inputs[i]
+        source = x.inputs[0] if x.inputs else None
+        if source is None or source.op != "DequantizeLinear":
+            return False
+        if not all(isinstance(t, gs.Constant) for t in source.inputs if t.name):
+            return False
+        rank = len(x.shape)
+        along, block = source.attrs.get("axis", 1) % rank, source.attrs.get("block_size", 0)
+        for j, tensor in enumerate(source.inputs):
+            layout = self._layouts.get(tensor.name)
+            if layout is None:  # left out, or filled for another reader
+                continue
+            dims = {a: a for a in range(rank)} if len(layout.dims) == rank else {0: along}
+            divided = along if block and j else None
+            parts = partial(self._stored_part, i, tensor, layout, dims, (divided, block))
+            source.inputs[j] = self._filled.by_rank(parts)
+        return True
+
+    def _stored_part(
+        self,
+        i: int,
+        tensor: gs.Constant,
+        layout: Layout,
+        dims: Mapping[int, int],
+        blocks: tuple[int | None, int],
+        rank: int,
+    ) -> Array:
+        """A rank's shard of a stored tensor, with stand-ins. `dims` has the dimension of operand i
+        for each of the tensor's; `blocks` is the one that has so many elements for each of it."""
+        view = self._filled.view
+        part = layout.take(tensor.values, view.mesh, rank)
+        wanted, shape = view.on(rank).input_shape(i), list(part.shape)
+        for axis, size in enumerate(shape):
+            if size == 0:
+                of = dims[axis]
+                shape[axis] = wanted[of] // (blocks[1] if of == blocks[0] else 1)
+        return part if tuple(shape) == part.shape else np.zeros(shape, part.dtype)
 
     def _fill_segments(self, i: int, axis: int) -> None:
         """Fills the empty segments of a dimension; its other segments may have elements."""

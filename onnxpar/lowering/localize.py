@@ -50,7 +50,7 @@ def localize_node(
     names = factors_to_fill(op.rule, view) | merged_zeros(graph, op, view)
     names |= expanded_zeros(op, view)
     if names:
-        view = _surround(graph, op, view, names, per_rank)
+        view = _surround(graph, op, view, names, layouts, per_rank)
     if op.rule.lower and (not op.rule.has_kernel or any(map(view.is_split, op.rule.lowered))):
         builder = LoweringBuilder(graph, view, per_rank)
         op.rule.lower(builder)
@@ -72,7 +72,12 @@ def localize_node(
 
 
 def _surround(
-    graph: gs.Graph, op: OpFactors, view: NodeView, names: Collection[str], per_rank: PerRank
+    graph: gs.Graph,
+    op: OpFactors,
+    view: NodeView,
+    names: Collection[str],
+    layouts: Mapping[str, Layout],
+    per_rank: PerRank,
 ) -> NodeView:
     """Inserts, before a node, nodes that put stand-ins into empty shards of the factors `names`,
     and after it, nodes that drop the results for the stand-ins. Returns the node's view with
@@ -82,7 +87,7 @@ def _surround(
         LoweringBuilder(graph, each, per_rank, kind)
         for each, kind in ((filled, "fill"), (view, "drop"))
     )
-    StandIns(op, names, before, after).surround()
+    StandIns(op, names, before, after, layouts).surround()
     before.insert_before(op.node)
     after.insert_after(op.node)
     return filled

@@ -44,7 +44,27 @@ def _product(node: gs.Node, a: int, b: int, left: str = "m k", right: str = "k n
 def matmul(node: gs.Node) -> Rule:
     """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy."""
     left, right, out = _product(node, 0, 1)
-    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER)
+    fused = _fused_factors(node).intersection(right.split())
+    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER, nonempty=fused)
+
+
+def _fused_factors(node: gs.Node) -> frozenset[str]:
+    """The factors of which a product must have elements, because onnxruntime fuses it with the
+    DequantizeLinear of an operand. It then returns uninitialized memory for a sum over nothing, and
+    does not load a weight without elements."""
+    sources = [_dequantized(t) for t in node.inputs]
+    is_stored = any(isinstance(source, gs.Constant) for source in sources)
+    return frozenset("kn" if is_stored else "k" if any(sources) else "")
+
+
+def _dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
+    """The quantized tensor from which an operand is computed, perhaps by way of a Transpose."""
+    while tensor.inputs and tensor.inputs[0].op in ("Transpose", "DequantizeLinear"):
+        node = tensor.inputs[0]
+        tensor = node.inputs[0]
+        if node.op == "DequantizeLinear":
+            return tensor
+    return None
 
 
 @rule("Gemm")
