@@ -45,10 +45,11 @@ class OwnFolder:
         _made[self.path] = os.getpid()
         try:
             self.path.mkdir(mode=0o700)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
             del _made[self.path]
             raise
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.plain_yaml import parse, read_text
-from onnxpar.errors import ModelError
+from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import digests_of
+from onnxpar.files.unreadable import cannot_read
 from onnxpar.files.write_file import unread
 from onnxpar.ir.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Mesh
@@ -32,14 +33,17 @@ Request = Mapping[str, Any]
 
 def request_of(asked: Mapping[str, Any]) -> Request | None:
     """Returns the options that a user gave, in the order of names, with what is in files instead
-    of their paths; None if some are objects of Python, which JSON lacks. The files must be
-    readable."""
+    of their paths; None if some are objects of Python, which JSON lacks. The files must be valid.
+    Errors: InputError if one cannot be read."""
     found: dict[str, Any] = {}
     for name, value in sorted(asked.items()):
         if value is None or name in _NOT_KEPT:
             continue
         if name in _IN_FILES and isinstance(value, (str, os.PathLike)):
-            value = parse(read_text(value))
+            try:
+                value = parse(read_text(value))
+            except OSError as error:
+                raise InputError(cannot_read(value, error)) from None
         if name == "strategy" and isinstance(value, Mapping):
             value = {key: entry for key, entry in value.items() if key != "context"}
         try:

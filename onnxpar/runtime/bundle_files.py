@@ -12,6 +12,7 @@ from pathlib import Path
 from onnxpar.errors import ModelError
 from onnxpar.files.bundle_names import ENCODER_PART, PLAN, inner_path, is_own, owner_of, rank_name
 from onnxpar.files.digests import Block, Digests, blocks_of, check_files, check_size
+from onnxpar.files.unreadable import cannot_read
 
 _ENCODER = f"{ENCODER_PART}/{PLAN}"
 WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"
@@ -93,7 +94,11 @@ class BundleFiles:
             )
         is_old = not any("ranks" in each for each in self.listed.values())  # has no such entry
         known = {PLAN, *self.listed, *([ENCODER_PART] if is_old or _ENCODER in self.listed else [])}
-        for path in sorted(self.folder.iterdir()):
+        try:
+            paths = sorted(self.folder.iterdir())
+        except OSError as error:
+            raise ModelError(cannot_read(self.folder, error, WRITE_AGAIN)) from None
+        for path in paths:
             if path.name not in known and (is_own(path.name) or path.name == ENCODER_PART):
                 raise ModelError(
                     f"{path} is not in the list of files of plan.json; remove it, or {WRITE_AGAIN}"
