@@ -48,8 +48,8 @@ def parse(text: str) -> Any:
             return None
         _check_size(node)
         return loader.construct_document(node)
-    except (yaml.YAMLError, OverflowError, KeyError) as error:
-        # `!!bool x` raises a KeyError.
+    except (yaml.YAMLError, OverflowError, LookupError) as error:
+        # `!!bool x` raises a KeyError, and `!!float ""` an IndexError.
         raise ValueError(f"not YAML: {_mistake(error)}") from None
     except RecursionError:
         raise ValueError("its lists and mappings are nested too deeply") from None
@@ -65,6 +65,8 @@ def _mistake(error: Exception) -> str:
         return f"{_place(error.problem_mark)}: {error.problem}{context}"
     if isinstance(error, yaml.reader.ReaderError):
         return f"character {error.position + 1} is {error.character!r}, which YAML does not allow"
+    if isinstance(error, LookupError):
+        return f"a value does not fit its tag ({error})"
     return str(error)
 
 

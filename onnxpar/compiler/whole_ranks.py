@@ -65,16 +65,17 @@ def write_whole_ranks(
 
 
 def _open_outputs(graph: onnx.GraphProto, ctx: PassContext) -> None:
-    """Removes declared sizes of outputs that are wrong: onnxruntime only warns of them, unless an
-    output is bound."""
+    """Removes declared sizes of outputs that are wrong, if only in some runs: onnxruntime only
+    warns of them, unless an output is bound."""
+    bindings = [ctx, *(other for _, other in ctx.lowered.replays)]
     for port in graph.output:
-        layout = ctx.layouts.get(port.name)
-        if layout is None or not port.type.tensor_type.HasField("shape"):
+        shapes = [each.layouts[port.name].shape for each in bindings if port.name in each.layouts]
+        if not shapes or not port.type.tensor_type.HasField("shape"):
             continue
         declared = port.type.tensor_type.shape.dim
-        if len(declared) != len(layout.shape):
+        if len(declared) != len(shapes[0]):
             port.type.tensor_type.ClearField("shape")
             continue
-        for dim, size in zip(declared, layout.shape, strict=True):
-            if dim.HasField("dim_value") and dim.dim_value != size:
+        for dim, *sizes in zip(declared, *shapes, strict=True):
+            if dim.HasField("dim_value") and {dim.dim_value} != set(sizes):
                 dim.Clear()

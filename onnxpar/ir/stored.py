@@ -190,6 +190,22 @@ def check_constants(graph: GraphProto, model: Path) -> None:
                 )
 
 
+def check_bodies(graph: GraphProto, model: Path) -> None:
+    """Errors: ModelError for a Loop or Scan whose body returns fewer results than each iteration
+    hands to the next."""
+    for node in nodes_of(graph):
+        if node.op_type not in ("Loop", "Scan"):
+            continue
+        scanned = sum(a.i for a in node.attribute if a.name == "num_scan_inputs")
+        least = len(node.input) - (1 if node.op_type == "Loop" else scanned)
+        for body in subgraphs_of(node):
+            if len(body.output) < least:
+                raise ModelError(
+                    f"{model}: body {body.name!r} of a {node.op_type} returns {len(body.output)} "
+                    f"results, but each iteration hands {least} to the next; export the model again"
+                )
+
+
 def check_sparse(sparse: SparseTensorProto, model: Path) -> None:
     """Errors: ModelError if the indices of a sparse tensor are out of its range, or if its dense
     form would be larger than any tensor in a file."""
@@ -225,7 +241,13 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
             f"{model}: offset or length of weight {tensor.name!r} is not a number ({error}); "
             "export the model again"
         ) from None
+    keys = [entry.key for entry in tensor.external_data]
     for entry in tensor.external_data:
+        if keys.count(entry.key) > 1:
+            raise ModelError(
+                f"{model}: external data of weight {tensor.name!r} has the entry {entry.key!r} "
+                f"{keys.count(entry.key)} times; export the model again"
+            )
         if entry.key not in _KEYS and not entry.key.startswith("prepacked"):
             raise ModelError(
                 f"{model}: external data of weight {tensor.name!r} has an unknown entry "

@@ -34,6 +34,7 @@ from onnxpar.files.unreadable import cannot_read
 from onnxpar.ir.exported import exported_kinds
 from onnxpar.ir.stored import (
     check_attributes,
+    check_bodies,
     check_constants,
     check_sparse,
     check_stored,
@@ -246,6 +247,7 @@ def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
         check_stored(tensor, path)
     check_attributes(proto.graph, path)
     check_constants(proto.graph, path)
+    check_bodies(proto.graph, path)
     for sparse in sparse_tensors(proto.graph):
         check_sparse(sparse, path)
     return {t.name for t in stored_tensors(proto.graph)} - {""}

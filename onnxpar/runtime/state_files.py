@@ -198,7 +198,13 @@ class StateFiles:
         layout = self._layouts[name]
         first = min(Shards(layout, self._mesh).sources)
         dtype = self._parts.read(name, first).dtype
-        return np.broadcast_to(np.zeros((), dtype), layout.shape)
+        try:
+            return np.broadcast_to(np.zeros((), dtype), layout.shape)
+        except ValueError:
+            raise ModelError(
+                f"{self._folder}: state {name!r} cannot have the shape {list(layout.shape)}; the "
+                "files are damaged"
+            ) from None
 
     def has_same_shards(self, name: str, mesh: Mesh, port: Port) -> bool:
         """True if each rank of `mesh` can read its shard of a state, an input `port`, from its own

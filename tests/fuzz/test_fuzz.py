@@ -427,6 +427,7 @@ YAML = {
     "!!python/object:os.system x": "python/object",
     "!!int x": "not YAML|invalid literal",
     "!!bool x": "not YAML",
+    "!!float ''": "does not fit its tag",
     "a: &a [*a]": "alias",
     "[" * 5000: "nested",
     "x: *gone": "gone",
