@@ -8,6 +8,7 @@ from dataclasses import replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Variant
+from onnxpar.errors import OpenSizesError
 from onnxpar.ir.origin import origin_of
 from onnxpar.ir.tensors import Whole
 from onnxpar.load.load import Model
@@ -22,6 +23,8 @@ from onnxpar.sharding.sized_factors import (
     aligned,
     at_sizes,
     atom_sizes,
+    is_alike,
+    is_hidden,
     priced,
 )
 from onnxpar.sharding.state import ShardingState
@@ -69,6 +72,10 @@ def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
         more: dict[str, frozenset[str]] = {}
         for other in each:
             for a, b in zip(factors.ops, other.factors.ops, strict=True):
+                if is_hidden(a.rule, b):
+                    continue
+                if not is_alike(a.rule, b.rule):
+                    raise _lacks_elements(model, a.node)
                 found = _odd_factors(a.rule, b.rule)
                 if found:
                     more[a.result] = more.get(a.result, frozenset()) | found
@@ -81,6 +88,17 @@ def variants(model: Model) -> tuple[GraphFactors, list[Variant]]:
             return factors, _aligned(model, factors, each)
         model.whole, model.growing = whole, growing
         each = [replace(v, factors=_factors(model, v.graph)) for v in each]
+
+
+def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
+    """An error for a node whose rule at the sizes at which the model is planned differs from those
+    at others, in most cases because it has no elements there."""
+    assert model.sizes is not None
+    at = ", ".join(f"{name}={size}" for name, size in model.sizes.bindings[0].items())
+    return OpenSizesError(
+        f"{node.op} '{node.name}' has other dimensions at {at} than at other sizes, perhaps as it "
+        f"has no elements there; fix sizes with {model.sizes.flags}"
+    )
 
 
 def _growing(model: Model, each: Sequence[GraphFactors]) -> set[tuple[str, int]]:

@@ -229,16 +229,17 @@ class Walk:
         if reads_beyond(node, self.values, self.sizes) and self.conflicts[-1:] != [node]:
             self.conflicts.append(node)
 
-    def probe(self, node: NodeProto, operand: str, axis: int, size: int) -> dict[str, TypeProto]:
-        """The types that the node's results would have if one dimension of an operand had this
-        size; nothing is recorded."""
-        own = self.types[operand]
-        other = TypeProto()
-        other.CopyFrom(own)
-        other.tensor_type.shape.dim[axis].dim_value = size
-        self.types[operand] = other
+    def probe(self, node: NodeProto, sizes: Mapping[tuple[str, int], int]) -> dict[str, TypeProto]:
+        """The types that the node's results would have if operands had these sizes, by operand and
+        axis; nothing is recorded."""
+        own = {operand: self.types[operand] for operand, _ in sizes}
+        for operand, kept in own.items():
+            self.types[operand] = TypeProto()
+            self.types[operand].CopyFrom(kept)
+        for (operand, axis), size in sizes.items():
+            self.types[operand].tensor_type.shape.dim[axis].dim_value = size
         found = self._types_of(node)
-        self.types[operand] = own
+        self.types.update(own)
         return found
 
     def types_without(self, node: NodeProto, names: Collection[str]) -> dict[str, TypeProto]:

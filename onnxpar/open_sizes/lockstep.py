@@ -17,17 +17,20 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TypeProto
 
+from onnxpar.ir.scopes import is_control
 from onnxpar.model.shapes import Walk, known_sizes
 from onnxpar.open_sizes.closed_forms import MOST, ClosedForms
 from onnxpar.open_sizes.equal_sizes import EVEN, Place, Shapes, equal_sizes
 from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
 from onnxpar.open_sizes.result_sizes import Sizes
 from onnxpar.open_sizes.size_arithmetic import HEAVIEST, Forms, NotFollowed
-from onnxpar.symbols.fits import ENOUGH, fit
+from onnxpar.symbols.fits import ENOUGH, fit, fits
 from onnxpar.symbols.quotients import AFAR, applied, find_quotient
-from onnxpar.symbols.symbols import Atom, Binding, Polynomial, Variable
+from onnxpar.symbols.symbols import Atom, Binding, Minimum, Polynomial, Variable
 from onnxpar.symbols.ties import solve_tie
 
+PROBES = 4
+"""Sizes at which a closed form that fits the samples must hold, too."""
 Strides = dict[tuple[str, int, str, int], tuple[int, int, int]]
 """The numbers (a, b, c) that `find_quotient` found for a result's size, by the names and axes of
 the result and of the operand on whose size it depends."""
@@ -394,7 +397,11 @@ class Lockstep:
         the windows of a pool may be larger than the difference between the samples."""
         if len(set(values)) > 1:
             same = (form for form, own in self._open_columns(node) if own == list(values))
-            size = next(same, None) or self._fit(values) or self._discover(node, name, axis, values)
+            size = next(same, None)
+            if size is None:
+                proposed = self._proposed(node, axis, values)
+                right = (form for form in proposed if self._holds(node, name, axis, form))
+                size = next(right, None) or self._discover(node, name, axis, values)
             if size is not None and len(values) == len(self.live):
                 self._known[tuple(values)] = size
             return size
@@ -403,6 +410,45 @@ class Lockstep:
             if size is None or not self.closed.issuperset(size.variables):
                 return None  # unknown: the samples are too small to show the quotient
         return Polynomial.constant(values[0])
+
+    def _proposed(self, node: NodeProto, axis: int, values: Sequence[int]) -> Iterator[Polynomial]:
+        """Closed forms with these values: a size of an operand and a number, the sum of the
+        operands' sizes, and what fits by chance, perhaps."""
+        for form, own in self._open_columns(node):
+            apart = {v - o for v, o in zip(values, own, strict=False) if o is not None}
+            if len(apart) == 1 and None not in own:
+                yield form + Polynomial.constant(apart.pop())
+        each = [self.size(operand, axis) for operand in node.input if operand]
+        total = sum((e for e in each if e is not None), Polynomial(()))
+        if self._agreeing(total, values) is not None:
+            yield total
+        known = self._fit(values)
+        if known is not None:
+            yield known
+            yield from fits(tuple(values), self.variables)
+
+    def _holds(self, node: NodeProto, name: str, axis: int, size: Polynomial) -> bool:
+        """True if a result has this size also at sizes far from the samples, as far as the node is
+        valid there. Only where sizes are minima, which equal one operand at most samples, can a
+        form fit the samples by chance. What bodies compute from sizes does not change in a
+        probe."""
+        if is_control(node) or not any(isinstance(atom, Minimum) for atom in self.atoms):
+            return True
+        source = np.random.default_rng(len(name))
+        operands = [(operand, at, form) for operand, at, _, form in self._open_operands(node)]
+        for _ in range(PROBES):
+            drawn = {s: int(50 * 2 ** source.uniform(0, 6)) for s in self.symbols}
+            sizes = {(operand, at): form.at(drawn) for operand, at, form in operands}
+            if min(sizes.values(), default=1) < 1:
+                continue
+            found = known_sizes(self.walks[self.live[0]].probe(node, sizes).get(name))
+            if (
+                found is not None
+                and axis < len(found)
+                and found[axis] not in (None, size.at(drawn))
+            ):
+                return False
+        return True
 
     def _open_columns(self, node: NodeProto) -> Iterator[tuple[Polynomial, list[int | None]]]:
         """The open sizes of operands, with their values at the live bindings."""
@@ -477,7 +523,7 @@ class Lockstep:
     ) -> int | None:
         """The size that a result's dimension would have if an operand's dimension had the given
         size."""
-        types = self.walks[self.live[0]].probe(node, operand, at, size)
+        types = self.walks[self.live[0]].probe(node, {(operand, at): size})
         sizes = known_sizes(types.get(name))
         return sizes[axis] if sizes is not None and axis < len(sizes) else None
 

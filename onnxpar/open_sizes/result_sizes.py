@@ -128,6 +128,8 @@ def _pad(o: Operands) -> list[Sizes]:
     else:
         pads = o.value(1)
         axes = o.axes(3, len(sizes), len(sizes))
+    if len(pads) < 2 * len(axes) or len(axes) > len(sizes):  # not valid
+        raise NotFollowed
     for i, axis in enumerate(axes):
         size = sizes[axis]
         sizes[axis] = None if size is None else size + pads[i] + pads[i + len(axes)]

@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from onnxpar.ir.tensors import tensor_shape
 from onnxpar.layout.layout import Concat, Dim, Factor, SizedFactor, leaves
+from onnxpar.rules.rule import Rule
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
 from onnxpar.symbols.fits import fit
 from onnxpar.symbols.symbols import Binding, Variable
@@ -48,6 +50,19 @@ def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
     return GraphFactors(tensors, ops, factors.open_atoms, factors.fused, factors.on_host)
 
 
+def is_hidden(rule: Rule, other: OpFactors) -> bool:
+    """True if a binding tells nothing about a node, which has no elements there: the rule does not
+    even name the same dimensions."""
+    tensors = (*other.node.inputs, *other.node.outputs)
+    return not is_alike(rule, other.rule) and any(0 in (tensor_shape(t) or ()) for t in tensors)
+
+
+def is_alike(one: Rule, other: Rule) -> bool:
+    """True if two rules of a node name the same dimensions."""
+    pairs = zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True)
+    return all(len(a or ()) == len(b or ()) for a, b in pairs)
+
+
 def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
     """The factors `other` of a graph with the leaves that it has at the sizes of `base`: in
     `other`, a dimension may have one element, or none, and count as no leaf. None if the sizes of
@@ -57,7 +72,7 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
         (op.trees[name], op.atoms[name], size)
         for op, own in zip(base.ops, other.ops, strict=True)
         for name, size in own.rule.sizes.items()
-        if size is not None
+        if size is not None and not is_hidden(op.rule, own)
     ]
     for name, tensor in base.tensors.items():
         pairs = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
@@ -85,24 +100,24 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
         )
         for name, tensor in base.tensors.items()
     }
-    ops = [
-        replace(
-            op,
-            node=own.node,
-            graph=own.graph,
-            rule=own.rule,
-            bodies=own.bodies,
-            trees={
-                name: _sized_as(tree, own.rule.sizes[name], resized)
-                for (name, tree), resized in zip(
-                    op.trees.items(), _op(op, sizes).trees.values(), strict=True
-                )
-            },
-            leaves=tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in op.leaves),
-        )
-        for op, own in zip(base.ops, other.ops, strict=True)
-    ]
+    ops = [_at(op, own, sizes) for op, own in zip(base.ops, other.ops, strict=True)]
     return GraphFactors(tensors, ops, base.open_atoms, other.fused, other.on_host)
+
+
+def _at(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
+    """The factors of `op` for the node of `own`, at these sizes of atoms."""
+    resized = _op(op, sizes).trees
+    own_leaves = tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in op.leaves)
+    rule, trees = own.rule, resized
+    if is_hidden(op.rule, own):
+        rule = replace(op.rule, sizes={name: tree.size for name, tree in resized.items()})
+    else:
+        trees = {
+            name: _sized_as(tree, rule.sizes[name], resized[name])
+            for name, tree in op.trees.items()
+        }
+    same = replace(op, node=own.node, graph=own.graph, bodies=own.bodies)
+    return replace(same, rule=rule, trees=trees, leaves=own_leaves)
 
 
 def _sized_as(dim: Dim, size: int | None, resized: Dim) -> Dim:

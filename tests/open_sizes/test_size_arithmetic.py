@@ -15,6 +15,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 from agreement import TIMEOUT, check_outputs, options
+from open_sizes.random_sizes import random_sizes
 from open_sizes.size_models import ALONE, WITH_PAST, size_model
 
 import onnxpar
@@ -84,37 +85,10 @@ def test_runs_at_any_size(what: str, way: str, tmp_path: Path) -> None:
             check_outputs(found, wanted, ["y"])
 
 
-OPS = ("Add", "Sub", "Mul", "Div", "Mod", "Min", "Max", "Neg", "Abs", "Clip", "Less", "Where")
-
-
-def _random_graph(source: random.Random) -> str:
-    """A body that computes integers from the sizes of `x`; all of them are named t and a number."""
-    lines = ["t0 = Shape <start = 0, end = 1> (x)", "t1 = Shape <start = 1, end = 2> (x)"]
-    for i in range(2, 12):
-        a, b, c = (f"t{source.randrange(i)}" for _ in range(3))
-        op = source.choice(OPS)
-        number = source.choice([-5, -1, 1, 2, 3, 4, 7, 8, 20, 64])
-        lines.append(f"c{i} = Constant <value_ints = [{number}]> ()")
-        match op:
-            case "Neg" | "Abs":
-                lines.append(f"t{i} = {op} ({a})")
-            case "Div" | "Mod":
-                lines.append(f"t{i} = {op} ({a}, c{i})")
-            case "Clip":
-                lines += [f"k{i} = Constant <value_int = {number}> ()", f"s{i} = Squeeze ({a})"]
-                lines += [f"r{i} = Clip (s{i}, k{i}, big)", f"t{i} = Reshape (r{i}, one)"]
-            case "Less" | "Where":
-                lines.append(f"l{i} = Less ({a}, {source.choice([b, f'c{i}'])})")
-                lines.append(f"t{i} = Where (l{i}, {b}, {c})")
-            case _:
-                lines.append(f"t{i} = {op} ({a}, {source.choice([b, f'c{i}'])})")
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_closed_forms_have_the_values_of_onnxruntime(seed: int) -> None:
     """At sizes from 0 to far beyond the samples."""
-    body = _random_graph(random.Random(seed))
+    body = random_sizes(random.Random(seed))
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 21]>
         sizes (float[n, m] x) => (int64[1] t11) {{
