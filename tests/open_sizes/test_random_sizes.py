@@ -31,7 +31,7 @@ WAYS: list[dict[str, Any]] = [
     ),
 ]
 RUNS = 8
-CLOSE = 5e-5
+CLOSE = 1e-4
 """Cumulative sums over a thousand numbers, one after the other."""
 
 
