@@ -27,6 +27,7 @@ from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.extents import Extent, OpenArray, SplitSize, part_values
 from onnxpar.open_sizes.closed_forms import MOST
 from onnxpar.open_sizes.open_sizes import OpenSizes
+from onnxpar.open_sizes.size_arithmetic import Forms
 from onnxpar.symbols.fits import fits
 from onnxpar.symbols.symbols import Binding, Polynomial, Variable
 
@@ -179,6 +180,9 @@ class OpenConstants:
         if not same or not np.issubdtype(first.dtype, np.integer):
             raise self.needs_sizes(name)
         columns = np.stack([v.reshape(-1) for v in values], 1).tolist()
+        own = self.sizes.values.get(name)
+        if own is not None and own.shape == first.shape and self._has(own, columns):
+            return OpenArray(tuple(own.reshape(-1)), first.shape, first.dtype)
         elements = []
         for column in columns:
             fitting = [*self.sizes.known(column), *fits(column, variables)]
@@ -188,6 +192,11 @@ class OpenConstants:
                 raise self.needs_sizes(name)
             elements.append(fitting[0])
         return OpenArray(tuple(elements), first.shape, first.dtype)
+
+    def _has(self, forms: Forms, columns: Sequence[Sequence[int]]) -> bool:
+        """True if closed forms have these values at all bindings."""
+        pairs = zip(forms.reshape(-1), columns, strict=True)
+        return all([form.at(b) for b in self.sizes.bindings] == column for form, column in pairs)
 
     def parts(self, rank: int) -> dict[str, Extent]:
         """The extents of a rank's shards of open sizes, with and without stand-ins, by name of the

@@ -26,6 +26,7 @@ from onnxpar.open_sizes.branch_sizes import free_sizes
 from onnxpar.open_sizes.cache_sizes import CacheSizes, cache_sizes
 from onnxpar.open_sizes.edges import Side, edge_bindings, limit, unseen
 from onnxpar.open_sizes.lockstep import Lockstep, Strides, Unsolved
+from onnxpar.open_sizes.size_arithmetic import Forms
 from onnxpar.open_sizes.typical import Profile, Ties, Typical, typical_sizes
 from onnxpar.symbols.fits import DOMAINS, Domain, fit, sample
 from onnxpar.symbols.symbols import Atom, Binding, Polynomial, Quotient, Variable
@@ -44,7 +45,7 @@ class OpenSizes:
     `is_told` is True if the user gave them. `caches` have relations between sizes that kernels
     need. In the dimensions in `free`, inputs may have other sizes than the symbols say. Of each
     pair in `limits`, the first size must not be greater than the second in a run. `forms` are all
-    closed forms of sizes in the model.
+    closed forms of sizes in the model, and `values` those of the elements of tensors, by name.
     """
 
     symbols: tuple[str, ...]
@@ -60,6 +61,7 @@ class OpenSizes:
     free: frozenset[tuple[str, int]] = frozenset()
     limits: tuple[tuple[Polynomial, Polynomial], ...] = ()
     forms: tuple[Polynomial, ...] = ()
+    values: Mapping[str, Forms] = field(default_factory=dict)
 
     def at(self, numbers: Sequence[int]) -> OpenSizes:
         """The open sizes without the bindings that are not among `numbers`, with the limits that
@@ -157,6 +159,7 @@ def infer_open(
             )
         ),
         tuple(walks.found),
+        walks.forms.values,
     )
 
 

@@ -69,6 +69,12 @@ def compare_runs(seed: int, folder: Path) -> Counter[str]:
     return went
 
 
+@pytest.mark.parametrize("seed", [5, 152, 1087])
+def test_models_that_were_wrong(seed: int, tmp_path: Path) -> None:
+    """A binding without elements; a size that fitted by chance; an element that did."""
+    assert set(compare_runs(seed, tmp_path)) <= {"right", "limited"}
+
+
 def test_random_models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> None:
     went: Counter[str] = Counter()
     for seed in range(request.config.getoption("--random-graphs") // 12):
