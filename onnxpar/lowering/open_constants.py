@@ -84,6 +84,9 @@ class OpenConstants:
             if other != names[0]:
                 odd = [a for a, b in zip(names[0], other, strict=False) if a != b][:1]
                 raise self.needs_sizes(odd[0][0] if odd else names[0][-1][0])
+        for name in base.constants:
+            if any(name not in other.constants for other in others):
+                raise self.needs_sizes(name)
         self.varying = sorted(self._find_varying())
         self._known = cache(self._values)
 
