@@ -1,4 +1,4 @@
-"""Keeps bounds that onnxruntime drops before it rounds to 4 or 8 bits.
+"""Keeps bounds that onnxruntime drops before it rounds to 2, 4 or 8 bits.
 
 Before a QuantizeLinear with a zero point, onnxruntime leaves out a Relu, whose bound it takes for
 that of the integers. It considers only integers of 8 and 16 bits: for signed integers of 2 and 4

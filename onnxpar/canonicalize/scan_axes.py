@@ -1,8 +1,8 @@
-"""Moves the axes of a Scan's sequences out of the Scan.
+"""Makes Scans read and stack their sequences along the first axis.
 
-onnxruntime's Scan stacks results along an axis other than the first by a copy, whose kernel divides
-by zero if the results have no elements. A Transpose behind the Scan copies as much, and may be
-empty.
+For another axis, onnxruntime transposes the sequence when the Scan starts or ends, and divides by
+zero if it has no elements. A Transpose outside of the Scan costs the same, and accepts empty
+tensors.
 """
 
 from __future__ import annotations
@@ -12,40 +12,44 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.subgraphs import bodies, scopes
 from onnxpar.ir.tensors import tensor_shape
 
-_AXES = "scan_output_axes"
 
-
-def stack_first(graph: gs.Graph) -> None:
-    """Makes each Scan stack its results along the first axis, with a Transpose behind, also in
-    bodies. A result of unknown rank stays as it is."""
+def scan_first_axes(graph: gs.Graph) -> None:
+    """Gives each Scan the first axis for all its sequences, with Transposes before and behind it,
+    also in bodies. A sequence of unknown rank keeps its axis."""
     for scope in scopes(graph):
         made: list[gs.Node] = []
         for node in scope.nodes:
-            made.append(node)
-            if any(node.attrs.get(_AXES, ())):
-                made += _transposes(node)
+            made += _with_transposes(node) if node.op == "Scan" else [node]
         scope.nodes[:] = made
 
 
-def _transposes(node: gs.Node) -> list[gs.Node]:
-    """Stacks a Scan's results along the first axis; returns the nodes that move the axis back."""
-    axes = list(node.attrs[_AXES])
+def _with_transposes(node: gs.Node) -> list[gs.Node]:
+    """A Scan, after the Transposes of its operands and before those of its results."""
+    states = len(node.inputs) - node.attrs["num_scan_inputs"]
+    before = _transposes(node, "scan_input_axes", node.inputs, states)
     (body,) = bodies(node)
-    states = len(body.outputs) - len(axes)
+    states = len(body.outputs) - len(node.attrs.get("scan_output_axes", ()))
+    return [*before, node, *_transposes(node, "scan_output_axes", node.outputs, states)]
+
+
+def _transposes(node: gs.Node, key: str, tensors: list[gs.Tensor], states: int) -> list[gs.Node]:
+    """Sets the axes in the attribute `key` to 0, and replaces these sequences, the tensors after
+    `states`, by others; returns the Transposes between the two."""
     made = []
-    for i, axis in enumerate(axes):
-        result = node.outputs[states + i]
-        shape = tensor_shape(result)
-        if shape is None or not result.name:
+    axes = list(node.attrs.get(key, ()))
+    for i, (axis, tensor) in enumerate(zip(axes, tensors[states:], strict=False)):
+        shape = tensor_shape(tensor)
+        if shape is None or not tensor.name or axis % len(shape) == 0:
             continue
-        rest = [*range(1, len(shape))]
-        perm = [*rest[: (to := axis % len(shape))], 0, *rest[to:]]
-        axes[i] = 0
-        if to:
-            stacked = gs.Variable(f"{result.name}/stacked", result.dtype)
-            stacked.shape = [result.shape[to], *result.shape[:to], *result.shape[to + 1 :]]
-            node.outputs[states + i] = stacked
-            name = f"{node.name}/{result.name}"
-            made.append(gs.Node("Transpose", name, {"perm": perm}, [stacked], [result]))
-    node.attrs[_AXES] = axes
+        at, axes[i] = axis % len(shape), 0
+        first = [at, *(a for a in range(len(shape)) if a != at)]
+        sizes = [tensor.shape[a] for a in first]
+        inner = gs.Variable(f"{node.name}/{key}.{i}", tensor.dtype, sizes)
+        tensors[states + i] = inner
+        is_result = tensors is node.outputs
+        perm = [first.index(a) for a in range(len(shape))] if is_result else first
+        ends = [[inner], [tensor]] if is_result else [[tensor], [inner]]
+        made.append(gs.Node("Transpose", f"{inner.name}/Transpose", {"perm": perm}, *ends))
+    if axes:
+        node.attrs[key] = axes
     return made

@@ -21,7 +21,7 @@ from onnxpar.checking.compare import (
     is_far,
     judged,
 )
-from onnxpar.checking.sensitivity import movements
+from onnxpar.checking.sensitivity import movements, read_model
 from onnxpar.checking.unsplit import Unsplit
 from onnxpar.errors import ModelError
 from onnxpar.runtime.session import Session
@@ -61,7 +61,7 @@ class EachReport(Report):
 def inner_tensors(model: str | os.PathLike[str]) -> list[str]:
     """Returns the results of a model's nodes in order, except the model's outputs, and except
     results in the bodies of If, Loop and Scan. Errors: ModelError."""
-    graph = _read(model).graph
+    graph = read_model(model).graph
     own = {port.name for port in graph.output}
     return [name for name in _results(graph) if name not in own]
 
@@ -90,7 +90,7 @@ def compare_each(
     Errors: ModelError if the unsplit model does not load; InputError; RankError.
     """
     session.check_feeds(feeds)
-    proto = _read(model)
+    proto = read_model(model)
     own = [port.name for port in proto.graph.output]
     nodes = _results(proto.graph)
     places = {name: i for i, name in enumerate(nodes)}
@@ -136,10 +136,3 @@ def _slices(
         held += size
     if names:
         yield names
-
-
-def _read(model: str | os.PathLike[str]) -> onnx.ModelProto:
-    try:
-        return onnx.load(os.fspath(model), load_external_data=False)
-    except Exception as error:
-        raise ModelError(f"cannot read {os.fspath(model)}: {error}") from error

@@ -23,6 +23,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.stored import read_stored
+from onnxpar.load.load import read_proto
 from onnxpar.runtime.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
@@ -95,13 +96,13 @@ def movements(
     names = list(reference)
     moved: dict[str, float] = {}
     random = np.random.default_rng(0)
-    change = COARSE_CHANGE if any(map(_has_steps, _nodes(_read(model)))) else CHANGE
+    change = COARSE_CHANGE if any(map(_has_steps, _nodes(read_model(model)))) else CHANGE
     for level in _LEVELS:
         is_optimized = level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         for opens in (
             (_adds_or_scales, _none) if is_optimized else (_computes_alike, _adds_or_scales, _none)
         ):
-            proto = _read(model)
+            proto = read_model(model)
             weights = _open_weights(proto, folder, opens)
             own = {**weights, **feeds}
             try:
@@ -130,10 +131,11 @@ def _session(
     return ort.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
-def _read(model: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
+def read_model(model: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
+    """The model without its external data. Errors: ModelError for a file that cannot be read."""
     if isinstance(model, bytes):
         return onnx.load_model_from_string(model)
-    return onnx.load(os.fspath(model), load_external_data=False)
+    return read_proto(Path(model))
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[NodeProto]:

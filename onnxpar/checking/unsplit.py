@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
 from onnxpar.canonicalize.kept_bounds import DROPPING, drops_bounds
-from onnxpar.checking.sensitivity import ORT_ERRORS
+from onnxpar.checking.sensitivity import ORT_ERRORS, read_model
 from onnxpar.errors import InputError, ModelError
-from onnxpar.load.load import read_proto
 from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
 from onnxpar.runtime.values import is_optional, is_value
@@ -68,12 +66,7 @@ def open_unsplit(
     if folder is not None:
         key = "session.model_external_initializers_file_folder_path"
         options.add_session_config_entry(key, os.fspath(Path(folder).resolve()))
-    if isinstance(model, bytes):
-        proto = onnx.load_model_from_string(model)
-    else:
-        proto = read_proto(Path(model))
-    disabled = DROPPING if drops_bounds(proto) else ()
-    del proto
+    disabled = DROPPING if drops_bounds(read_model(model)) else ()
 
     def opened() -> ort.InferenceSession:
         return ort.InferenceSession(

@@ -96,8 +96,8 @@ def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
     assert model.sizes is not None
     at = ", ".join(f"{name}={size}" for name, size in model.sizes.bindings[0].items())
     return OpenSizesError(
-        f"{node.op} '{node.name}' has other dimensions at {at} than at other sizes, perhaps as it "
-        f"has no elements there; fix sizes with {model.sizes.flags}"
+        f"{node.op} '{node.name}' can be planned at {at} or at other sizes, but not for both; fix "
+        f"sizes with {model.sizes.flags}"
     )
 
 

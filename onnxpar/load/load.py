@@ -21,7 +21,7 @@ from onnxpar.canonicalize.kept_bounds import keep_bounds
 from onnxpar.canonicalize.name_nodes import name_nodes
 from onnxpar.canonicalize.next_step import next_outputs
 from onnxpar.canonicalize.page_caches import page_caches
-from onnxpar.canonicalize.scan_axes import stack_first
+from onnxpar.canonicalize.scan_axes import scan_first_axes
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
@@ -308,7 +308,7 @@ class _Importer:
             _unshare_vectors(graph)
             separate_dequantized(graph)
         keep_bounds(graph)
-        stack_first(graph)
+        scan_first_axes(graph)
         stack_experts(graph, self.path.parent, in_nodes=self.for_training)
         mark_opset(graph)
         self.show("import", graph)

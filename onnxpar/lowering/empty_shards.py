@@ -110,31 +110,23 @@ class StandIns:
             layout = self._layouts.get(tensor.name)
             if layout is None:  # left out, or filled for another reader
                 continue
-            dims = {a: a for a in range(rank)} if len(layout.dims) == rank else {0: along}
-            divided = along if block and j else None
-            parts = partial(self._stored_part, i, tensor, layout, dims, (divided, block))
-            source.inputs[j] = self._filled.by_rank(parts)
+            per = [block if block and j and a == along else 1 for a in range(rank)]
+            of = list(enumerate(per)) if len(layout.dims) == rank else [(along, 1)]
+            source.inputs[j] = self._filled.by_rank(
+                partial(self._stored_part, i, tensor, layout, of)
+            )
         return True
 
     def _stored_part(
-        self,
-        i: int,
-        tensor: gs.Constant,
-        layout: Layout,
-        dims: Mapping[int, int],
-        blocks: tuple[int | None, int],
-        rank: int,
+        self, i: int, tensor: gs.Constant, layout: Layout, of: list[tuple[int, int]], rank: int
     ) -> Array:
-        """A rank's shard of a stored tensor, with stand-ins. `dims` has the dimension of operand i
-        for each of the tensor's; `blocks` is the one that has so many elements for each of it."""
+        """A rank's shard of a stored tensor, with stand-ins. `of` has, for each of the tensor's
+        dimensions, that of operand i, and how many of its elements share one of the tensor's."""
         view = self._filled.view
         part = layout.take(tensor.values, view.mesh, rank)
-        wanted, shape = view.on(rank).input_shape(i), list(part.shape)
-        for axis, size in enumerate(shape):
-            if size == 0:
-                of = dims[axis]
-                shape[axis] = wanted[of] // (blocks[1] if of == blocks[0] else 1)
-        return part if tuple(shape) == part.shape else np.zeros(shape, part.dtype)
+        wanted = view.on(rank).input_shape(i)
+        shape = [size or wanted[a] // n for size, (a, n) in zip(part.shape, of, strict=False)]
+        return part if part.size or not shape else np.zeros(shape, part.dtype)
 
     def _fill_segments(self, i: int, axis: int) -> None:
         """Fills the empty segments of a dimension; its other segments may have elements."""

@@ -412,8 +412,8 @@ class Lockstep:
         return Polynomial.constant(values[0])
 
     def _proposed(self, node: NodeProto, axis: int, values: Sequence[int]) -> Iterator[Polynomial]:
-        """Closed forms with these values: a size of an operand and a number, the sum of the
-        operands' sizes, and what fits by chance, perhaps."""
+        """Closed forms with these values: a size of an operand plus a number, the sum of the
+        operands' sizes, and polynomials that fit the values."""
         for form, own in self._open_columns(node):
             apart = {v - o for v, o in zip(values, own, strict=False) if o is not None}
             if len(apart) == 1 and None not in own:

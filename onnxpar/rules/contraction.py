@@ -44,17 +44,18 @@ def _product(node: gs.Node, a: int, b: int, left: str = "m k", right: str = "k n
 def matmul(node: gs.Node) -> Rule:
     """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy."""
     left, right, out = _product(node, 0, 1)
-    fused = _fused_factors(node).intersection(right.split())
+    fused = _fused_factors(node, right)
     return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER, nonempty=fused)
 
 
-def _fused_factors(node: gs.Node) -> frozenset[str]:
-    """The factors of which a product must have elements, because onnxruntime fuses it with the
-    DequantizeLinear of an operand. It then returns uninitialized memory for a sum over nothing, and
-    does not load a weight without elements."""
-    sources = [_dequantized(t) for t in node.inputs]
+def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
+    """The factors of the right operand, `right`, of which a product must have elements, because
+    onnxruntime fuses it with the DequantizeLinear of an operand. It then returns uninitialized
+    memory for a sum over nothing, and does not load a weight without elements."""
+    sources = [_dequantized(t) for t in node.inputs[:2]]
     is_stored = any(isinstance(source, gs.Constant) for source in sources)
-    return frozenset("kn" if is_stored else "k" if any(sources) else "")
+    fused = "kn" if is_stored else "k" if any(sources) else ""
+    return frozenset(fused).intersection(right.split())
 
 
 def _dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
@@ -72,9 +73,10 @@ def gemm(node: gs.Node) -> Rule:
     """`m k, k n, n -> m n`; if k is split, only one rank adds the bias."""
     a = "k m" if node.attrs.get("transA") else "m k"
     b = "n k" if node.attrs.get("transB") else "k n"
+    fused = _fused_factors(node, b)
     bias = given(node, 2)
     if bias is None:
-        return einsum(node, f"{a}, {b} -> m n", linear=_EITHER)
+        return einsum(node, f"{a}, {b} -> m n", linear=_EITHER, nonempty=fused)
     shape = tensor_shape(bias) or ()
     added = ["1" if s == 1 else d for d, s in zip("mn"[2 - len(shape) :], shape, strict=True)]
     return einsum(
@@ -82,6 +84,7 @@ def gemm(node: gs.Node) -> Rule:
         f"{a}, {b}, {dims_text(added)} -> m n",
         linear=(frozenset({0, 2}), frozenset({1, 2})),
         additive=frozenset({2}),
+        nonempty=fused,
     )
 
 

@@ -28,23 +28,29 @@ def scan(axes: tuple[int, int], backwards: int) -> onnx.ModelProto:
                     e = Add(a, b)  c = Tanh(e)  d = Relu(c) }}>(h, x) }}""")
 
 
+@pytest.mark.parametrize("batch", [None, 1, 3])
 @pytest.mark.parametrize("split", [["tp", None], [None, "tp"]])
 @pytest.mark.parametrize(
-    ("axes", "backwards"), [((0, 1), 0), ((1, -1), 1), ((2, 2), 0), ((-2, 0), 1)]
+    ("axes", "backwards"), [((0, 1), 0), ((1, 1), 0), ((1, -1), 1), ((2, 2), 0), ((-2, 0), 1)]
 )
 def test_parts_without_elements(
-    tmp_path: Path, axes: tuple[int, int], backwards: int, split: list[str | None]
+    tmp_path: Path,
+    axes: tuple[int, int],
+    backwards: int,
+    split: list[str | None],
+    batch: int | None,
 ) -> None:
     path, random = tmp_path / "m.onnx", np.random.default_rng(3)
     onnx.save(scan(axes, backwards), path)
     unsplit = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    onnxpar.shard(path, tmp_path / "m.par", mesh="tp=4", strategy={"tensors": {"h": split}})
+    dims, strategy = {"B": batch} if batch else {}, {"tensors": {"h": split}}
+    onnxpar.shard(path, tmp_path / "m.par", mesh="tp=4", strategy=strategy, dims=dims)
     with ThreadSession(tmp_path / "m.par") as session:
-        for batch in (1, 3, 6):
-            shape = [batch, 3]
+        for size in [batch] if batch else [1, 3, 6]:
+            shape = [size, 3]
             shape.insert(axes[0] % 3, 5)
             feeds = {"x": random.standard_normal(shape, np.float32)}
-            feeds["h"] = random.standard_normal((batch, 3), np.float32)
+            feeds["h"] = random.standard_normal((size, 3), np.float32)
             for given, wanted in zip(
                 session.run(None, feeds), unsplit.run(None, feeds), strict=True
             ):

@@ -56,7 +56,8 @@ def test_quantized_activations(tmp_path: Path, activation: type, weight: type, s
 @pytest.mark.parametrize("split", ["w.1", "y.1", "y.0"])
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4"])
 @pytest.mark.parametrize("block", [0, 16, 32])
-def test_stored_weights(tmp_path: Path, block: int, name: str, split: str) -> None:
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+def test_stored_weights(tmp_path: Path, op: str, block: int, name: str, split: str) -> None:
     """They stay stored, so that onnxruntime fuses them as in the unsplit model, and rounds so."""
     random = np.random.default_rng(3)
     dtype = np.dtype(getattr(ml_dtypes, name, name))
@@ -65,5 +66,5 @@ def test_stored_weights(tmp_path: Path, block: int, name: str, split: str) -> No
     scale = np.abs(random.standard_normal((2, 2) if block else 2, np.float32)) + np.float32(0.1)
     weights = {"w": random.integers(0, 7, (rows, 2)).astype(dtype), "s": scale}
     weights["z"] = random.integers(0, 7, scale.shape).astype(dtype)
-    body = f"e = DequantizeLinear<{attrs}>(w, s, z)  y = MatMul(x, e)"
+    body = f"e = DequantizeLinear<{attrs}>(w, s, z)  y = {op}(x, e)"
     agree(tmp_path, body, f"2,{rows}", weights, split)
