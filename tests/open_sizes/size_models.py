@@ -103,6 +103,10 @@ ALONE = {
         a = Slice (x, zero, m1, one) c = Slice (x, zero, one, one)
         y = Concat <axis = 1> (c, a)""",
     "of the batch": "y = Slice (x, zero, two, zero)",
+    "pooled, with some rows twice": """
+        e = Min (n, b) h = Slice (x, zero, e, one) t = Concat <axis = 1> (x, h)
+        u = Transpose <perm = [0, 2, 1]> (t)
+        y = MaxPool <kernel_shape = [3], strides = [2], pads = [1, 1]> (u)""",
 }
 """Bodies that compute `y` from `x` (float, [B, N, 6]), by what they do; `b` and `n` are B and N."""
 
