@@ -43,7 +43,8 @@ def keep_bounds(graph: gs.Graph) -> None:
 
 
 def _is_dropped(node: gs.Node) -> bool:
-    return node.op in ("Relu", "Clip") and any(
+    is_bound = node.op in ("Relu", "Clip") and not node.domain
+    return is_bound and any(
         reader.op == "QuantizeLinear" and _stored(reader.outputs[0]) not in _CONSIDERED
         for reader in node.outputs[0].outputs
     )

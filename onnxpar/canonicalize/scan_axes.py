@@ -19,7 +19,8 @@ def scan_first_axes(graph: gs.Graph) -> None:
     for scope in scopes(graph):
         made: list[gs.Node] = []
         for node in scope.nodes:
-            made += _with_transposes(node) if node.op == "Scan" else [node]
+            is_scan = node.op == "Scan" and not node.domain
+            made += _with_transposes(node) if is_scan else [node]
         scope.nodes[:] = made
 
 

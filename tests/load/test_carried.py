@@ -316,6 +316,16 @@ def test_small_elements_are_resharded(
             assert compare(path, session, feeds).ok
 
 
+def test_bounds_of_others_stay(tmp_path: Path) -> None:
+    """An op that only has the name of a bound is not written as Max."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21, "own" : 1]>
+        net (float[4] x) => (float[4] y) <float s = {0.25}> {
+            r = own.Relu(x)  q = QuantizeLinear(r, s, z)  y = DequantizeLinear(q, s, z) }""")
+    proto.graph.initializer.append(helper.make_tensor("z", TensorProto.INT4, [], [0]))
+    graph = load(write(proto, tmp_path)).graph
+    assert graph.nodes[0].op == "Relu"
+
+
 PASSED = ["BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2", "FLOAT8E4M3FNUZ", "FLOAT8E5M2FNUZ"]
 
 
