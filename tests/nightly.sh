@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 PATH=$PWD/.venv/bin:$PATH
 seed=${SEED:-$(date +%j)}
-all=(zoo hosts suite fuzz graphs sanitizers garbage wheels matrix)
+all=(zoo hosts suite open fuzz graphs sanitizers garbage wheels matrix)
 
 zoo() { # whole models, and all cases of tests marked as a matrix or slow
   pytest -q -n 2 --dist loadscope --zoo --ignore tests/hosts --ignore tests/test_wheels.py \
@@ -13,6 +13,7 @@ zoo() { # whole models, and all cases of tests marked as a matrix or slow
 }
 hosts() { pytest -q --zoo tests/hosts; }
 suite() { python tests/peer/run.py; }
+open() { python tests/peer/run.py --open; } # the same cases, with open sizes
 fuzz() {
   python tests/fuzz/run.py --models 20000 --configurations 20000 --folders 20000 --seed "$seed" --keep build/nightly/found
 }

@@ -23,7 +23,7 @@ from onnxpar.open_sizes.closed_forms import MOST, ClosedForms
 from onnxpar.open_sizes.equal_sizes import EVEN, Place, Shapes, equal_sizes
 from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
 from onnxpar.open_sizes.result_sizes import Sizes
-from onnxpar.open_sizes.size_arithmetic import HEAVIEST, Forms, NotFollowed
+from onnxpar.open_sizes.size_arithmetic import HEAVIEST, Forms, NotFollowed, exact_range
 from onnxpar.symbols.fits import ENOUGH, fit, fits
 from onnxpar.symbols.quotients import AFAR, applied, find_quotient
 from onnxpar.symbols.symbols import Atom, Binding, Minimum, Polynomial, Variable
@@ -267,6 +267,16 @@ class Lockstep:
                 elements = zip(forms.reshape(-1), np.reshape(array, -1), strict=True)
                 if any(form.exactly_at(self.bindings[i]) != value for form, value in elements):
                     return None
+        try:
+            limits = [
+                limit
+                for forms, array in zip(found, results[0], strict=True)
+                for form in forms.reshape(-1)
+                for limit in exact_range(form, np.asarray(array).dtype)
+            ]
+        except NotFollowed:
+            return None
+        self.limits += [limit for limit in limits if limit not in self.limits]
         return found
 
     def _record(self, node: NodeProto, forms: Sequence[Forms]) -> None:

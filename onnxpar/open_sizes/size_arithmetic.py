@@ -7,7 +7,7 @@ the node stays in the model, and ranks compute it in each run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -71,6 +71,23 @@ def constants(values: Any) -> Forms:
     elif array.dtype.kind not in "biu":
         raise NotFollowed
     return _each(lambda x: Polynomial.constant(Fraction(x)), array.astype(object))
+
+
+def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[tuple[Polynomial, Polynomial]]:
+    """The limits within which a dtype holds a size exactly, as pairs of sizes of which the first
+    must not be greater than the second. Errors: NotFollowed for a dtype that rounds usual sizes,
+    or in which they overflow."""
+    if form.number is not None or dtype.kind == "b" or (dtype.itemsize >= 8 and dtype.kind != "u"):
+        return
+    if dtype.itemsize < 4 or (dtype.kind == "u" and not form.is_natural):
+        raise NotFollowed
+    if dtype.itemsize >= 8:
+        return
+    most = Polynomial.constant(2**24 if dtype.kind == "f" else int(np.iinfo(dtype).max))
+    whole = scaled(form, Fraction(form.denominator))
+    yield whole, most
+    if not form.is_natural:
+        yield MINUS * whole, most
 
 
 def numbers(forms: Forms, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

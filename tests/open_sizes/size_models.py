@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 NUMBERS = {"zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8}
 NUMBERS |= {"ten": 10, "c16": 16, "c20": 20, "c64": 64, "c100": 100, "big": 2**62}
+NUMBERS["large"] = 2**22
 NUMBERS |= {f"m{n}": -n for n in (1, 3, 5, 8, 256)}
 ROWS = 64
 
@@ -44,6 +45,21 @@ ALONE = {
     "through floats": """
         f = Cast <to = 1> (n) h = Constant <value_floats = [0.5]> () g = Mul (f, h)
         c = Ceil (g) e = Cast <to = 7> (c) y = Slice (x, zero, e, one)""",
+    "through half precision": """
+        f = Cast <to = 10> (n) h = Cast <to = 7> (f) y = Slice (x, zero, h, one)""",
+    "through a product of halves": """
+        f = Cast <to = 10> (n) k = Cast <to = 10> (five) g = Mul (f, k) h = Cast <to = 7> (g)
+        e = Div (h, eight) y = Slice (x, zero, e, one)""",
+    "through bytes": """
+        f = Cast <to = 2> (n) h = Cast <to = 7> (f) y = Slice (x, zero, h, one)""",
+    "through signed bytes": """
+        f = Cast <to = 3> (n) h = Cast <to = 7> (f) y = Slice (x, h, big, one)""",
+    "through unsigned sizes": """
+        u = Cast <to = 12> (n) k = Cast <to = 12> (c20) d = Sub (u, k) h = Cast <to = 7> (d)
+        e = Mod (h, ten) y = Slice (x, zero, e, one)""",
+    "through 32 bits": """
+        i = Cast <to = 6> (n) k = Cast <to = 6> (large) d = Mul (i, k) h = Cast <to = 7> (d)
+        e = Div (h, large) y = Slice (x, zero, e, one)""",
     "a root": """
         f = Cast <to = 1> (n) g = Sqrt (f) e = Cast <to = 7> (g) y = Slice (x, zero, e, one)""",
     "halves swapped": """

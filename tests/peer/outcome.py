@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPLIT, GATHERED, REFUSED = "split", "gathered", "refused"
+SPLIT, GATHERED, LIMITED, REFUSED = "split", "gathered", "limited", "refused"
 WRONG, CRASH, HANG = "wrong", "crash", "hang"
 MISSED, EXPLAINED, UNFIT = "missed", "explained", "unfit"
 ROUNDED = "float16 rounded once more"
 """The detail of a good run that is off by up to two units in the last place."""
-RUNS = (SPLIT, GATHERED, REFUSED, WRONG, CRASH, HANG)
+RUNS = (SPLIT, GATHERED, LIMITED, REFUSED, WRONG, CRASH, HANG)
 BAD = (WRONG, CRASH, HANG, MISSED)
 
 
@@ -17,7 +17,8 @@ BAD = (WRONG, CRASH, HANG, MISSED)
 class Outcome:
     """A run, or a finding, of a case.
 
-    kind    a run: computed on parts, gathered, refused, wrong, crash or hang; a finding: a split
+    kind    a run: computed on parts, gathered, right but for sizes that it refuses (limited),
+            refused, wrong, crash or hang; a finding: a split
             that the rule misses without a reason, or with one; a case that is unfit for the
             unsplit runtime
     op      the op that first reads what is split

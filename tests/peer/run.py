@@ -1,7 +1,7 @@
 """Splits every case of ONNX's own test-suite in every way, runs it on ranks, and compares.
 
 python tests/peer/run.py [--part 1/10] [--only SUBSTRING] [--workers 2] [--json FILE]
-    [--write | --write-rules]
+    [--open | --write | --write-rules]
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from peer.outcome import BAD, Outcome
 from peer.parts import part_of
 from peer.proofs import write_proofs
 from peer.report import summary
-from peer.workers import Worker
+from peer.workers import Steps, Worker, open_trials_of, trials_of
 
 
-def try_cases(numbers: Sequence[int], workers: int) -> Iterator[list[Outcome]]:
+def try_cases(numbers: Sequence[int], workers: int, steps: Steps) -> Iterator[list[Outcome]]:
     """The outcomes of these cases, as they come."""
     idle: SimpleQueue[Worker] = SimpleQueue()
     for _ in range(workers):
-        idle.put(Worker())
+        idle.put(Worker(steps))
 
     def one(number: int) -> list[Outcome]:
         worker = idle.get()
@@ -55,6 +55,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put every outcome")
     parser.add_argument(
+        "--open",
+        action="store_true",
+        help="with sizes made open, at sizes that were not planned for",
+    )
+    parser.add_argument(
         "--write",
         action="store_true",
         help="write rules/proof.json and docs/reference/ops.md of a whole run",
@@ -69,7 +74,9 @@ def main() -> int:
     cases = all_cases()
     numbers = [i for i in part_of(len(cases), args.part) if args.only in cases[i].name]
     outcomes: list[Outcome] = []
-    for found in tqdm(try_cases(numbers, args.workers), "cases", len(numbers), disable=None):
+    steps = open_trials_of if args.open else trials_of
+    tried = try_cases(numbers, args.workers, steps)
+    for found in tqdm(tried, "cases", len(numbers), disable=None):
         outcomes += found
     if args.json:
         args.json.write_text("\n".join(json.dumps(asdict(o)) for o in outcomes))

@@ -12,6 +12,7 @@ from peer.cases import PeerCase, runnable
 from peer.faults import faulty_steps
 from peer.forms import forms
 from peer.missed import missed_splits
+from peer.open_cases import SIZES, opened
 from peer.outcome import CRASH, GATHERED, HANG, MISSED, REFUSED, SPLIT, WRONG
 from peer.splits import Split
 from peer.trial import Bench, Trials
@@ -52,6 +53,18 @@ def test_a_run_on_parts_is_split(tmp_path: Path) -> None:
         "x.1 over 3",
         "x.1 over 4",
     ]
+
+
+def test_a_size_that_is_made_open_is_compared_at_others(tmp_path: Path) -> None:
+    rows, columns = opened(doubled())
+    assert rows.name == "made with open x.0" and columns.name == "made with open x.1"
+    assert [feeds["x"].shape[0] for feeds, _ in rows.data] == [4, *SIZES]
+    trials = Trials(rows, Bench(tmp_path))
+    assert trials.run(Split(3, (("x", 0),))).kind == SPLIT
+    (feeds, (expected,)), *others = rows.data[::-1]
+    off = replace(rows, data=[*others[::-1], (feeds, [expected + 1])])
+    wrong = Trials(off, Bench(tmp_path)).run(Split(3, (("x", 0),)))
+    assert wrong.kind == WRONG and wrong.detail.startswith("x [100, 3]: ")
 
 
 def test_other_values_are_wrong(tmp_path: Path) -> None:

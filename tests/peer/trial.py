@@ -6,17 +6,19 @@ import shutil
 import traceback
 from pathlib import Path
 
+import numpy as np
 import onnx
-from peer.cases import PeerCase
-from peer.outcome import CRASH, GATHERED, HANG, REFUSED, ROUNDED, SPLIT, WRONG, Outcome
+from peer.cases import Feeds, PeerCase
+from peer.outcome import CRASH, GATHERED, HANG, LIMITED, REFUSED, ROUNDED, SPLIT, WRONG, Outcome
 from peer.readers import Reader
 from peer.splits import Split, splits_of
 
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import OnnxparError, RankError
+from onnxpar.errors import InputError, OnnxparError, RankError
 from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.load.load import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
+from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.context import make_context
 from onnxpar.pipeline.default_passes import DEFAULT_PASSES
 from onnxpar.pipeline.options import Options
@@ -76,29 +78,40 @@ class Trials:
         shutil.rmtree(par, ignore_errors=True)
         par.mkdir()
         problem: str | None = None
+        feeds, limit = self.case.data[0][0], ""
         try:
             kind = self._shard(split, par)
             worlds = self.bench.worlds(split.ranks)
             with ThreadSession(par, timeout=TIMEOUT, worlds=worlds) as session:
                 for feeds, expected in self.case.data:
-                    outputs = session.run(None, feeds)
+                    try:
+                        outputs = session.run(None, feeds)
+                    except InputError as error:
+                        if feeds is self.case.data[0][0]:
+                            raise
+                        kind, limit = LIMITED, f"{shapes_of(feeds)}: {error}"
+                        continue
                     problem = self.case.check(expected, outputs)
                     if problem and not self.case.is_rounded(expected, outputs):
-                        return WRONG, problem
+                        return WRONG, f"{shapes_of(feeds)}: {problem}"
         except RankError as error:
             self.bench.drop_worlds(split.ranks)
-            return (HANG if "imed out" in str(error) else CRASH), str(error)[:400]
+            kind = HANG if "imed out" in str(error) else CRASH
+            return kind, f"{shapes_of(feeds)}: {error}"[:400]
         except OnnxparError as error:
             return REFUSED, str(error)[:400]
         except Exception:  # any other is a crash, which the report shows
             self.bench.drop_worlds(split.ranks)
             return CRASH, last_lines()
-        return kind, ROUNDED if problem else ""
+        return kind, ROUNDED if problem else limit[:400]
 
     def _shard(self, split: Split, par: Path) -> str:
         """Writes the split model; returns whether the op that reads the input computes on parts."""
         model = load_case(self.path)
         shapes = {t.name: t.shape for t in model.graph.inputs}
+        if model.sizes is not None:
+            pipeline.shard(self.path, par, Options(strategy=split.strategy(shapes)))
+            return SPLIT
         ctx = make_context(model, Options(strategy=split.strategy(shapes)))
         reader = self._reader = Reader.of(split, ctx.sharding.factors)
         made = run_passes(model, ctx, [p() for p in DEFAULT_PASSES], check=True)
@@ -112,6 +125,13 @@ class Trials:
 def load_case(path: Path) -> Model:
     """A case runs once: nothing that it makes is fed back, and what would grow may be split."""
     return load(path, find_others=False)
+
+
+def shapes_of(feeds: Feeds) -> str:
+    """The shapes of tensors, for a line about a run."""
+    return " ".join(
+        f"{name} {list(np.shape(v))}" for name, v in feeds.items() if hasattr(v, "shape")
+    )
 
 
 def last_lines() -> str:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.cases import all_cases, runnable
+from peer.cases import PeerCase, all_cases, runnable
 from peer.forms import forms
 from peer.missed import missed_splits
+from peer.open_cases import opened
 from peer.outcome import CRASH, HANG, REFUSED, UNFIT, Outcome
 from peer.trial import Bench, Trials, last_lines
 
@@ -36,20 +37,35 @@ def trials_of(number: int, bench: Bench) -> Iterator[Step]:
         yield Outcome(case.name, "", "", ""), lambda: [Outcome(case.name, "", "", UNFIT, found)]
         return
     for form in forms(found):
-        try:
-            trials = Trials(form, bench)
-            splits = trials.splits()
-        except Exception as error:  # the report shows it
-            kind = REFUSED if isinstance(error, OnnxparError) else CRASH
-            detail = str(error)[:400] if kind == REFUSED else last_lines()
-            failed = Outcome(form.name, "load", _ops(form.model), kind, detail)
-            yield failed, lambda failed=failed: [failed]
-            continue
-        for split in splits:
-            label = Outcome(form.name, str(split), _ops(form.model), "")
-            yield label, lambda t=trials, s=split: [t.run(s)]
+        yield from _runs(form, bench)
         label = Outcome(form.name, "search for missed splits", _ops(form.model), "")
         yield label, lambda form=form: list(_missed(form))
+
+
+def open_trials_of(number: int, bench: Bench) -> Iterator[Step]:
+    """The runs of a case with each size of its inputs open, at that size and at others."""
+    case = all_cases()[number]
+    found = runnable(case)
+    if isinstance(found, str):
+        yield Outcome(case.name, "", "", ""), lambda: [Outcome(case.name, "", "", UNFIT, found)]
+        return
+    for form in opened(found):
+        yield from _runs(form, bench, by_hand=False)
+
+
+def _runs(form: PeerCase, bench: Bench, by_hand: bool = True) -> Iterator[Step]:
+    try:
+        trials = Trials(form, bench)
+        splits = [split for split in trials.splits() if by_hand or split.parts is None]
+    except Exception as error:  # the report shows it
+        kind = REFUSED if isinstance(error, OnnxparError) else CRASH
+        detail = str(error)[:400] if kind == REFUSED else last_lines()
+        failed = Outcome(form.name, "load", _ops(form.model), kind, detail)
+        yield failed, lambda failed=failed: [failed]
+        return
+    for split in splits:
+        label = Outcome(form.name, str(split), _ops(form.model), "")
+        yield label, lambda t=trials, s=split: [t.run(s)]
 
 
 def _missed(form: Any) -> Iterator[Outcome]:
