@@ -23,7 +23,7 @@ from onnxpar.open_sizes.closed_forms import MOST, ClosedForms
 from onnxpar.open_sizes.equal_sizes import EVEN, Place, Shapes, equal_sizes
 from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
 from onnxpar.open_sizes.result_sizes import Sizes
-from onnxpar.open_sizes.size_arithmetic import HEAVIEST, Forms, NotFollowed, exact_range
+from onnxpar.open_sizes.size_arithmetic import HEAVIEST, Forms, Limit, NotFollowed, exact_range
 from onnxpar.symbols.fits import ENOUGH, fit, fits
 from onnxpar.symbols.quotients import AFAR, applied, find_quotient
 from onnxpar.symbols.symbols import Atom, Binding, Minimum, Polynomial, Variable
@@ -99,10 +99,11 @@ class Lockstep:
         self.tie: tuple[str, Polynomial] | None = None
         self.is_certain = False
         self.found: dict[Polynomial, None] = {}
-        self.limits: list[tuple[Polynomial, Polynomial]] = []
+        self.limits: list[Limit] = []
         self.void: list[Polynomial] = []
         self.unsolved: list[Unsolved] = []
         self.lost: list[str] = []
+        self._ranges: dict[str, list[Limit]] = {}
         self._variables: dict[Variable, list[int]] = {}
         self._known: dict[tuple[int, ...], Polynomial | None] = {}
 
@@ -224,11 +225,15 @@ class Lockstep:
         found = [walk.evaluate(node) for walk in walks]
         results = [f for f in found if f is not None]
         forms = self._followed(node, results) if len(results) == len(found) else None
+        limits = self._exact_range(node, forms, results[0]) if forms is not None else None
+        if limits is None:
+            forms = None
         if forms is not None and all(
             _is_folded(f, r) for f, r in zip(forms, results[0], strict=True)
         ):
             for walk, values in zip(walks, results, strict=True):
                 walk.fold(node, values)
+            self.limits += [limit for limit in limits or () if limit not in self.limits]
             self._record(node, forms)
             for size in (size for each in forms for size in each.reshape(-1)):
                 self._learn(size)
@@ -267,16 +272,25 @@ class Lockstep:
                 elements = zip(forms.reshape(-1), np.reshape(array, -1), strict=True)
                 if any(form.exactly_at(self.bindings[i]) != value for form, value in elements):
                     return None
+        return found
+
+    def _exact_range(
+        self, node: NodeProto, forms: Sequence[Forms], values: Sequence[Any]
+    ) -> list[Limit] | None:
+        """The limits within which a node's results, and those from which they are computed, are
+        exact in their dtypes; None if they are rounded, or overflow, at usual sizes."""
         try:
-            limits = [
+            own = [
                 limit
-                for forms, array in zip(found, results[0], strict=True)
-                for form in forms.reshape(-1)
-                for limit in exact_range(form, np.asarray(array).dtype)
+                for each, value in zip(forms, values, strict=True)
+                for form in each.reshape(-1)
+                for limit in exact_range(form, np.asarray(value).dtype)
             ]
         except NotFollowed:
             return None
-        self.limits += [limit for limit in limits if limit not in self.limits]
+        found = [limit for name in node.input for limit in self._ranges.get(name, ())] + own
+        if found:
+            self._ranges.update((name, list(dict.fromkeys(found))) for name in node.output)
         return found
 
     def _record(self, node: NodeProto, forms: Sequence[Forms]) -> None:

@@ -29,6 +29,8 @@ from onnxpar.symbols.symbols import (
 
 Forms = np.ndarray[Any, np.dtype[np.object_]]
 """Closed forms of the elements of a tensor."""
+Limit = tuple[Polynomial, Polynomial]
+"""Two sizes; in a run, the first must not be greater than the second."""
 FRACTION = 1 << 10
 """Floats that are multiples of 1 / FRACTION are exact sizes."""
 HEAVIEST = 48
@@ -73,15 +75,15 @@ def constants(values: Any) -> Forms:
     return _each(lambda x: Polynomial.constant(Fraction(x)), array.astype(object))
 
 
-def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[tuple[Polynomial, Polynomial]]:
-    """The limits within which a dtype holds a size exactly, as pairs of sizes of which the first
-    must not be greater than the second. Errors: NotFollowed for a dtype that rounds usual sizes,
-    or in which they overflow."""
-    if form.number is not None or dtype.kind == "b" or (dtype.itemsize >= 8 and dtype.kind != "u"):
+def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
+    """The limits within which a dtype holds a size exactly. Errors: NotFollowed for a dtype that
+    rounds usual sizes, or in which they overflow."""
+    is_wide = dtype.itemsize >= 8
+    if form.number is not None or dtype.kind == "b" or (is_wide and dtype.kind != "u"):
         return
     if dtype.itemsize < 4 or (dtype.kind == "u" and not form.is_natural):
         raise NotFollowed
-    if dtype.itemsize >= 8:
+    if is_wide:
         return
     most = Polynomial.constant(2**24 if dtype.kind == "f" else int(np.iinfo(dtype).max))
     whole = scaled(form, Fraction(form.denominator))
