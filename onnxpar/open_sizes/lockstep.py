@@ -67,7 +67,7 @@ class Lockstep:
                 broadcast
     found       all open sizes
     limits      pairs of sizes: where the first is greater than the second, the model is not valid
-    void        open sizes of operands of nodes with an empty result
+    void        open sizes of results that are empty; where unknown, those of the operands
     unsolved    nodes with sizes that must be equal, but cannot be tied
     lost        names of results (the first of each node) with data-dependent sizes
     """
@@ -316,8 +316,8 @@ class Lockstep:
     def put_first(self) -> None:
         """Puts that binding first at which the fewest open sizes are at most 1."""
 
-        def trivial(i: int) -> tuple[bool, int]:
-            return i in self.edges, sum(size.at(self.bindings[i]) <= 1 for size in self.found)
+        def trivial(i: int) -> tuple[int, bool]:
+            return sum(size.at(self.bindings[i]) <= 1 for size in self.found), i in self.edges
 
         self.live.sort(key=trivial)
         self._known.clear()
@@ -368,7 +368,10 @@ class Lockstep:
             column = self._column(name, axis)
             usual = zip(self.live, column, strict=True)
             if any(v is not None and v < 1 and i not in self.edges for i, v in usual):
-                self.void += [open_ for *_, open_ in self._open_operands(node)]
+                if size is not None and size.variables:
+                    self.void.append(size)
+                else:
+                    self.void += [open_ for *_, open_ in self._open_operands(node)]
             if size is not None:
                 self._learn(size)
                 continue

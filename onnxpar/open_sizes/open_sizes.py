@@ -370,11 +370,17 @@ class _Search:
         return bool(new or is_tried)
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
-        """Enlarges the domains of the symbols in `small`, and widens steps where a quotient needs
-        that; True if a domain has changed and none is too large."""
-        before = dict(self.domains)
+        """Enlarges the domains of the symbols that make a size in `small` larger, or if none does,
+        of all symbols in it; and widens steps where a quotient needs that. True if a domain has
+        changed and none is too large."""
+        before, at = dict(self.domains), walks.bindings[walks.live[0]]
         for size in small:
-            for symbol in size.variables:
+            helps = [
+                symbol
+                for symbol in size.variables
+                if size.at({**at, symbol: _GROWTH**4 * at[symbol]}) > size.at(at)
+            ]
+            for symbol in helps or size.variables:
                 own = before[symbol]
                 if not own.closed:
                     self.domains[symbol] = replace(
