@@ -28,7 +28,6 @@ from onnxpar.lowering.extents import Extent, OpenArray, SplitSize, part_values
 from onnxpar.open_sizes.closed_forms import MOST
 from onnxpar.open_sizes.open_sizes import OpenSizes
 from onnxpar.open_sizes.size_arithmetic import Forms
-from onnxpar.symbols.fits import fits
 from onnxpar.symbols.symbols import Binding, Polynomial, Variable
 
 _PROBES = 32
@@ -188,7 +187,7 @@ class OpenConstants:
             return OpenArray(tuple(own.reshape(-1)), first.shape, first.dtype)
         elements = []
         for column in columns:
-            fitting = [*self.sizes.known(column), *fits(column, variables)]
+            fitting = [*self.sizes.known(column), *self.sizes.fitting(column, variables)]
             if name in self.varying and name not in self.base.per_rank.constants:
                 fitting = self.sizes.known(column) or fitting  # a size of the whole model
             if len({tuple(f.at(probe) for probe in probes) for f in fitting}) != 1:

@@ -303,6 +303,10 @@ class Walk:
         ):
             self.conflicts.append(node)
             return {}
+        sizes = (size for type_ in found.values() for size in known_sizes(type_) or ())
+        if any(size is not None and size < 0 for size in sizes):
+            self.conflicts.append(node)  # inference of its readers might end the process
+            return {}
         if node.domain == ML and any(_static_shape(found.get(o)) is None for o in node.output if o):
             # of many of these ops, ONNX infers no shape, or none of a result's columns
             found |= self.runtime.infer(node, self.types, self.protos)

@@ -3,14 +3,21 @@ they follow from the definitions of ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from onnx import NodeProto, TypeProto
 
 from onnxpar.ir.stored import reads_of
 from onnxpar.model.shapes import Walk, known_sizes
-from onnxpar.open_sizes.result_sizes import Operands, Sizes, product, result_sizes
+from onnxpar.open_sizes.result_sizes import (
+    Divide,
+    Operands,
+    Sizes,
+    positions,
+    product,
+    result_sizes,
+)
 from onnxpar.open_sizes.size_arithmetic import Forms, NotFollowed, constants, follow
 from onnxpar.symbols.symbols import Polynomial
 
@@ -83,17 +90,23 @@ class ClosedForms:
         found[:] = wanted
         return found
 
-    def results(
-        self,
-        walk: Walk,
-        node: NodeProto,
-        divide: Callable[[Polynomial, Polynomial], Polynomial | None],
-    ) -> list[Sizes] | None:
+    def results(self, walk: Walk, node: NodeProto, divide: Divide) -> list[Sizes] | None:
         """The sizes of the results of an op that computes them from values; None for another op.
         Errors: NotFollowed."""
+        return result_sizes(self._operands(walk, node, divide))
+
+    def positions(self, walk: Walk, node: NodeProto) -> list[Polynomial]:
+        """The positions in an operand that an op computes from values; none if they are not
+        followed."""
+        try:
+            return list(positions(self._operands(walk, node, lambda over, below: None)))
+        except NotFollowed:
+            return []
+
+    def _operands(self, walk: Walk, node: NodeProto, divide: Divide) -> Operands:
         sizes = [self.size(walk, name) if name else None for name in node.input]
         values = [self.value(walk, name) if name else None for name in node.input]
-        return result_sizes(Operands(node, sizes, values, self.opset, divide))
+        return Operands(node, sizes, values, self.opset, divide)
 
     def is_open(self, walk: Walk, node: NodeProto) -> bool:
         """True if a size or a value that the node or one of its bodies reads depends on symbols, or

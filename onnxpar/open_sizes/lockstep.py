@@ -240,6 +240,9 @@ class Lockstep:
             return
         self.kept.append(node)
         is_open = self.forms.is_open(walks[0], node)
+        for position in self.forms.positions(walks[0], node) if is_open else ():
+            if position.weight <= HEAVIEST:
+                self._learn(position)
         if any(name in self.forms.varies for name in node.input):
             self.forms.varies.update(node.output)
         if forms is not None:
@@ -316,8 +319,8 @@ class Lockstep:
     def put_first(self) -> None:
         """Puts that binding first at which the fewest open sizes are at most 1."""
 
-        def trivial(i: int) -> tuple[int, bool]:
-            return sum(size.at(self.bindings[i]) <= 1 for size in self.found), i in self.edges
+        def trivial(i: int) -> tuple[bool, int]:
+            return i in self.edges, sum(size.at(self.bindings[i]) <= 1 for size in self.found)
 
         self.live.sort(key=trivial)
         self._known.clear()

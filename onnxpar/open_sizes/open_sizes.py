@@ -28,8 +28,8 @@ from onnxpar.open_sizes.edges import Side, edge_bindings, limit, unseen
 from onnxpar.open_sizes.lockstep import Lockstep, Strides, Unsolved
 from onnxpar.open_sizes.size_arithmetic import Forms
 from onnxpar.open_sizes.typical import Profile, Ties, Typical, typical_sizes
-from onnxpar.symbols.fits import DOMAINS, Domain, fit, sample
-from onnxpar.symbols.symbols import Atom, Binding, Polynomial, Quotient, Variable
+from onnxpar.symbols.fits import DOMAINS, Domain, fits, sample
+from onnxpar.symbols.symbols import Atom, Binding, Polynomial, Quotient, Variable, symbols_of
 
 OpenDims = Mapping[tuple[str, int], Polynomial]
 """Open dimensions of inputs, by name and axis."""
@@ -82,7 +82,18 @@ class OpenSizes:
 
     def formula(self, values: Sequence[int]) -> Polynomial | None:
         """The closed form of a size, given by its values at all bindings; None if there is none."""
-        return next(iter(self.known(values)), None) or fit(values, self.variables())
+        return next(iter([*self.known(values), *self.fitting(values, self.variables())]), None)
+
+    def fitting(
+        self, values: Sequence[int], variables: Mapping[Variable, Sequence[int]]
+    ) -> list[Polynomial]:
+        """Polynomials of these variables with these values. A minimum of open sizes is one that the
+        model computes: other minima, which equal one operand at most samples, may fit by
+        chance."""
+        return [f for f in fits(values, variables) if all(map(self._is_known, f.atoms))]
+
+    def _is_known(self, atom: Atom) -> bool:
+        return atom in self.atoms or not {*self.symbols}.issuperset(symbols_of(atom))
 
     def known(self, values: Sequence[int]) -> list[Polynomial]:
         """The closed forms of sizes of the model that have these values at all bindings."""

@@ -3,7 +3,7 @@ closed form: from their definitions, not from samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,6 +23,10 @@ from onnxpar.symbols.symbols import Polynomial, is_less, maximum, minimum, quoti
 
 Sizes = Sequence[Polynomial | None]
 """The sizes of a tensor; None for one that is unknown."""
+Divide = Callable[[Polynomial, Polynomial], Polynomial | None]
+"""Finds the quotient of two sizes, if it is one at all sizes."""
+_SIGNED = ("GatherElements", "GatherND", "Pad", "ScatterElements", "ScatterND", "Trilu")
+"""Ops whose second operand means something else where it is negative."""
 HUGE = 2**31 - 1
 """No dimension is as large as that; exporters write it, or a greater number, for "to the end"."""
 
@@ -30,14 +34,13 @@ HUGE = 2**31 - 1
 @dataclass(frozen=True)
 class Operands:
     """A node with what is known of its operands: `sizes` (None if even the number of dimensions is
-    unknown) and `values` (None for what is not followed), by position. `divide` finds the quotient
-    of two sizes if there is one."""
+    unknown) and `values` (None for what is not followed), by position."""
 
     node: NodeProto
     sizes: Sequence[Sizes | None]
     values: Sequence[Forms | None]
     opset: int
-    divide: Callable[[Polynomial, Polynomial], Polynomial | None]
+    divide: Divide
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -80,8 +83,35 @@ def result_sizes(operands: Operands) -> list[Sizes] | None:
     return find(operands)
 
 
+def positions(operands: Operands) -> Iterator[Polynomial]:
+    """The positions in an operand that an op computes from values: the first element of a Slice, or
+    the index of a Gather, which may count from the end; of other ops, how negative values are.
+    Errors: NotFollowed."""
+    if operands.node.op_type == "Slice":
+        for axis, start, _, step in _slices(operands):
+            size = operands.shape()[axis]
+            if size is not None:
+                yield _first(size, start, step)
+    elif operands.node.op_type == "Gather":
+        sizes = operands.shape()
+        size = sizes[operands.attributes.get("axis", 0) % len(sizes)]
+        if size is not None:
+            yield from (_from_the_end(index, size) for index in operands.value(1))
+    elif operands.node.op_type in _SIGNED:
+        yield from (minimum(v, ZERO) for v in operands.value(1) if not v.is_natural)
+
+
 def _slice(o: Operands) -> list[Sizes]:
     sizes = list(o.shape())
+    for axis, start, end, step in _slices(o):
+        size = sizes[axis]
+        sizes[axis] = None if size is None else _sliced(size, start, end, step)
+    return [sizes]
+
+
+def _slices(o: Operands) -> Iterator[tuple[int, Polynomial, Polynomial, int]]:
+    """The axis, the start, the end and the step of each dimension that a Slice cuts."""
+    sizes = o.shape()
     if o.opset < 10:
         attributes = o.attributes
         starts, ends = ([Polynomial.constant(v) for v in attributes[k]] for k in ("starts", "ends"))
@@ -91,18 +121,19 @@ def _slice(o: Operands) -> list[Sizes]:
         starts, ends = o.value(1), o.value(2)
         axes = o.axes(3, len(sizes), len(starts))
         strides = [int(number_of(v)) for v in o.value(4)] if o.has(4) else [1] * len(starts)
-    for axis, start, end, step in zip(axes, starts, ends, strides, strict=True):
-        size = sizes[axis]
-        sizes[axis] = None if size is None else _sliced(size, start, end, step)
-    return [sizes]
+    yield from zip(axes, starts, ends, strides, strict=True)
 
 
 def _sliced(size: Polynomial, start: Polynomial, end: Polynomial, step: int) -> Polynomial:
-    backwards = step < 0
-    low = Polynomial.constant(-1) if backwards else ZERO
-    last = size - ONE if backwards else size
-    first = _clamped(_from_the_end(start, size), ZERO, last)
-    return steps(first, _clamped(_from_the_end(end, size), low, last), Fraction(step))
+    low, last = (Polynomial.constant(-1), size - ONE) if step < 0 else (ZERO, size)
+    stop = _clamped(_from_the_end(end, size), low, last)
+    return steps(_first(size, start, step), stop, Fraction(step))
+
+
+def _first(size: Polynomial, start: Polynomial, step: int) -> Polynomial:
+    """The position of the first element of a slice."""
+    last = size - ONE if step < 0 else size
+    return _clamped(_from_the_end(start, size), ZERO, last)
 
 
 def _from_the_end(index: Polynomial, size: Polynomial) -> Polynomial:
