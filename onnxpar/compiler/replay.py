@@ -51,7 +51,9 @@ def replay_typical(
     found = _samples(model, ctx.sharding.factors, ctx.variants)
     for wanted, weight in profiles:
         variant = _analysed(model, ctx.variants[0].number)
-        factors = at_sizes(variant.factors, atom_sizes(found, wanted))
+        own = _with_leaves(ctx.sharding.factors, variant.factors)
+        assert own is not None  # as at this binding before
+        factors = at_sizes(own, atom_sizes(found, wanted))
         other = _context(ctx, factors)
         for step in passes:
             step.run(variant.graph, other)
@@ -118,15 +120,18 @@ def _aligned(model: Model, factors: GraphFactors, each: Sequence[Variant]) -> li
     """The variants with the same leaves as `factors`."""
     found = []
     for variant in each:
-        own: GraphFactors | None = variant.factors
-        if _is_different(factors, variant.factors):
-            own = aligned(factors, variant.factors)
+        own = _with_leaves(factors, variant.factors)
         if own is not None:
             found.append(replace(variant, factors=own))
     if model.sizes is not None and len(found) < len(each):
         model.sizes = model.sizes.at([0, *(variant.number for variant in found)])
         found = [replace(variant, number=i) for i, variant in enumerate(found, 1)]
     return found
+
+
+def _with_leaves(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
+    """The factors of `other` with the leaves of `base`; None if their sizes are not known."""
+    return aligned(base, other) if _is_different(base, other) else other
 
 
 def _odd_factors(one: Rule, other: Rule) -> frozenset[str]:

@@ -21,9 +21,16 @@ from onnxpar.ir.scopes import is_control
 from onnxpar.model.shapes import Walk, known_sizes
 from onnxpar.open_sizes.closed_forms import MOST, ClosedForms
 from onnxpar.open_sizes.equal_sizes import EVEN, Place, Shapes, equal_sizes
-from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
+from onnxpar.open_sizes.reshape_sizes import is_possible, proportion
 from onnxpar.open_sizes.result_sizes import Sizes
-from onnxpar.open_sizes.size_arithmetic import HEAVIEST, Forms, Limit, NotFollowed, exact_range
+from onnxpar.open_sizes.size_arithmetic import (
+    HEAVIEST,
+    Forms,
+    Limit,
+    NotFollowed,
+    exact_range,
+    scaled,
+)
 from onnxpar.symbols.fits import ENOUGH, fit, fits
 from onnxpar.symbols.quotients import AFAR, applied, find_quotient
 from onnxpar.symbols.symbols import Atom, Binding, Minimum, Polynomial, Variable
@@ -194,7 +201,8 @@ class Lockstep:
         return self._reshape_tie(node) if node.op_type == "Reshape" else None
 
     def _reshape_tie(self, node: NodeProto) -> tuple[str, Polynomial] | None:
-        """Two symbols that must be equal for a Reshape to be possible at the live bindings."""
+        """A symbol that must equal another one, or a multiple of it, for a Reshape to be possible
+        at the live bindings, and what it must equal."""
         shapes = [self.walks[i].shape(node.input[0]) for i in self.live]
         targets = [self.walks[i].values.get(node.input[1]) for i in self.live]
         both = zip(shapes, targets, strict=True)
@@ -205,9 +213,14 @@ class Lockstep:
         if target is None:
             return None
         wanted = [size if pairs[0][1][i] > 0 else None for i, size in enumerate(target)]
-        found = equal_symbols(self.sizes(node.input[0]), wanted) or ()
-        ordered = sorted(found, key=self.symbols.index)
-        return (ordered[1], Polynomial.variable(ordered[0])) if ordered else None
+        found = proportion(self.sizes(node.input[0]), wanted)
+        if found is None:
+            return None
+        first, second, multiple = found
+        ways = [(first, second, multiple), (second, first, 1 / multiple)]
+        whole = [way for way in ways if way[2].denominator == 1]
+        last = max(whole, key=lambda way: self.symbols.index(way[0]), default=None)
+        return last and (last[0], scaled(Polynomial.variable(last[1]), last[2]))
 
     def _is_stored(self, *names: str) -> bool:
         return any(tensor.name in names for tensor in self.model.graph.initializer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from agreement import TIMEOUT, check_outputs, options, run_unsplit
 from small_models import HEAD, write_text
 
 from onnxpar.errors import InputError, StrategyError
-from onnxpar.open_sizes.reshape_sizes import equal_symbols, is_possible
+from onnxpar.open_sizes.reshape_sizes import is_possible, proportion
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 from onnxpar.runtime.threads import ThreadSession
@@ -46,6 +47,20 @@ def test_the_batches_of_encoder_and_decoder_are_one(layout: str, tmp_path: Path)
             session.run(None, _feeds(4, 3, 2))
 
 
+@pytest.mark.parametrize("layout", ["3", "tensor-parallel 2"])
+def test_a_length_that_is_twice_another(layout: str, tmp_path: Path) -> None:
+    text = f"""{HEAD}m (float[b,n,8] x, float[b,l,8] y) => (float[b,n,16] z)
+        <int64[1] width = {{16}}>
+        {{ s = Shape<start = 0, end = 2>(x) t = Concat<axis = 0>(s, width) z = Reshape(y, t) }}"""
+    model = write_text(text, tmp_path / "m.onnx")
+    pipeline.shard(model, tmp_path / "m.par", options(layout))
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for n in (1, 2, 33):
+            y = np.random.default_rng(n).standard_normal((2, 2 * n, 8)).astype(np.float32)
+            feeds = {"x": np.zeros((2, n, 8), np.float32), "y": y}
+            check_outputs(session.run(None, feeds), run_unsplit(model, feeds), ["z"])
+
+
 def test_sizes_that_a_reshape_relates_in_an_unknown_way_are_an_error(tmp_path: Path) -> None:
     model = write_text(CROSS.replace("a,3,8", "3,a,c,8"), tmp_path / "m.onnx")
     wanted = r"Reshape 'keys' is not possible .* such as a=\d+, c=\d+, b=\d+, l=\d+; relate"
@@ -74,24 +89,26 @@ def test_is_possible(shape: tuple[int, ...], target: tuple[int, ...], wanted: bo
 @pytest.mark.parametrize(
     ("shape", "target", "wanted"),
     [
-        ("a 20 32", "b ? 4 8", ("a", "b")),
-        ("a s 32", "b ? 4 8", ("a", "b")),
-        ("20*a 32", "b ? 4 8", ("a", "b")),  # positions of all samples in one dimension
-        ("a s 32", "b s 4 8", ("a", "b")),
-        ("s a 32", "a b 32", ("s", "b")),
+        ("a 20 32", "b ? 4 8", ("a", "b", 1)),
+        ("a s 32", "b ? 4 8", ("a", "b", 1)),
+        ("20*a 32", "b ? 4 8", ("a", "b", 1)),  # positions of all samples in one dimension
+        ("a s 32", "b s 4 8", ("a", "b", 1)),
+        ("s a 32", "a b 32", ("s", "b", 1)),
         ("3 a c 8", "b ? 8", None),
         ("a s 32", "b t 32", None),
         ("a+1 32", "b ? 4 8", None),
         ("a*s 32", "b ? 4 8", None),
         ("a 32", "a 4 8", None),
+        ("b a 8", "b s 16", ("a", "s", 2)),
+        ("b a 8", "b s 2", ("a", "s", Fraction(1, 4))),
     ],
 )
-def test_equal_symbols(shape: str, target: str, wanted: tuple[str, str] | None) -> None:
+def test_proportion(shape: str, target: str, wanted: tuple[str, str, Fraction] | None) -> None:
     own, new = (
         [None if size == "?" else Polynomial.parse(size) for size in text.split()]
         for text in (shape, target)
     )
-    assert equal_symbols(own, new) == wanted
+    assert proportion(own, new) == wanted
 
 
 @pytest.mark.slow
