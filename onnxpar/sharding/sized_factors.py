@@ -97,6 +97,7 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
                 )
             ),
             leaves=tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in tensor.leaves),
+            priced=(),
         )
         for name, tensor in base.tensors.items()
     }
@@ -116,7 +117,7 @@ def _at(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
             name: _sized_as(tree, rule.sizes[name], resized[name])
             for name, tree in op.trees.items()
         }
-    same = replace(op, node=own.node, graph=own.graph, bodies=own.bodies)
+    same = replace(op, node=own.node, graph=own.graph, bodies=own.bodies, priced=())
     return replace(same, rule=rule, trees=trees, leaves=own_leaves)
 
 

@@ -17,6 +17,11 @@ ALONE = {
     "without the first": "y = Slice (x, five, big, one)",
     "without the last": "y = Slice (x, zero, m3, one)",
     "the last ones": "y = Slice (x, m5, big, one)",
+    "from a number minus the size": "d = Sub (five, n) y = Slice (x, d, big, one)",
+    "from the batch on": "y = Slice (x, b, big, one)",
+    "a row from either end": "d = Sub (five, n) i = Max (d, m1) y = Gather <axis = 1> (x, i)",
+    "a row by a negative quotient": """
+        q = Div (n, three) i = Neg (q) y = Gather <axis = 1> (x, i)""",
     "the middle": "y = Slice (x, five, c100, one)",
     "every third of the first": "y = Slice (x, zero, c20, one, three)",
     "the last ones in reverse": "y = Slice (x, m1, m256, one, m1)",
@@ -134,6 +139,9 @@ WITH_PAST = {
     "what overflows": """
         c = Concat <axis = 1> (past, x) l = Shape <start = 1, end = 2> (c)
         d = Sub (l, c64) e = Max (d, zero) y = Slice (c, e, big, one)""",
+    "the second half of both": """
+        c = Concat <axis = 1> (x, past) l = Shape <start = 1, end = 2> (c) h = Div (l, two)
+        y = Slice (c, h, big, one)""",
     "the shorter": """
         l = Shape <start = 1, end = 2> (past) e = Min (n, l) p = Slice (past, zero, e, one)
         q = Slice (x, zero, e, one) y = Mul (p, q)""",
