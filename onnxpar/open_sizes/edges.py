@@ -46,7 +46,11 @@ def edge_bindings(
     """Bindings on these sides: like some of `bindings`, but for the size of one of the `symbols`,
     or the sizes of all. If possible, sizes are at least `least` and not in `taken`."""
     found: list[Binding] = []
-    for side in sides:
+
+    def size(side: Side) -> int:
+        return sum(next(_at(side, bindings, symbols, least, taken), {}).values())
+
+    for side in sorted(sides, key=size, reverse=True):  # a small one is on the sides of others, too
         have = sum(is_at(side, binding) for binding in found)
         for found_now in _at(side, [*bindings[have:], *bindings[:have]], symbols, least, taken):
             if have < _EACH and found_now not in found:
@@ -70,10 +74,11 @@ def _at(
                 others = {*taken, *(n for s, n in binding.items() if s not in changed)}
                 sizes = [n for n in _sizes(parity) if n >= least and n not in others]
                 sizes += [n for n in _sizes(parity) if n < least]
-                at = ({**binding, **{s: n + i for i, s in enumerate(changed)}} for n in sizes)
-                found = next((b for b in at if is_at(side, b)), None)
-                if found is not None:
-                    yield found
+                at = [{**binding, **{s: n + i for i, s in enumerate(changed)}} for n in sizes]
+                fitting = [b for b in at if is_at(side, b)]
+                if fitting:  # where sizes are bounded, the largest: small ones cause more conflicts
+                    is_bounded = not is_at(side, max(at, key=lambda b: b[changed[0]]))
+                    yield max(fitting, key=lambda b: b[changed[0]]) if is_bounded else fitting[0]
                     break
 
 

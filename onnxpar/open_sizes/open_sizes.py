@@ -367,8 +367,10 @@ class _Search:
         return [*small, *walks.void]
 
     def _seek_edges(self, walks: Lockstep) -> bool:
-        """Adds samples on the sides of minima that have none yet; True if there are new ones."""
-        bindings = [walks.bindings[i] for i in walks.live]
+        """Adds samples on the sides of minima that have none yet but the smallest; True if there
+        are new ones."""
+        each = [(walks.bindings[i], i in walks.edges) for i in walks.live]
+        bindings = [b for b, is_edge in each if not is_edge or b in self.edges]
         sides = [s for s in unseen(walks.atoms, bindings) if s not in self.sought]
         self.sought.update(sides)
         symbols = [s for s in _symbols(self.dims) if not self.domains[s].closed]

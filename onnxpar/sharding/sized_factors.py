@@ -101,6 +101,10 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
         )
         for name, tensor in base.tensors.items()
     }
+    for name, tensor in tensors.items():
+        own_sizes = [dim.size for dim in other.tensors[name].dims]
+        if [dim.size for dim in tensor.dims] != own_sizes:
+            return None  # a segment of one element, which is no leaf, has none in `other`
     ops = [_at(op, own, sizes) for op, own in zip(base.ops, other.ops, strict=True)]
     return GraphFactors(tensors, ops, base.open_atoms, other.fused, other.on_host)
 
