@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
+from onnxpar.errors import OpenSizesError
 from onnxpar.ir.collectives import KINDS
 from onnxpar.ir.per_rank import PerRank, collective_node
 from onnxpar.ir.reshards import reshard_of
@@ -97,14 +99,33 @@ class ReshardBuilder:
             lower(x, y)
             return
         apart, result = self._fresh(x, "apart"), self._fresh(y, "result")
-        self._reshape(x, self.before, apart)
+        same = _same_first(self.before, before)
+        self._reshape(x, self.before, apart, same)
         lower(apart, result)
-        self._reshape(result, after, y)
+        self._reshape(result, after, y, same)
 
-    def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor) -> None:
-        """Reshapes `x` to the rank's shard of a layout."""
+    def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor, same: int = 0) -> None:
+        """Reshapes `x` to the rank's shard of a layout, of which the `same` first dimensions are
+        those of `x`."""
         split = [i for i, dim in enumerate(layout.dims) if split_count(dim) > 1]
-        self._resized(x, partial(local_shape, layout, self.mesh), split, y)
+        unknown = [i for i, dim in enumerate(layout.dims) if dim.size < 0]
+        if len(unknown) < 2:
+            self._resized(x, partial(local_shape, layout, self.mesh), split, y)
+            return
+        if unknown[-2] >= same:
+            raise OpenSizesError(
+                f"'{self.node.name}' has several sizes that only a run shows, and moves parts of a "
+                "dimension before them; split another dimension, or fix sizes with --dim NAME=N",
+                {self.node.name: frozenset()},
+            )
+
+        def sizes(rank: int) -> Array:
+            """The shape, with 0 for what Reshape is to copy."""
+            found = local_shape(layout, self.mesh, rank)
+            found[unknown[:-1]] = 0
+            return found
+
+        self._add("Reshape", [x, self._varying(f"shape{len(self.built)}", sizes)], y)
 
     def _resized(
         self, x: gs.Tensor, shape: Callable[[int], Array], void: Sequence[int], y: gs.Tensor
@@ -320,6 +341,12 @@ def _unmerged(before: Layout, after: Layout) -> tuple[Layout, Layout]:
     return replace(before, dims=tuple(b for b, _ in dims)), replace(
         after, dims=tuple(a for _, a in dims)
     )
+
+
+def _same_first(one: Layout, other: Layout) -> int:
+    """How many of the first dimensions two layouts have in common."""
+    pairs = zip(one.dims, other.dims, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def local_shape(layout: Layout, mesh: Mesh, rank: int) -> Array:

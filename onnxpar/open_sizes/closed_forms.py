@@ -106,7 +106,10 @@ class ClosedForms:
     def _operands(self, walk: Walk, node: NodeProto, divide: Divide) -> Operands:
         sizes = [self.size(walk, name) if name else None for name in node.input]
         values = [self.value(walk, name) if name else None for name in node.input]
-        return Operands(node, sizes, values, self.opset, divide)
+        return Operands(node, sizes, values, self.opset, divide, self._is_size)
+
+    def _is_size(self, form: Polynomial) -> bool:
+        return any(form in sizes for sizes in self.sizes.values())
 
     def is_open(self, walk: Walk, node: NodeProto) -> bool:
         """True if a size or a value that the node or one of its bodies reads depends on symbols, or

@@ -34,13 +34,15 @@ HUGE = 2**31 - 1
 @dataclass(frozen=True)
 class Operands:
     """A node with what is known of its operands: `sizes` (None if even the number of dimensions is
-    unknown) and `values` (None for what is not followed), by position."""
+    unknown) and `values` (None for what is not followed), by position. `is_size` is true for the
+    size of a tensor, which is never negative."""
 
     node: NodeProto
     sizes: Sequence[Sizes | None]
     values: Sequence[Forms | None]
     opset: int
     divide: Divide
+    is_size: Callable[[Polynomial], bool]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def _reshape(o: Operands) -> list[Sizes]:
     for i, size in enumerate(target):
         if size == ZERO and not zero_is_zero:
             out.append(own[i] if own is not None and i < len(own) else None)
-        elif size.number is None and not size.is_natural:
+        elif size.number is None and not size.is_natural and not o.is_size(size):
             raise NotFollowed  # at some sizes, it may be -1
         else:
             out.append(size)

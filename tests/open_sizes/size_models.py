@@ -124,6 +124,10 @@ ALONE = {
         a = Slice (x, zero, m1, one) c = Slice (x, zero, one, one)
         y = Concat <axis = 1> (c, a)""",
     "of the batch": "y = Slice (x, zero, two, zero)",
+    "convolved, flattened and restored": """
+        t = Transpose <perm = [0, 2, 1]> (x) c = Conv <strides = [2]> (t, kernel)
+        f = Constant <value_ints = [0, -1]> () l = Reshape (c, f) e = Tanh (l)
+        s = Shape (c) r = Reshape (e, s) y = Conv <pads = [1, 1]> (r, kernel)""",
     "pooled, with some rows twice": """
         e = Min (n, b) h = Slice (x, zero, e, one) t = Concat <axis = 1> (x, h)
         u = Transpose <perm = [0, 2, 1]> (t)
@@ -163,4 +167,7 @@ def size_model(what: str) -> onnx.ModelProto:
     if "table" in body:
         rows = np.random.default_rng(0).standard_normal((ROWS, 6)).astype(np.float32)
         model.graph.initializer.append(numpy_helper.from_array(rows, "table"))
+    if "kernel)" in body:
+        kernel = np.random.default_rng(1).standard_normal((6, 6, 3)).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(kernel, "kernel"))
     return model

@@ -49,7 +49,11 @@ SIZES = [
 ]
 LIMITED = {"through 32 bits": range(512)}
 LIMITED |= dict.fromkeys(
-    ["rolled", "shifted", "up after down", "cropped to what went down"], range(3, 1 << 20)
+    [
+        *("rolled", "shifted", "up after down", "cropped to what went down"),
+        "convolved, flattened and restored",
+    ],
+    range(3, 1 << 20),
 )
 """Models that may refuse sizes, with those that they may not: below 3, segments would overlap or
 windows reach over; from 512 on, a product of int32 overflows."""
