@@ -114,7 +114,7 @@ class OpenConstants:
 
     def _find_varying(self) -> Iterator[str]:
         for name, tensor in self.base.constants.items():
-            by_rank = name in self.base.per_rank.constants
+            by_rank = self._is_per_rank(name)
             is_lazy = isinstance(tensor._values, gs.ir.tensor.LazyValues) and not by_rank
             if is_lazy and tensor.shape and np.prod(tensor.shape) > MOST:
                 if name in self.base.layouts:  # otherwise only bodies read it, whole
@@ -123,6 +123,10 @@ class OpenConstants:
             whole = tensor.values
             if by_rank or any(not _equal(whole, o.constants[name].values) for o in self.all[1:]):
                 yield name
+
+    def _is_per_rank(self, name: str) -> bool:
+        """True if ranks have different constants of this name at some binding."""
+        return any(name in each.per_rank.constants for each in self.all)
 
     def _check_stored(self, name: str) -> None:
         """Checks a weight, which is split once for all runs. Errors: OpenSizesError if its shards
@@ -188,7 +192,7 @@ class OpenConstants:
         elements = []
         for column in columns:
             fitting = [*self.sizes.known(column), *self.sizes.fitting(column, variables)]
-            if name in self.varying and name not in self.base.per_rank.constants:
+            if name in self.varying and not self._is_per_rank(name):
                 fitting = self.sizes.known(column) or fitting  # a size of the whole model
             if len({tuple(f.at(probe) for probe in probes) for f in fitting}) != 1:
                 raise self.needs_sizes(name)

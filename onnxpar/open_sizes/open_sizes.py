@@ -212,6 +212,17 @@ def _symbols(dims: OpenDims) -> tuple[str, ...]:
     return tuple(dict.fromkeys(v for size in dims.values() for v in size.variables))
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a search has found: the open dimensions, and the walks at samples from `domains`, with
+    the number of conflicts and of sizes that are too small."""
+
+    badness: tuple[int, int]
+    dims: OpenDims
+    walks: Lockstep
+    domains: Mapping[str, Domain]
+
+
 class _Search:
     """Tries sample sizes until the model is valid at them, and every open size is large enough to
     be split."""
@@ -233,16 +244,15 @@ class _Search:
         self.limited: list[tuple[str, Polynomial]] = []
         self.edges: list[Binding] = []
         self.sought: set[Side] = set()
-        self.closed: dict[str, Domain] = {}
         self.small = _SMALL
-        self.best: tuple[tuple[int, int], OpenDims, Lockstep] | None = None
+        self.best: _Found | None = None
 
     def run(self) -> tuple[OpenDims, Lockstep]:
         """The open dimensions, written in the symbols that remain after replacements, and the walks
         at the best sample sizes. Errors: StrategyError if two sizes must be equal and cannot be
         made so."""
         for general in DOMAINS:
-            self.domains = {}
+            self.domains, vain = {}, 0
             for _ in range(_ROUNDS):
                 walks = self._walk(general)
                 if walks.tie is not None:
@@ -260,17 +270,20 @@ class _Search:
                     continue
                 small = self._small(walks)
                 badness = (len(walks.conflicts), len(small))
-                if self.best is None or badness <= self.best[0]:
-                    self.best = (badness, self.dims, walks)
-                    self.closed = {s: d for s, d in self.domains.items() if d.closed}
-                elif badness[0] > self.best[0][0]:
+                vain = 0 if self.best is None or badness < self.best.badness else vain + 1
+                if self.best is None or badness <= self.best.badness:
+                    self.best = _Found(badness, self.dims, walks, dict(self.domains))
+                elif badness[0] > self.best.badness[0]:
                     break  # the model is not valid at larger sizes
-                if not self._grow(walks, small) and not self._seek_edges(walks):
+                if vain <= _PATIENCE and self._grow(walks, small):
+                    continue
+                self.domains = dict(self.best.domains)
+                if not self._seek_edges(self.best.walks):
                     break
-            if self.best is not None and not self.best[0][0]:
+            if self.best is not None and not self.best.badness[0]:
                 break
         assert self.best is not None
-        _, dims, walks = self.best
+        dims, walks = self.best.dims, self.best.walks
         for odd in walks.unsolved[:1]:
             raise StrategyError(
                 f"{odd.node.op_type} '{odd.node.name or odd.node.output[0]}' needs the sizes "
@@ -283,7 +296,9 @@ class _Search:
     def bounds(self) -> Iterator[tuple[Polynomial, Polynomial]]:
         """The least and the greatest size of each symbol that has no others, as pairs of sizes of
         which the first is not greater than the second."""
-        for symbol, domain in self.closed.items():
+        assert self.best is not None
+        closed = {s: d for s, d in self.best.domains.items() if d.closed}
+        for symbol, domain in closed.items():
             size = Polynomial.variable(symbol)
             yield Polynomial.constant(domain.low), size
             yield size, Polynomial.constant(domain.high)
@@ -291,7 +306,7 @@ class _Search:
     def fits(self, binding: Binding) -> bool:
         """True if these sizes cause no more conflicts in the model than the samples."""
         assert self.best is not None
-        return self._conflicts(binding) <= len(self.best[2].conflicts)
+        return self._conflicts(binding) <= len(self.best.walks.conflicts)
 
     def suits(self, binding: Binding) -> bool:
         """True if the model also fits these sizes with 0 in all integer inputs, and with 1:
@@ -376,7 +391,9 @@ class _Search:
         symbols = [s for s in _symbols(self.dims) if not self.domains[s].closed]
         new = edge_bindings(sides, bindings, symbols, self.least, self.taken)
         self.edges += new
-        is_small = any(walks.bindings[i] not in self.edges for i in walks.live if i in walks.edges)
+        is_small = any(
+            is_edge and b not in self.edges and 1 not in b.values() for b, is_edge in each
+        )
         is_tried = not is_small and symbols and self.small < _LARGEST_SMALL
         if is_tried:
             self.small = 2 * self.small + 1
@@ -417,6 +434,8 @@ _LARGEST_SMALL = 23
 """The largest such number; the model may not be valid at smaller sizes."""
 _GROWTH = 4
 """Sizes that are too small are multiplied by this for the next walk."""
+_PATIENCE = 2
+"""After this many larger samples that are no better, those before are taken."""
 _ROUNDS = 24
 """Most walks over a model for each kind of domain."""
 _WIDEST = 1 << 16
