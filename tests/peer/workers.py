@@ -50,13 +50,14 @@ def open_trials_of(number: int, bench: Bench) -> Iterator[Step]:
         yield Outcome(case.name, "", "", ""), lambda: [Outcome(case.name, "", "", UNFIT, found)]
         return
     for form in opened(found):
-        yield from _runs(form, bench, by_hand=False)
+        yield from _runs(form, bench, every=False)
 
 
-def _runs(form: PeerCase, bench: Bench, by_hand: bool = True) -> Iterator[Step]:
+def _runs(form: PeerCase, bench: Bench, every: bool = True) -> Iterator[Step]:
+    """The runs of a case; without `every`, of one input at a time, in default parts."""
     try:
         trials = Trials(form, bench)
-        splits = [split for split in trials.splits() if by_hand or split.parts is None]
+        splits = [s for s in trials.splits() if every or (s.parts is None and len(s.places) == 1)]
     except Exception as error:  # the report shows it
         kind = REFUSED if isinstance(error, OnnxparError) else CRASH
         detail = str(error)[:400] if kind == REFUSED else last_lines()
