@@ -40,7 +40,8 @@ def _spread_over(dim: Dim, axes: Axes, blocked: frozenset[int]) -> list[Axes] | 
     if isinstance(dim, Factor):
         if not axes:
             return [()] if dim.size > 1 else []
-        return [axes] if parts_over(axes) <= dim.size and 0 not in blocked else None
+        fits = dim.size > 1 and parts_over(axes) <= dim.size and 0 not in blocked
+        return [axes] if fits else None
     empty = [[()] * leaf_count(c) for c in dim.children]
     starts = [sum(map(len, empty[:i])) for i in range(len(empty))]
     inner = [

@@ -159,6 +159,18 @@ def test_nodes_are_known_by_what_they_read(tmp_path: Path) -> None:
     assert [c.kind for c in plan.collectives] == ["AllGather"]
 
 
+@pytest.mark.parametrize("mesh", ["a=2,b=1", "b=1"])
+@pytest.mark.parametrize("entry", [{"x": ["b", None]}, {"h": [None, "b", None]}, {"y": ["b", 1]}])
+def test_an_axis_of_one_rank_splits_nothing(
+    mesh: str, entry: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Neither a dimension of one element, nor one that Reshape reads as smaller factors."""
+    text = """one (float[1,6] x, float[6,5] w) => (float[1,5] y)
+        <int64[3] n = {1, 6, 1}, int64[1] a = {2}>
+        { h = Reshape(x, n)  t = Tanh(h)  u = Squeeze(t, a)  y = MatMul(u, w) }"""
+    check(text, tmp_path, mesh, {"tensors": entry})
+
+
 def test_what_stays_open_is_data_parallel(tmp_path: Path) -> None:
     strategy = {"tensors": {"w": [None, "tp"]}}
     plan = check(GEMM, tmp_path, "dp=2,tp=3", strategy)
