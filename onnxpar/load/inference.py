@@ -222,7 +222,8 @@ def _common(a: _Type, b: _Type) -> _Type:
     common.tensor_type.shape.SetInParent()
     for x, y in zip(shapes[0].dim, shapes[1].dim, strict=True):
         dim = common.tensor_type.shape.dim.add()
-        if x.HasField("dim_value") and x == y:
+        is_known = x.HasField("dim_value") and y.HasField("dim_value")
+        if is_known and x.dim_value == y.dim_value:  # names and denotations do not matter
             dim.dim_value = x.dim_value
     return common
 

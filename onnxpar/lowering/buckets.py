@@ -15,7 +15,7 @@ from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import KINDS, PARTIAL, SPLIT, WHOLE
 from onnxpar.ir.reshards import Reshard, is_reshard, reshard_node, reshard_of
 from onnxpar.ir.subgraphs import captured
-from onnxpar.layout.layout import Layout, dim_axes, leaves, local_size
+from onnxpar.layout.layout import Layout, dim_axes, is_data_dependent, leaves, local_size
 from onnxpar.layout.mesh import Mesh
 from onnxpar.layout.shares import Proportion
 from onnxpar.lowering.lower_reshard import changed_dims, is_run
@@ -72,6 +72,8 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
         held = held_dim(*reshard.members[0])
         others = wanted.get(node.name)
         return None if held is None else (node.op, reshard.axes, dtype, *held, others)
+    if any(map(is_data_dependent, reshard.before.dims)):
+        return None  # its part of the bucket has no known size
     reader = _first_reader(node) if node.op == "AllGather" else None
     what = (node.op, reshard.axes, reshard.before.reduce, dtype)
     return *what, wanted.get(node.name), reader

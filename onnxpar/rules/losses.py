@@ -62,7 +62,6 @@ class _Loss:
         """Computes the weighted losses of labels whose class the rank holds, with zeros for other
         labels, and sums over the ranks."""
         node = build.local.node
-        counts = math.prod(s for i, s in enumerate(node.inputs[0].shape) if i != 1)
         scores = widen(build, build.input(0))
         if self.op == "SoftmaxCrossEntropyLoss":
             scores = _log_softmax(build, scores)
@@ -86,6 +85,7 @@ class _Loss:
         if self.reduction == "sum":
             finish(build, "Identity", [loss])
         elif given(node, 2) is None and self.ignored is None:
+            counts = math.prod(s for i, s in enumerate(node.inputs[0].shape) if i != 1)
             finish(build, "Div", [loss, number(build, counts, dtype_of(scores))])
         else:
             weights = build.add("Where", [held, weight, zero])
