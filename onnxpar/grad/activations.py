@@ -6,6 +6,7 @@ import math
 
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
+from onnxpar.ir.tensors import float_attr
 
 _MICROSOFT = "com.microsoft"
 _LEVEL = 10.0
@@ -103,7 +104,7 @@ def swish(v: Vjp) -> Grads:
 
 @vjp("QuickGelu", domain=_MICROSOFT)
 def quick_gelu(v: Vjp) -> Grads:
-    return [v.dy * swish_slope(v.x, v.node.attrs.get("alpha", 1.702))]
+    return [v.dy * swish_slope(v.x, float_attr(v.node, "alpha", 1.702))]
 
 
 def swish_slope(x: Value, alpha: float) -> Value:

@@ -13,6 +13,7 @@ import numpy as np
 
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
+from onnxpar.ir.tensors import float_attr
 
 
 def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:
@@ -88,7 +89,7 @@ def _last(v: Vjp) -> list[int]:
 @vjp("SkipLayerNormalization", domain="com.microsoft", trained=(2, 3, 4))
 def skip_layer_normalization(v: Vjp) -> Grads:
     total, dy = _skipped(v, 4), v.dy.wide()
-    normal, inverse = _standardized(total, [-1], v.node.attrs.get("epsilon", 1e-12))
+    normal, inverse = _standardized(total, [-1], float_attr(v.node, "epsilon", 1e-12))
     through = _with_sum(v, _through(dy * v.operands[2].wide(), normal, inverse, [-1]))
     return _fitted(v, through, through, dy * normal, dy, through)
 
@@ -96,7 +97,7 @@ def skip_layer_normalization(v: Vjp) -> Grads:
 @vjp("SkipSimplifiedLayerNormalization", domain="com.microsoft", trained=(2, 3))
 def skip_rms_normalization(v: Vjp) -> Grads:
     total, dy = _skipped(v, 3), v.dy.wide()
-    normal, inverse = _scaled_to_one(total, [-1], v.node.attrs.get("epsilon", 1e-12))
+    normal, inverse = _scaled_to_one(total, [-1], float_attr(v.node, "epsilon", 1e-12))
     scaled = dy * v.operands[2].wide()
     through = _with_sum(v, _through_scaling(scaled, normal, inverse, [-1]))
     return _fitted(v, through, through, dy * normal, through)

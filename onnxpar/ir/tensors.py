@@ -43,6 +43,11 @@ def given(node: gs.Node, index: int) -> gs.Tensor | None:
     return node.inputs[index] if index < len(node.inputs) and node.inputs[index].name else None
 
 
+def float_attr(node: gs.Node, attribute: str, default: float) -> float:
+    """A number among a node's attributes as kernels have it: in float32, also by default."""
+    return float(np.float32(node.attrs.get(attribute, default)))
+
+
 def numpy_dtype(tensor: gs.Tensor) -> np.dtype[Any]:
     """The tensor's dtype in NumPy; bfloat16 and similar types are from ml_dtypes."""
     dtype = tensor.dtype

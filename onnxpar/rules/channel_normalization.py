@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.ir.tensors import Size, float_attr, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,
@@ -50,8 +50,8 @@ def _lower_training(
 ) -> Callable[[Lowering], None]:
     """A lowering that normalises by the statistics of all shards, and updates the running
     statistics. `factors` are the dimensions `axes` of operand 0."""
-    momentum = node.attrs.get("momentum", 0.9)
-    epsilon = node.attrs.get("epsilon", 1e-5)
+    momentum = float_attr(node, "momentum", 0.9)
+    epsilon = float_attr(node, "epsilon", 1e-5)
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -79,7 +79,7 @@ def instance_normalization(node: gs.Node) -> Rule:
     dims = names("d", len(shape))
     text = dims_text(dims)
     space, axes = dims[2:], list(range(2, len(dims)))
-    epsilon = node.attrs.get("epsilon", 1e-5)
+    epsilon = float_attr(node, "epsilon", 1e-5)
 
     def lower(build: Lowering) -> None:
         x = widen(build, build.input(0))
@@ -109,7 +109,7 @@ def group_normalization(node: gs.Node) -> Rule:
     text = dims_text(["n", "(g c)", *space])
     sizes: dict[str, Size] = {"g": groups, "c": shape[1] // groups}
     factors, counts = ["c", *space], [shape[1] // groups, *shape[2:]]
-    epsilon = node.attrs.get("epsilon", 1e-5)
+    epsilon = float_attr(node, "epsilon", 1e-5)
 
     def lower(build: Lowering) -> None:
         def grouped(local: Local) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

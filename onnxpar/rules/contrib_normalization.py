@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.ir.tensors import Size, float_attr, given, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,
@@ -77,7 +77,7 @@ def _normalize(
         variance = mean(build, build.add("Mul", [x, x]), [axis], [factor], [size])
     else:
         _, centred, variance = moments(build, x, [axis], [factor], [size])
-    epsilon = build.local.node.attrs.get("epsilon", 1e-12)
+    epsilon = float_attr(build.local.node, "epsilon", 1e-12)
     finish_chain(build, centred, [("Mul", inverse_root(build, variance, epsilon)), *steps])
 
 
@@ -96,7 +96,7 @@ def gated_normalization(node: gs.Node) -> Rule:
     def lower(build: Lowering) -> None:
         x, gate = (_apart(build, i, len(lead), "n" if groups > 1 else "", "c") for i in (0, 2))
         share = mean(build, build.add("Mul", [x, x]), [len(lead) + 1], ["c"], [width])
-        scale = inverse_root(build, share, node.attrs.get("epsilon", 1e-5))
+        scale = inverse_root(build, share, float_attr(node, "epsilon", 1e-5))
         x = build.add("Mul", [build.add("Mul", [x, scale]), widen(build, build.input(1))])
         opened = build.add("Sigmoid", [gate])
         opened = opened if is_plain else build.add("Mul", [gate, opened])
@@ -147,7 +147,7 @@ def branchwise_normalization(node: gs.Node) -> Rule:
     def lower(build: Lowering) -> None:
         x = _apart(build, 0, len(lead), "c", "h")
         share = mean(build, build.add("Mul", [x, x]), [len(lead) + 1], ["h"], [width])
-        root = inverse_root(build, share, node.attrs.get("epsilon", 1e-5))
+        root = inverse_root(build, share, float_attr(node, "epsilon", 1e-5))
         x = build.add("Mul", [x, root])
         if given(node, 1) is not None:
             is_flat = specs[1] == "(c h)"
@@ -212,5 +212,5 @@ class _EngramGate:
 
     def _inverse(self, squares: gs.Tensor) -> gs.Tensor:
         """The inverse root of a mean, of which `squares` is the sum."""
-        epsilon = self.build.local.node.attrs.get("epsilon", 1e-5)
+        epsilon = float_attr(self.build.local.node, "epsilon", 1e-5)
         return inverse_root(self.build, self.build.add("Div", [squares, self.width]), epsilon)

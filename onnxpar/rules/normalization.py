@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.ir.tensors import dtype_of, float_attr, given, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,
@@ -64,7 +64,7 @@ def layer_normalization(node: gs.Node) -> Rule:
     results = [dims_text(dims), *(statistics if t.name else "_" for t in node.outputs[1:])]
     sizes = (tensor_shape(node.inputs[0]) or ())[axis:]
     factors, axes = dims[axis:], list(range(axis, len(dims)))
-    epsilon = node.attrs.get("epsilon", 1e-5)
+    epsilon = float_attr(node, "epsilon", 1e-5)
     has_mean = node.op == "LayerNormalization"
 
     def lower(build: Lowering) -> None:

@@ -9,6 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.value import Builder, Value
+from onnxpar.ir.tensors import float_attr
 from onnxpar.load.load import Model
 from onnxpar.training.rewrite import replace_node
 
@@ -93,7 +94,7 @@ def _running(node: gs.Node) -> list[tuple[gs.Tensor, gs.Tensor]]:
 def _regroup(graph: gs.Graph, node: gs.Node, groups: int) -> None:
     """Replaces a BatchNormalization by nodes that normalize each group of samples with the group's
     own statistics."""
-    epsilon, momentum = node.attrs.get("epsilon", 1e-5), node.attrs.get("momentum", 0.9)
+    epsilon, momentum = float_attr(node, "epsilon", 1e-5), float_attr(node, "momentum", 0.9)
 
     def make(builder: Builder, inputs: Sequence[gs.Tensor]) -> Sequence[Value]:
         x, scale, bias, mean, variance = map(builder.value, inputs)
