@@ -47,8 +47,9 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
         required=True,
         metavar="LOSS",
         help=f"{', '.join(LOSSES)}, or an output that is the loss itself. Labels are class "
-        f"numbers; the label {IGNORED} does not count. bce is computed from scores; if the model "
-        "ends in a Sigmoid, from its input",
+        f"numbers; the label {IGNORED} does not count. bce and softmax-cross-entropy are of "
+        "scores; if the model ends in a Sigmoid, or in a Softmax of the classes, of its input. bce "
+        "is of probabilities if the model otherwise makes numbers from 0 to 1",
     )
     to.add_argument(
         "--loss-of",

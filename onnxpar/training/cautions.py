@@ -12,6 +12,7 @@ from onnxpar.ir.exported import PARAMETER
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.load.load import Model
 from onnxpar.training.margins import MARGINS
+from onnxpar.training.probabilities import is_probability, made_by
 
 _PLAIN = "torch.onnx.export(..., dynamo=True, optimize=False)"
 _TRAINING = (
@@ -37,6 +38,23 @@ def cautions_of(model: Model, weights: Weights) -> list[str]:
         *_of_folded(model, weights),
         *_of_shared(weights, model.shared),
     ]
+
+
+def cautions_of_probabilities(graph: gs.Graph, loss: str, output: str | None) -> Iterator[str]:
+    """Yields a sentence if it is not evident whether a binary cross-entropy takes an output as
+    probabilities or as scores."""
+    named = [t for t in graph.outputs if output in (None, t.name)]
+    node = made_by(named[0])[0] if loss == "bce" and named else None
+    if node is None or node.op == "Sigmoid":
+        return
+    name, maker = named[0].name, f"{node.op} '{node.name}'"
+    if is_probability(named[0]):
+        yield f"the loss bce takes {name!r} as probabilities: {maker} makes numbers from 0 to 1"
+    elif any(map(is_probability, node.inputs)):
+        yield (
+            f"the loss bce takes {name!r} as scores before a sigmoid, but {maker} reads "
+            "probabilities; end the model in probabilities, or in their scores"
+        )
 
 
 _NORMALIZE = ("LpNormalization", "Div", "Mul")

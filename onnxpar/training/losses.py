@@ -13,8 +13,11 @@ from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.tensors import is_float
 from onnxpar.training.margins import DEFAULT_MARGIN, MARGINS, Margin
+from onnxpar.training.probabilities import is_probability, scores_behind
 
 BY_CLASS = ("softmax-cross-entropy", "nll", *MARGINS)
+_LEAST = 1e-30
+"""A probability up to this counts as 0: the gradient of its logarithm is near what floats hold."""
 IGNORED = -100
 """A label that the loss and the accuracy skip, as in PyTorch."""
 
@@ -155,6 +158,9 @@ def _by_class(kind: str, op: str) -> LossFunction:
         given = targets.sampled or targets.tensor("labels", np.int64, shape)
         labels = y.builder.value(given)
         accuracy = _accuracy(y, labels, axis)
+        scores = None if kind in MARGINS else scores_behind(y, "Softmax", axis)
+        if scores is not None:
+            y = scores if kind != "nll" else scores.op("LogSoftmax", axis=axis)
         if axis == y.rank - 1:
             y, labels = y.reshape([-1, y.shape[-1]]), labels.reshape([-1])
         elif axis != 1:
@@ -181,22 +187,26 @@ def _mean_square(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
 
 
 def _binary(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
-    """Appends a binary cross-entropy. If the model ends in a Sigmoid, the Sigmoid's input is used,
-    for precision; else the output is taken as a score before Sigmoid."""
-    scores, made = y, _maker(y.tensor)
-    while made is not None and made.op == "Cast":
-        made = _maker(made.inputs[0])
-    if made is not None and made.op == "Sigmoid":
-        scores = y.builder.value(made.inputs[0]).cast(y.dtype)
+    """Appends a binary cross-entropy: of the scores behind a Sigmoid, for precision; of
+    probabilities, if the model makes them by other ops; else of the output as scores."""
     target = y.builder.value(targets.tensor("target", y.dtype, y.shape))
-    # log(1 + exp(x)) - t x, but only with exponentials of numbers that are not positive
-    value = scores.op("Relu") - scores * target + (1.0 + (-scores.op("Abs")).exp()).log()
-    right = (scores > 0.0).op("Equal", target > 0.5).cast(np.float32)
-    return Metrics(value.mean(), {"accuracy": right.mean()})
+    behind = scores_behind(y, "Sigmoid")
+    if behind is None and is_probability(y.tensor):
+        p, t = y.wide(), target.wide()
+        value = -(t * _log(p) + (1.0 - t) * _log(1.0 - p))
+        right = (p > 0.5).op("Equal", t > 0.5)
+    else:
+        scores = y if behind is None else behind
+        # log(1 + exp(x)) - t x, but only with exponentials of numbers that are not positive
+        value = scores.op("Relu") - scores * target + (1.0 + (-scores.op("Abs")).exp()).log()
+        right = (scores > 0.0).op("Equal", target > 0.5)
+    return Metrics(value.mean(), {"accuracy": right.cast(np.float32).mean()})
 
 
-def _maker(tensor: gs.Tensor) -> gs.Node | None:
-    return tensor.inputs[0] if tensor.inputs else None
+def _log(p: Value) -> Value:
+    """Returns the logarithm, and -100 for 0, as in PyTorch."""
+    is_some = p > _LEAST
+    return is_some.where(is_some.where(p, 1.0).log(), -100.0)
 
 
 LOSSES: Mapping[str, LossFunction] = {

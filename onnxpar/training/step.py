@@ -34,7 +34,12 @@ from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
 from onnxpar.training.accumulate import accumulate, check_count
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
-from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm, cautions_of_cosines
+from onnxpar.training.cautions import (
+    cautions_of,
+    cautions_of_batch_norm,
+    cautions_of_cosines,
+    cautions_of_probabilities,
+)
 from onnxpar.training.lazy import Rows
 from onnxpar.training.loss_scale import GOOD, is_finite
 from onnxpar.training.optimizers import Optimizer, State, Update, lazy_form
@@ -84,7 +89,8 @@ def make_step(
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
     cautions = list(cautions_of_batch_norm(model, loss.statistics))
-    cautions += cautions_of_cosines(graph, loss.loss, loss.output)
+    for of_loss in (cautions_of_cosines, cautions_of_probabilities):
+        cautions += of_loss(graph, loss.loss, loss.output)
     back = add_backward(model, loss, program)
     fed = [t.name for t in graph.inputs if default_of(t) is None]
     step = Step(

@@ -13,7 +13,11 @@ from training.steps import write_model
 import onnxpar.grad  # noqa: F401  (registers the rules)
 from onnxpar.grad.trained import find_trained
 from onnxpar.load.load import load
-from onnxpar.training.cautions import cautions_of, cautions_of_batch_norm
+from onnxpar.training.cautions import (
+    cautions_of,
+    cautions_of_batch_norm,
+    cautions_of_probabilities,
+)
 
 
 @pytest.mark.parametrize("export", ["dynamo.static", "legacy.static"])
@@ -75,3 +79,20 @@ def test_a_fresh_network_is_told_of(tmp_path: Path) -> None:
     assert told.startswith("w1 (read by 2 nodes): several nodes read the same tensor")
     assert model.shared == {"w1": 2}
     assert np.prod(find_trained(model).trained[0].tensor.shape) == 6
+
+
+@pytest.mark.parametrize(
+    ("tail", "told"),
+    [
+        ("s = Sigmoid(x)  y = Identity(s)", ""),
+        ("y = Relu(x)", ""),
+        ("[n] y = HardSigmoid(x)", "as probabilities: HardSigmoid 'n' makes numbers from 0 to 1"),
+        ("s = Sigmoid(x)  [n] y = Add(s, s)", "as scores before a sigmoid, but Add 'n' reads"),
+    ],
+)
+def test_what_bce_takes_an_output_for(tail: str, told: str, tmp_path: Path) -> None:
+    text = f"m (float[2,3] x) => (float[2,3] y) {{ {tail} }}"
+    graph = load(write_model(text, tmp_path), for_training=True).graph
+    found = list(cautions_of_probabilities(graph, "bce", None))
+    assert [told in each for each in found] == [True] * bool(told)
+    assert not list(cautions_of_probabilities(graph, "mse", None))

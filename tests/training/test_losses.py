@@ -131,6 +131,105 @@ def test_binary_cross_entropy(ends_in_sigmoid: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(gradient, (p - target) / 12, rtol=1e-9, atol=1e-12)
 
 
+def sigmoid(h: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-h)))
+
+
+def softmax(h: Array) -> Array:
+    return np.exp(log_softmax(h, 1))
+
+
+CLIP = "s = Sigmoid(h)  y = Clip(s, low, high)"
+PROBABILITIES: dict[str, tuple[str, Callable[[Array], Array]]] = {
+    "identity": ("s = Sigmoid(h)  y = Identity(s)", sigmoid),
+    "reshape": ("s = Sigmoid(h)  y = Reshape(s, flat)", lambda h: sigmoid(h).reshape(-1)),
+    "transpose": ("s = Sigmoid(h)  y = Transpose(s)", lambda h: sigmoid(h).T),
+    "slice": ("s = Sigmoid(h)  y = Slice(s, one, two)", lambda h: sigmoid(h)[1:2]),
+    "chain": (
+        "s = Sigmoid(h)  t = Transpose(s)  u = Reshape(t, flat)  y = Slice(u, one, two)",
+        lambda h: sigmoid(h).T.reshape(-1)[1:2],
+    ),
+    "clip": (CLIP, lambda h: sigmoid(h).clip(0.1, 0.9)),
+    "clip of scores": ("y = Clip(h, low, high)", lambda h: h.clip(0.1, 0.9)),
+    "hard sigmoid": ("y = HardSigmoid<alpha = 0.05>(h)", lambda h: 0.05 * h + 0.5),
+    "product": ("s = Sigmoid(h)  y = Mul(s, s)", lambda h: sigmoid(h) ** 2),
+    "other probability": (
+        "s = Sigmoid(h)  a = Sub(unit, s)  b = Mul(a, a)  y = Sub(unit, b)",
+        lambda h: 1 - (1 - sigmoid(h)) ** 2,
+    ),
+    "softmax": ("y = Softmax(h)", softmax),
+    "not evident": ("s = Sigmoid(h)  y = Add(s, s)", lambda h: sigmoid(2 * sigmoid(h))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the loss bce takes")
+@pytest.mark.parametrize("case", PROBABILITIES)
+def test_binary_cross_entropy_of_probabilities(case: str, tmp_path: Path) -> None:
+    """They are probabilities by the model's graph, however it moves or combines them."""
+    tail, of = PROBABILITIES[case]
+    x = DRAW.standard_normal((3, 4))
+    h = x + drawn((3, 4))
+    sizes = ",".join(map(str, of(h).shape))
+    text = f"""m (double[3,4] x, double[3,4] w) => (double[{sizes}] y)
+        <int64[1] flat = {{-1}}, int64[1] one = {{1}}, int64[1] two = {{2}},
+         double low = {{0.1}}, double high = {{0.9}}, double unit = {{1}}>
+        {{ h = Add(x, w)  {tail} }}"""
+    path = write_step(text, tmp_path, "bce", "none")
+    target = DRAW.random(of(h).shape)
+
+    def expected(h: Array) -> float:
+        p = of(h)
+        return float(-(target * np.log(p) + (1 - target) * np.log(1 - p)).mean())
+
+    loss, gradient, _ = told(path, x, target=target)
+    np.testing.assert_allclose(loss, expected(h), rtol=1e-7)
+    np.testing.assert_allclose(gradient, numeric(expected, h), atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:the loss bce takes")
+def test_probabilities_of_0_and_1(tmp_path: Path) -> None:
+    """Their logarithms are no less than -100, as in PyTorch, and gradients are numbers."""
+    text = scores(1, 4).replace("y = Add(x, w)", "h = Add(x, w)  y = HardSigmoid(h)")
+    path = write_step(text, tmp_path, "bce", "none")
+    x, target = np.array([[-9.0, 9, -9, 9]]), np.array([[1.0, 1, 0, 0.5]])
+    loss, gradient, _ = told(path, x, target=target)
+    np.testing.assert_allclose(loss, (100 + 0 + 0 + 50) / 4)
+    np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("kind", [CROSS_ENTROPY, "nll"])
+@pytest.mark.parametrize(
+    ("tail", "axis"),
+    [
+        ("y = Softmax<axis = 1>(h)", 1),
+        ("s = Softmax<axis = 0>(h)  y = Transpose(s)", 0),
+        ("s = Softmax(h)  t = Unsqueeze(s, zero)  y = Squeeze(t, zero)", 1),
+        ("s = Unsqueeze(h, zero)  t = Softmax(s)  y = Gather(t, first)", 1),
+    ],
+)
+def test_a_loss_by_class_of_probabilities(kind: str, tail: str, axis: int, tmp_path: Path) -> None:
+    """It is that of the scores before a Softmax over the classes."""
+    text = f"""m (double[4,4] x, double[4,4] w) => (double[4,4] y)
+        <int64[1] zero = {{0}}, int64 first = {{0}}> {{ h = Add(x, w)  {tail} }}"""
+    path = write_step(text, tmp_path, kind, "none")
+    x, labels = 3 * DRAW.standard_normal((4, 4)), DRAW.integers(0, 4, 4)
+
+    def expected(h: Array) -> float:
+        return picked(log_softmax(h, axis), labels, axis)
+
+    loss, gradient, _ = told(path, x, labels=labels)
+    np.testing.assert_allclose(loss, expected(x + drawn((4, 4))), rtol=1e-12)
+    np.testing.assert_allclose(gradient, numeric(expected, x + drawn((4, 4))), atol=1e-8)
+
+
+def test_a_softmax_over_other_dimensions_makes_scores(tmp_path: Path) -> None:
+    text = scores(4, 4).replace("y = Add(x, w)", "h = Add(x, w)  y = Softmax<axis = 0>(h)")
+    path = write_step(text, tmp_path, CROSS_ENTROPY, "none")
+    labels = DRAW.integers(0, 4, 4)
+    loss, _, y = told(path, DRAW.standard_normal((4, 4)), labels=labels)
+    np.testing.assert_allclose(loss, picked(log_softmax(y, 1), labels, 1), rtol=1e-12)
+
+
 def test_an_output_that_is_the_loss(tmp_path: Path) -> None:
     """Of one element in any shape; other outputs are left out."""
     text = """own (double[4,3] x, double[3] w) => (double[4,3] y, double[1,1] cost)
