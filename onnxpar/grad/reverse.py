@@ -119,10 +119,14 @@ def _fitted(gradient: Value, tensor: Value) -> Value:
 
 
 def _total(builder: Builder, terms: list[Value]) -> Value:
+    """Returns the sum; that of 16 bits is rounded once."""
     total = builder.value(terms[0].tensor)
+    if len(terms) == 1:
+        return total
+    dtype, total = total.dtype, total.wide()
     for term in terms[1:]:
-        total = total + term
-    return total
+        total = total + builder.value(term.tensor).wide()
+    return total.cast(dtype)
 
 
 def drop_unread(graph: gs.Graph, first: int = 0, kept: Collection[str] = ()) -> None:

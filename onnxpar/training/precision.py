@@ -1,45 +1,55 @@
-"""Mixed precision: activations of a model get 16 bits; weights keep their types.
+"""Mixed precision: most activations of a model get 16 bits; weights keep their types.
 
-A node is either `plain`: it computes in 16 bits, or `widened`: it computes in 32 bits and rounds
-its results to 16. Sums, exponentials and normalizations are widened, as in PyTorch's autocast. With
-bfloat16, all nodes except those that only move or create elements are widened, because onnxruntime
-has no bfloat16 kernels for the CPU. Gradients need no further rules, because a Cast is
-differentiated like any other op.
+As in PyTorch's autocast, matrix products, convolutions, attention and recurrent layers read and
+return 16 bits; exponentials, softmaxes, norms, sums and losses read and return 32 bits. Any other
+node returns 16 bits if all floats that it reads from other nodes have 16 bits, else 32 bits. So
+what is computed from inputs alone stays as it is until a product reads it. A product of integers
+and small constants alone stays in 32 bits, too: it computes positions, which would be rounded.
+
+Weights and single numbers take the type of what they meet, unless 16 bits cannot hold the number.
+Bodies of control flow receive and return 32 bits. Gradients need no further rules, because a Cast
+is differentiated like any other op.
+
+A node that returns 16 bits is `plain` if it also computes in 16 bits. Else it computes in 32 bits,
+and its results are rounded: where 16 bits would lose too much, or where onnxruntime has no kernel
+for the CPU. For bfloat16, it has kernels only of ops that move elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.errors import StrategyError
 from onnxpar.ir.stored import FOLD_LIMIT
-from onnxpar.ir.subgraphs import all_nodes, bodies, scopes
-from onnxpar.ir.tensors import dtype_of
+from onnxpar.ir.subgraphs import bodies
+from onnxpar.ir.tensors import dtype_of, tensor_shape
 
 PRECISIONS = ("float16", "bfloat16")
-_NORMALIZATIONS = """
-    LayerNormalization RMSNormalization BatchNormalization InstanceNormalization GroupNormalization
-    LpNormalization MeanVarianceNormalization LRN Softmax LogSoftmax"""
+_PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention", "LSTM", "GRU", "RNN")
+"""Ops that read and return 16 bits; their weights are rounded, too."""
+_NORMS = """
+    Softmax LogSoftmax LayerNormalization RMSNormalization GroupNormalization LpNormalization
+    MeanVarianceNormalization SoftmaxCrossEntropyLoss NegativeLogLikelihoodLoss"""
 _SUMS = """
-    ReduceSum ReduceMean ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp
-    CumSum AveragePool GlobalAveragePool LpPool GlobalLpPool Resize LSTM GRU RNN"""
-_CURVES = """
-    Exp Log Pow Sqrt Reciprocal Div Erf Softplus SoftmaxCrossEntropyLoss
-    NegativeLogLikelihoodLoss"""
-_SENSITIVE = frozenset(f"{_NORMALIZATIONS} {_SUMS} {_CURVES}".split())
-"""Ops that lose too much precision in 16 bits."""
-_CONTRACTIONS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum")
-"""Ops whose weights are rounded to 16 bits, too."""
+    ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp CumSum
+    CumProd"""
+_CURVES = "Exp Log Pow Reciprocal Softplus Sin Cos Tan Asin Acos Sinh Cosh"
+_OTHERS = "Cast SequenceConstruct SequenceInsert SplitToSequence"
+_SINGLE = frozenset(f"{_NORMS} {_SUMS} {_CURVES} {_OTHERS}".split())
+"""Ops that return 32 bits."""
+_MEANS = """
+    BatchNormalization InstanceNormalization LRN ReduceMean AveragePool GlobalAveragePool LpPool
+    GlobalLpPool Resize"""
+_SENSITIVE = frozenset(f"{_MEANS} Sqrt Div Erf LSTM GRU RNN".split())
+"""Ops that compute in 32 bits also where they return 16."""
 _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat")
-_CREATES = ("ConstantOfShape", "EyeLike", "RandomNormal", "RandomUniform")
 
 
 def check_precision(precision: str | None) -> None:
@@ -52,173 +62,178 @@ def lower_precision(graph: gs.Graph, precision: str, weights: Collection[str]) -
     """Makes a graph compute in 16 bits, in place; graph inputs and outputs, and the constants named
     in `weights`, keep their types. `check_precision` has accepted the precision."""
     half = np.dtype(ml_dtypes.bfloat16 if precision == "bfloat16" else np.float16)
-    _Lowering(graph, half, weights).run()
-
-
-def _is_single(tensor: gs.Tensor) -> bool:
-    return bool(tensor.name) and tensor.dtype is not None and dtype_of(tensor) == np.float32
-
-
-Pair = tuple[list[gs.Node], gs.Tensor]
-Convert = Callable[[gs.Node, gs.Tensor, bool], Pair | None]
+    _Lowering(graph, half, weights).scope(graph)
 
 
 class _Lowering:
+    """The state of a lowering: `narrow` and `learned` hold the ids of tensors that got 16 bits, and
+    of floats that depend on weights or on inputs that are floats."""
+
     def __init__(self, graph: gs.Graph, half: np.dtype[Any], weights: Collection[str]) -> None:
-        self.graph = graph
+        self.opset = graph.opset
         self.half = half
         self.code = onnx.helper.np_dtype_to_tensor_dtype(half)
         self.weights = weights
-        self.lowered: set[int] = set()
+        self.narrow: set[int] = set()
+        self.learned: set[int] = set()
         self.largest = float(ml_dtypes.finfo(half).max)  # type: ignore[no-untyped-call]
         self.names = 0
 
-    def run(self) -> None:
-        """Rewrites the graph and all bodies, outer graphs first."""
-        made = [t for node in all_nodes(self.graph) for t in node.outputs]
-        given = [t for s in scopes(self.graph) if s is not self.graph for t in s.inputs]
-        found = [t for t in (*made, *given) if _is_single(t)]
-        for tensor in found:
-            self.lowered.add(id(tensor))
-        outputs = [(i, t) for i, t in enumerate(self.graph.outputs) if id(t) in self.lowered]
-        for i, tensor in outputs:
-            self._keep_output(i, tensor)
-        inputs = [t for t in self.graph.inputs if _is_single(t)]
-        for scope in list(scopes(self.graph)):
-            self._scope(scope, {id(t) for t in inputs})
-        for tensor in found:
-            tensor.dtype = self.half
-
-    def _keep_output(self, index: int, tensor: gs.Variable) -> None:
-        """Keeps the type of a graph output, by a Cast from the 16-bit tensor."""
-        output = gs.Variable(tensor.name, tensor.dtype, tensor.shape)
-        tensor.name = f"{tensor.name}/half"
-        self.graph.nodes.append(self._cast(tensor, output, TensorProto.FLOAT))
-        self.graph.outputs[index] = output
-
-    def _cast(self, source: gs.Tensor, result: gs.Tensor, to: int) -> gs.Node:
-        self.names += 1
-        return gs.Node("Cast", f"precision/{self.names}", {"to": to}, [source], [result])
-
-    def _scope(self, scope: gs.Graph, inputs: set[int]) -> None:
+    def scope(self, scope: gs.Graph) -> None:
+        """Rewrites a graph or body, and all bodies in it."""
+        self.learned.update(id(t) for t in scope.inputs if self._is_float(t))
+        made: dict[tuple[str, str], gs.Tensor] = {}
         nodes: list[gs.Node] = []
-        wide: dict[int, gs.Tensor] = {}
-        narrow: dict[int, gs.Tensor] = {}
         for node in scope.nodes:
-            if node.name.startswith("precision/"):
-                nodes.append(node)
-            elif bodies(node) or self._is_plain(node):
+            for body in bodies(node):
+                self.scope(body)
+            if any(self._is_learned(t) for t in node.inputs) or bodies(node):
+                self.learned.update(id(t) for t in node.outputs)
+            rounds = self._rounds(node)
+            is_plain = rounds and self._is_plain(node)
+            if is_plain:
                 self._retype(node)
-                self._read(node, nodes, narrow, inputs, self._narrowed)
-                nodes.append(node)
-            else:
-                self._read(node, nodes, wide, inputs, self._widened)
-                nodes.append(node)
-                nodes += self._rounded(node)
+            form = "half" if is_plain else "rounded" if rounds and _is_product(node) else "single"
+            if node.op != "Cast":
+                nodes += self._converted(node, form, made)
+            nodes.append(node)
+            if rounds:
+                nodes += self._narrowed(node, is_plain)
         scope.nodes = nodes
+        for index, tensor in enumerate(scope.outputs):
+            if id(tensor) in self.narrow:
+                self._keep_output(scope, index, tensor)
+
+    def _rounds(self, node: gs.Node) -> bool:
+        """True if a node returns 16 bits."""
+        if bodies(node) or node.op in _SINGLE:
+            return False
+        if _is_product(node):
+            return any(self._is_learned(t) for t in node.inputs)
+        floats = [t for t in node.inputs if self._is_float(t)]
+        if node.op in ("BatchNormalization", "InstanceNormalization"):
+            floats = floats[:1]  # the others are by channel
+        given = [t for t in floats if isinstance(t, gs.Constant)]
+        others = [t for t in floats if not isinstance(t, gs.Constant) and tensor_shape(t) != ()]
+        is_narrow = bool(others) and all(id(t) in self.narrow for t in others)
+        return is_narrow and all(map(self._is_bendable, given))
+
+    def _is_float(self, tensor: gs.Tensor) -> bool:
+        """True for tensors of 32 bits, and for those that had them."""
+        is_single = tensor.dtype is not None and dtype_of(tensor) == np.float32
+        return bool(tensor.name) and (is_single or id(tensor) in self.narrow)
+
+    def _is_learned(self, tensor: gs.Tensor) -> bool:
+        if isinstance(tensor, gs.Constant):
+            return self._is_float(tensor) and self._is_weight(tensor)
+        return id(tensor) in self.learned
+
+    def _is_weight(self, constant: gs.Constant) -> bool:
+        """True if a constant is a weight or too large to convert now; it keeps its type."""
+        return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
+
+    def _is_bendable(self, constant: gs.Constant) -> bool:
+        """True for a constant that takes the type of what it meets: a weight, or a single number
+        that 16 bits can hold."""
+        if self._is_weight(constant):
+            return True
+        values = np.asarray(constant.values)
+        within = np.abs(values) <= self.largest
+        return values.size == 1 and bool((within | ~np.isfinite(values)).all())
 
     def _is_plain(self, node: gs.Node) -> bool:
-        """True if a node computes in 16 bits."""
-        if node.op == "Gather" and isinstance(node.inputs[0], gs.Constant):
-            return False  # rounds the rows, not the whole table
+        """True if a node of 16 bits computes in 16 bits."""
         if self.half != np.float16:
-            return node.op in (*_MOVES, *_CREATES, "Cast")
-        if node.op in _SENSITIVE:
+            return node.op in _MOVES
+        made = [t for t in node.inputs if self._is_float(t) and not isinstance(t, gs.Constant)]
+        if node.op in _SENSITIVE or not (
+            _is_product(node) or all(id(t) in self.narrow for t in made)
+        ):
             return False
         try:
-            schema = onnx.defs.get_schema(node.op, self.graph.opset, node.domain or "")
+            schema = onnx.defs.get_schema(node.op, self.opset, node.domain or "")
         except onnx.defs.SchemaError:
             return False
         allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
         for tensors, formals in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
             for i, tensor in enumerate(tensors):
                 types = allowed.get(formals[min(i, len(formals) - 1)].type_str, ())
-                if _is_single(tensor) and "tensor(float16)" not in types:
+                if self._is_float(tensor) and "tensor(float16)" not in types:
                     return False
         return True
 
     def _retype(self, node: gs.Node) -> None:
-        """Changes the type attributes of a node to 16 bits, if it creates or casts numbers."""
-        for key in ("to", "dtype"):
-            if node.attrs.get(key) == TensorProto.FLOAT:
-                node.attrs[key] = self.code
-        value = node.attrs.get("value")
-        if node.op == "ConstantOfShape":
-            number = np.zeros(1, np.float32) if value is None else value.values
-            if number.dtype == np.float32:
-                node.attrs["value"] = gs.Constant("", self._bounded(number).astype(self.half))
+        """Changes the type of the numbers that a node creates to 16 bits."""
+        if node.attrs.get("dtype") == TensorProto.FLOAT:
+            node.attrs["dtype"] = self.code
 
-    def _read(
-        self,
-        node: gs.Node,
-        nodes: list[gs.Node],
-        known: dict[int, gs.Tensor],
-        inputs: set[int],
-        convert: Convert,
-    ) -> None:
+    def _converted(
+        self, node: gs.Node, form: str, made: dict[tuple[str, str], gs.Tensor]
+    ) -> list[gs.Node]:
+        """Makes a node read its operands in 16 bits (`half`), in 32 (`single`), or rounded to 16
+        but in 32 (`rounded`); returns the new casts. `made` has the tensors of this scope."""
+        casts: list[gs.Node] = []
         for i, tensor in enumerate(node.inputs):
-            if not _is_single(tensor):
+            if not self._is_float(tensor):
                 continue
-            if id(tensor) not in known:
-                found = convert(node, tensor, id(tensor) in inputs)
-                if found is None:
-                    continue
-                casts, known[id(tensor)] = found
-                nodes += casts
-            node.inputs[i] = known[id(tensor)]
-
-    def _narrowed(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
-        """Returns the 16-bit replacement of an operand of a plain node, with the nodes that compute
-        it; None if no replacement is needed."""
-        if isinstance(tensor, gs.Constant) and not self._is_weight(tensor):
-            self.names += 1
-            name = f"{tensor.name}/half.{self.names}"
-            return [], gs.Constant(name, self._bounded(np.asarray(tensor.values)).astype(self.half))
-        if not isinstance(tensor, gs.Constant) and not is_input:
-            return None  # already has 16 bits
-        return self._converted(tensor, self.half, self.code)
-
-    def _is_weight(self, constant: gs.Constant) -> bool:
-        """True if a constant is a weight or too large to convert now; it keeps its type."""
-        return constant.name in self.weights or np.prod(constant.shape) > FOLD_LIMIT
-
-    def _widened(self, node: gs.Node, tensor: gs.Tensor, is_input: bool) -> Pair | None:
-        """Returns the 32-bit replacement of an operand of a widened node, with the nodes that
-        compute it; None if no replacement is needed."""
-        is_weight = isinstance(tensor, gs.Constant)
-        if is_weight and not self._is_weight(tensor):
-            values = np.asarray(tensor.values)
-            bounded = self._bounded(values)
-            if np.array_equal(bounded, values, equal_nan=True):
-                return None
-            self.names += 1
-            return [], gs.Constant(f"{tensor.name}/bounded.{self.names}", bounded)
-        if is_input or (is_weight and node.op not in _CONTRACTIONS):
-            return None
-        if is_weight:
-            first, rounded = self._converted(tensor, self.half, self.code)
-            second, wide = self._converted(rounded, np.dtype(np.float32), TensorProto.FLOAT)
-            return [*first, *second], wide
-        return self._converted(tensor, np.dtype(np.float32), TensorProto.FLOAT)
-
-    def _converted(self, tensor: gs.Tensor, dtype: np.dtype[Any], code: int) -> Pair:
-        self.names += 1
-        result = gs.Variable(f"{tensor.name}/cast.{self.names}", dtype, tensor.shape)
-        return [self._cast(tensor, result, code)], result
-
-    def _rounded(self, node: gs.Node) -> list[gs.Node]:
-        """Returns casts that round the results of a widened node to 16 bits."""
-        casts = []
-        for i, tensor in enumerate(node.outputs):
-            if id(tensor) in self.lowered:
-                self.names += 1
-                wide = gs.Variable(f"{tensor.name}/wide.{self.names}", np.float32, tensor.shape)
-                node.outputs[i] = wide
-                casts.append(self._cast(wide, tensor, self.code))
+            is_rounded = form == "rounded" and id(tensor) in self.narrow
+            key = str(tensor.name), "single" if is_rounded else form
+            if key not in made:
+                made[key] = self._in_form(tensor, form, casts)
+            node.inputs[i] = made[key]
         return casts
 
-    def _bounded(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns the values, clipped so that finite numbers, such as the large ones in masks, stay
-        finite in 16 bits."""
-        bounded = np.clip(values, -self.largest, self.largest)
-        return np.where(np.isinf(values), values, bounded).astype(np.float32)
+    def _in_form(self, tensor: gs.Tensor, form: str, casts: list[gs.Node]) -> gs.Tensor:
+        is_narrow = id(tensor) in self.narrow
+        if isinstance(tensor, gs.Constant) and not self._is_weight(tensor) and form != "single":
+            values = np.asarray(tensor.values).astype(self.half)
+            values = values if form == "half" else values.astype(np.float32)
+            return gs.Constant(self._name(tensor, form), values)
+        if form != "single" and not is_narrow:
+            tensor, is_narrow = self._cast(tensor, self.half, casts), True
+        return (
+            self._cast(tensor, np.dtype(np.float32), casts)
+            if is_narrow and form != "half"
+            else tensor
+        )
+
+    def _cast(self, tensor: gs.Tensor, dtype: np.dtype[Any], casts: list[gs.Node]) -> gs.Tensor:
+        name = self._name(tensor, "cast")
+        result = gs.Variable(name, dtype, tensor.shape)
+        casts.append(_cast_node(name, tensor, result))
+        return result
+
+    def _name(self, tensor: gs.Tensor, what: str) -> str:
+        self.names += 1
+        return f"{tensor.name}/{what}.{self.names}"
+
+    def _narrowed(self, node: gs.Node, is_plain: bool) -> list[gs.Node]:
+        """Gives the results of a node 16 bits; returns the casts that round them if it computes in
+        32."""
+        casts = []
+        for i, tensor in enumerate(node.outputs):
+            if not self._is_float(tensor):
+                continue
+            tensor.dtype = self.half
+            self.narrow.add(id(tensor))
+            if not is_plain:
+                wide = gs.Variable(self._name(tensor, "wide"), np.float32, tensor.shape)
+                node.outputs[i] = wide
+                casts.append(_cast_node(wide.name, wide, tensor))
+        return casts
+
+    def _keep_output(self, scope: gs.Graph, index: int, tensor: gs.Variable) -> None:
+        """Keeps the type of an output, by a Cast from the tensor of 16 bits."""
+        output = gs.Variable(tensor.name, np.float32, tensor.shape)
+        tensor.name = f"{tensor.name}/half"
+        scope.nodes.append(_cast_node(tensor.name, tensor, output))
+        scope.outputs[index] = output
+
+
+def _is_product(node: gs.Node) -> bool:
+    return node.op in _PRODUCTS and node.domain in (None, "", "ai.onnx")
+
+
+def _cast_node(name: str, source: gs.Tensor, result: gs.Tensor) -> gs.Node:
+    to = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(result))
+    return gs.Node("Cast", f"precision/{name}", {"to": to}, [source], [result])
