@@ -18,6 +18,7 @@ from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_par
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.kept_bounds import keep_bounds
+from onnxpar.canonicalize.listed_tensors import read_listed
 from onnxpar.canonicalize.name_nodes import name_nodes
 from onnxpar.canonicalize.next_step import next_outputs
 from onnxpar.canonicalize.page_caches import page_caches
@@ -197,6 +198,8 @@ def load(
         show("unfuse", proto)
         spell_out(proto)
         show("spell-out", proto)
+        read_listed(proto)
+        show("read-listed", proto)
         if not open_dims:
             check_closed(typical or Typical(), path)
         step = Step.of(header)

@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxpar.ir.attribute_weights import ML
 from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded, reads_of
+from onnxpar.model.picked_sizes import compressed
 from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.model.table_reads import reads_beyond
 
@@ -303,13 +304,17 @@ class Walk:
         ):
             self.conflicts.append(node)
             return {}
-        sizes = (size for type_ in found.values() for size in known_sizes(type_) or ())
-        if any(size is not None and size < 0 for size in sizes):
+        made = (size for type_ in found.values() for size in known_sizes(type_) or ())
+        if any(size is not None and size < 0 for size in made):
             self.conflicts.append(node)  # inference of its readers might end the process
             return {}
         if node.domain == ML and any(_static_shape(found.get(o)) is None for o in node.output if o):
             # of many of these ops, ONNX infers no shape, or none of a result's columns
             found |= self.runtime.infer(node, self.types, self.protos)
+        if node.op_type == "Compress" and node.input[1] in self.values:
+            sizes, condition = self.sizes(node.input[0]), self.values[node.input[1]]
+            if sizes is not None:
+                found = {o: compressed(node, t, sizes, condition) for o, t in found.items()}
         return {name: type_ for name, type_ in found.items() if name}
 
     def declare(self, graph: onnx.GraphProto) -> None:
