@@ -1,4 +1,4 @@
-"""The size of a selection by a constant, which ONNX's inference leaves open."""
+"""Sizes of selections by constants, which ONNX's inference leaves open."""
 
 from __future__ import annotations
 
@@ -25,3 +25,26 @@ def compressed(
     if shape[axis] is not None:
         shape[axis] = int(np.count_nonzero(condition[: shape[axis]]))
     return onnx.helper.make_tensor_type_proto(type_.tensor_type.elem_type, shape)
+
+
+def part_of(split: NodeProto, whole: TypeProto, sizes: Array, place: int) -> TypeProto | None:
+    """Returns the type of the element at a place of the sequence that a SplitToSequence makes of a
+    tensor of this type; `sizes` is operand 1. None if there is no such element, or it is not
+    known."""
+    attributes = {a.name: a.i for a in split.attribute}
+    part = TypeProto()
+    part.CopyFrom(whole)
+    dims = part.tensor_type.shape.dim
+    axis = attributes.get("axis", 0)
+    if not -len(dims) <= axis < len(dims) or not attributes.get("keepdims", 1):
+        return None
+    each = sizes.tolist()
+    if not sizes.ndim:
+        if not dims[axis].HasField("dim_value") or each < 1:
+            return None
+        size = dims[axis].dim_value
+        each = [min(each, size - at) for at in range(0, size, each)]
+    if not -len(each) <= place < len(each):
+        return None
+    dims[axis].dim_value = each[place]
+    return part

@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxpar.ir.attribute_weights import ML
 from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded, reads_of
-from onnxpar.model.picked_sizes import compressed
+from onnxpar.model.picked_sizes import compressed, part_of
 from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.model.table_reads import reads_beyond
 
@@ -98,6 +98,7 @@ class Walk:
         self.folded: set[str] = set()
         self.kept: set[str] = set()
         self.conflicts: list[NodeProto] = []
+        self.splits: dict[str, NodeProto] = {}
         ports = [*model.graph.value_info, *model.graph.output]
         self.declared = {p.name: p.type for p in ports if _static_shape(p.type) is not None}
         for tensor in model.graph.input:
@@ -311,11 +312,24 @@ class Walk:
         if node.domain == ML and any(_static_shape(found.get(o)) is None for o in node.output if o):
             # of many of these ops, ONNX infers no shape, or none of a result's columns
             found |= self.runtime.infer(node, self.types, self.protos)
-        if node.op_type == "Compress" and node.input[1] in self.values:
-            sizes, condition = self.sizes(node.input[0]), self.values[node.input[1]]
-            if sizes is not None:
-                found = {o: compressed(node, t, sizes, condition) for o, t in found.items()}
-        return {name: type_ for name, type_ in found.items() if name}
+        return {name: type_ for name, type_ in (found | self._picked(node, found)).items() if name}
+
+    def _picked(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
+        """The types of results that constants select, as far as ONNX leaves them open."""
+        if node.op_type == "SplitToSequence":
+            self.splits[node.output[0]] = node
+        if len(node.input) < 2 or node.input[1] not in self.values:
+            return {}
+        chosen, (result, *_) = self.values[node.input[1]], node.output
+        if node.op_type == "Compress" and result in found:
+            sizes = self.sizes(node.input[0])
+            return {} if sizes is None else {result: compressed(node, found[result], sizes, chosen)}
+        split = self.splits.get(node.input[0]) if node.op_type == "SequenceAt" else None
+        if split is None or not split.input[1:] or split.input[1] not in self.values or chosen.ndim:
+            return {}
+        whole, by = self.types[split.input[0]], self.values[split.input[1]]
+        part = part_of(split, whole, by, int(chosen))
+        return {} if part is None else {result: part}
 
     def declare(self, graph: onnx.GraphProto) -> None:
         """Writes the known types as value_info, and those folded constants that the graph reads."""

@@ -15,12 +15,18 @@ from onnxpar.training import grad
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>\n'
 SUM = "s = Sin(b)  y = ReduceSum<keepdims = 0>(s)"
+CONSTANTS = """bool[4] mask = {1, 0, 1, 1}, int64 place = {-2}, int64[2] sizes = {2, 1},
+    int64 two = {2}, int64 first = {0}, int64 last = {-1}, int64[1] axis = {1}"""
 CASES = {
     "rows by a constant mask": "b = Compress<axis = -1>(w, mask)",
     "elements by a constant mask": "b = Compress(w, mask)",
     "a joined list": "l = SequenceConstruct(x, w, w)  b = ConcatFromSequence<axis = 1>(l)",
     "a stacked list": """l = SequenceConstruct(x, w)
         b = ConcatFromSequence<axis = -1, new_axis = 1>(l)""",
+    "uneven parts": """l = SplitToSequence<axis = 1>(w, sizes)  p = SequenceAt(l, first)
+        q = SequenceAt(l, last)  d = ReduceProd<keepdims = 1>(p, axis)  b = Mul(d, q)""",
+    "a smaller last part": """l = SplitToSequence<axis = -1>(w, two)  p = SequenceAt(l, first)
+        q = SequenceAt(l, last)  c = Mul(p, p)  b = Mul(c, q)""",
     "an element of a list": """l = SequenceConstruct(w, x)  a = SequenceAt(l, place)
         b = Mul(a, a)""",
 }
@@ -29,8 +35,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case: str, tmp_path: Path) -> None:
     """They are those by central differences."""
-    text = f"""m (double[2,3] x, double[2,3] w) => (double y)
-        <bool[4] mask = {{1, 0, 1, 1}}, int64 place = {{-2}}> {{ {CASES[case]}  {SUM} }}"""
+    text = f"""m (double[2,3] x, double[2,3] w) => (double y) <{CONSTANTS}>
+        {{ {CASES[case]}  {SUM} }}"""
     draw = np.random.default_rng(3)
     x, w = draw.standard_normal((2, 2, 3))
     model = onnx.parser.parse_model(HEAD + text)
