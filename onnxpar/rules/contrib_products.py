@@ -63,6 +63,7 @@ def matmul_bits(node: gs.Node) -> Rule:
     }
     if width % (block * shared):
         columns, blocks, bytes_ = "c", "b", "y"
+        sizes["y"] = -(-width // (block * shared))
         whole = dict.fromkeys("cbyw", "its last block is not full")
     else:
         columns, blocks, bytes_ = "(k z i)", "(k z)", "k"

@@ -363,6 +363,10 @@ PRODUCTS = [
         "m0 c, n b w, n b, n y -> m0 n {whole: c b y w}",
     ),
     (
+        case("MatMulNBits", [(3, 48), u8(6, 3, 8), BLOCKS[:, :3], u8(12)], {**BITS, "K": 48}),
+        "m0 c, n b w, n b, (n y) -> m0 n {whole: c b y w}",
+    ),
+    (
         case("MatMulNBits", [(3, 64), u8(6, 4, 16), BLOCKS, u8(6, 4)], {**BITS, "bits": 8}),
         "m0 (k z i), n (k z) w, n (k z), n k -> m0 n {sum: k, whole: w i z}",
     ),
