@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx
 import onnx.inliner
-import onnx.version_converter
 from onnx import FunctionProto, NodeProto
 
 from onnxpar.errors import ModelError
@@ -33,26 +32,46 @@ def inlined(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     if not functions:
         return proto
     _check_expansion(proto, path)
+    _take_opsets(proto, path)
     check_functions(proto, path)
     try:
-        proto = onnx.inliner.inline_local_functions(proto, convert_version=True)
-    except (
-        RuntimeError,
-        onnx.checker.ValidationError,
-        onnx.version_converter.ConvertError,
-        onnx.shape_inference.InferenceError,
-    ) as error:
+        return onnx.inliner.inline_local_functions(proto)
+    except (RuntimeError, onnx.checker.ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(
             f"{path}: its functions cannot be inlined: {reason}; export the model without functions"
         ) from None
-    if proto.functions:
-        function = proto.functions[0]
-        raise ModelError(
-            f"{path}: function {function.domain}.{function.name} cannot be inlined, because its "
-            "opset differs from the model's; export both with the same opset"
-        )
-    return proto
+
+
+def _take_opsets(proto: onnx.ModelProto, path: Path) -> None:
+    """Gives functions the opsets of the model, by which onnxruntime runs them. Errors: ModelError
+    for a node that this opset does not have, which onnxruntime refuses, too."""
+    model = {o.domain.removeprefix("ai.onnx"): o.version for o in proto.opset_import}
+    for function in proto.functions:
+        for entry in function.opset_import:
+            own, entry.version = (
+                entry.version,
+                model.get(entry.domain.removeprefix("ai.onnx"), entry.version),
+            )
+            if own == entry.version:
+                continue
+            for node in _nodes(function.node):
+                if node.domain == entry.domain and not _has(node, entry.version):
+                    raise ModelError(
+                        f"{path}: {node.op_type} in function {function.domain}.{function.name} is "
+                        f"of opset {own}, but the model, by whose opset it runs, has "
+                        f"{entry.version}; export both with one opset"
+                    )
+
+
+def _has(node: NodeProto, opset: int) -> bool:
+    """True if the opset has the node's op, with its attributes and its number of inputs."""
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+    except onnx.defs.SchemaError:
+        return onnx.defs.has(node.op_type, node.domain) is False
+    known = {*schema.attributes, ""}
+    return len(node.input) <= schema.max_input and {a.name for a in node.attribute} <= known
 
 
 def _check_expansion(proto: onnx.ModelProto, path: Path) -> None:
