@@ -231,7 +231,8 @@ class _Insertion:
         for i, (need, reads) in enumerate(by_need.items(), int(is_pinned)):
             copy = weight
             if i:
-                copy = gs.Constant(f"{name}@{i}", weight._values, export_dtype=weight.export_dtype)
+                own = self.ctx.fresh(name)
+                copy = gs.Constant(own, weight._values, export_dtype=weight.export_dtype)
                 self.sharding.factors.tensors[copy.name] = self.sharding.factors.tensors[name]
                 self.ctx.copies[copy.name] = name
                 self.changed = True
@@ -299,7 +300,8 @@ class _Insertion:
         assert layout.is_whole, tensor.name
         axes = tuple(map(self.sharding.mesh.axis, self.sharding.mesh.sizes))
         reshard = Reshard("Broadcast", axes, ((layout, layout),))
-        node = reshard_node(f"Broadcast_{tensor.name}", reshard, [drawn], [tensor])
+        name = self.ctx.model.names.free(f"Broadcast_{tensor.name}")
+        node = reshard_node(name, reshard, [drawn], [tensor])
         self.scopes[tensor.name].nodes.append(node)
         self.ctx.layouts[drawn.name] = layout
         self.changed = True
@@ -380,7 +382,7 @@ class _Insertion:
             after = self.sharding.layout(tensor, step.after)
             share = self.shares.get(tensor.name, 1.0) if step.kind == EXCHANGE else 1.0
             reshard = Reshard(step.kind, step.axes, ((before, after),), share)
-            name = f"{step.kind}_{result.name}"
+            name = self.ctx.model.names.free(f"{step.kind}_{result.name}")
             node = reshard_node(name, reshard, [have[step.before]], [result])
             self.scopes.get(tensor.name, self.graph).nodes.append(node)
             self.ctx.layouts[result.name] = after

@@ -69,7 +69,7 @@ class OrderCollectives(Pass):
     excludes = (ORDER,)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        token: gs.Tensor = gs.Constant("onnxpar.token", np.zeros(0, np.bool_))
+        token: gs.Tensor = gs.Constant(ctx.model.names.free("onnxpar.token"), np.zeros(0, np.bool_))
         ctx.lowered.ordered = True
         last = [_thread(each, token) for each in (graph, *ctx.lowered.programs.values())]
         return any(end is not token for end in last)

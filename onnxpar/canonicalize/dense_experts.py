@@ -35,6 +35,7 @@ from onnxpar.ir.lazy_values import ExternalValues, StackedValues, stored_proto
 from onnxpar.ir.stored import element_bits
 from onnxpar.ir.subgraphs import drop_unread
 from onnxpar.ir.tensors import numpy_dtype, tensor_shape
+from onnxpar.ir.used_names import names_of
 
 OPSET = 13
 """The first opset in which this form can be written: axes are operands."""
@@ -45,7 +46,7 @@ class DenseExperts:
     """Adds the nodes of one mixture; results are before `position` in the graph's nodes."""
 
     def __init__(self, graph: gs.Graph, name: str, experts: int, tokens: int | None) -> None:
-        self.graph, self.name = graph, name
+        self.graph, self.name = graph, names_of(graph).root(name, "/")
         self.experts, self.tokens = experts, tokens
         self.made: list[gs.Node] = []
 
@@ -242,6 +243,7 @@ def put(
     graph.nodes[at + 1 : at + 1] = made
     place = next(i for i, t in enumerate(node.outputs) if t is old)
     maker = new.inputs[0]
-    node.outputs[place] = gs.Variable(f"{old.name}/unread", old.dtype, old.shape)
+    unread = names_of(graph).free(f"{old.name}::unread")
+    node.outputs[place] = gs.Variable(unread, old.dtype, old.shape)
     maker.outputs[0] = old
     drop_unread(graph)

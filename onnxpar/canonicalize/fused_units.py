@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.names import Names
 from onnxpar.ir.subgraphs import replace_reads, scopes
+from onnxpar.ir.used_names import names_of
 
 _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Identity"}
@@ -72,6 +74,7 @@ def separate_dequantized(graph: gs.Graph) -> None:
     that the readers can be split differently. Only a weight in blocks that a MatMul or Gemm reads
     keeps one DequantizeLinear for all readers: onnxruntime does not fuse that if several nodes read
     it."""
+    names = names_of(graph)
     for scope in scopes(graph):
         results = {id(tensor) for tensor in scope.outputs}
         _join_blocks(scope, results)
@@ -81,7 +84,7 @@ def separate_dequantized(graph: gs.Graph) -> None:
             if node.op == _DEQUANTIZE and not _multiplies_blocks(node):
                 readers = _readers(node)
                 others = readers if id(node.outputs[0]) in results else readers[1:]
-                nodes += [_copy_for(reader, node, i) for i, reader in enumerate(others, 1)]
+                nodes += [_copy_for(r, node, i, names) for i, r in enumerate(others, 1)]
         scope.nodes[:] = nodes
 
 
@@ -106,15 +109,15 @@ def _readers(node: gs.Node) -> list[gs.Node]:
     return list({id(r): r for r in node.outputs[0].outputs}.values())
 
 
-def _copy_for(reader: gs.Node, node: gs.Node, number: int) -> gs.Node:
+def _copy_for(reader: gs.Node, node: gs.Node, number: int, names: Names) -> gs.Node:
     """Makes a copy of a DequantizeLinear for one reader, which reads the copy from now on; returns
     the copy."""
     result = node.outputs[0]
-    own = gs.Variable(f"{result.name}@{number}", result.dtype, result.shape)
+    own = gs.Variable(names.free(f"{result.name}@{number}"), result.dtype, result.shape)
     for i, operand in enumerate(reader.inputs):
         if operand is result:
             reader.inputs[i] = own
-    name = f"{node.name}@{number}"
+    name = names.free(f"{node.name}@{number}")
     copy = gs.Node(node.op, name, dict(node.attrs), list(node.inputs), [own], node.domain)
     copy.onnx_source = vars(node).get("onnx_source")
     return copy

@@ -59,11 +59,11 @@ def _kept(node: gs.Node) -> list[gs.Node]:
     """The nodes in place of a Relu or a Clip."""
     x, *bounds = node.inputs
     if node.op == "Relu":
-        bounds = [gs.Constant(f"{node.name}/bound", np.zeros((), dtype_of(x)))]
+        bounds = [gs.Constant(f"{node.name}::bound", np.zeros((), dtype_of(x)))]
     steps = [(op, [b]) for op, b in zip(("Max", "Min"), bounds, strict=False) if b.name]
     made = []
     for op, others in steps or [("Identity", [])]:
-        y = gs.Variable(f"{node.name}/{op}", x.dtype, x.shape)
+        y = gs.Variable(f"{node.name}::{op}", x.dtype, x.shape)
         made.append(gs.Node(op, y.name, {}, [x, *others], [y]))
         x = y
     made[-1].outputs = list(node.outputs)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import onnx
 
+from onnxpar.base.names import Names
 from onnxpar.ir.stored import nodes_of
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node, in subgraphs too, a unique name, by default from its op and result."""
+    """Gives every node, in subgraphs too, a unique name, by default from its op and result. No
+    other name continues it with `::`, as the names of what passes put in its place do."""
+    nodes = list(nodes_of(graph))
+    tensors = {name for node in nodes for name in (*node.input, *node.output)}
+    names = Names(tensors | {node.name for node in nodes} | {port.name for port in graph.input})
     taken: set[str] = set()
-    for node in nodes_of(graph):
+    for node in nodes:
         name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
+        name = names.root(name, "::")
         unique, i = name, 1
         while unique in taken:
             unique, i = f"{name}_{i}", i + 1

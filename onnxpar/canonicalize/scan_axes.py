@@ -45,12 +45,12 @@ def _transposes(node: gs.Node, key: str, tensors: list[gs.Tensor], states: int) 
         at, axes[i] = axis % len(shape), 0
         first = [at, *(a for a in range(len(shape)) if a != at)]
         sizes = [tensor.shape[a] for a in first]
-        inner = gs.Variable(f"{node.name}/{key}.{i}", tensor.dtype, sizes)
+        inner = gs.Variable(f"{node.name}::{key}.{i}", tensor.dtype, sizes)
         tensors[states + i] = inner
         is_result = tensors is node.outputs
         perm = [first.index(a) for a in range(len(shape))] if is_result else first
         ends = [[inner], [tensor]] if is_result else [[tensor], [inner]]
-        made.append(gs.Node("Transpose", f"{inner.name}/Transpose", {"perm": perm}, *ends))
+        made.append(gs.Node("Transpose", f"{inner.name}::Transpose", {"perm": perm}, *ends))
     if axes:
         node.attrs[key] = axes
     return made

@@ -43,14 +43,15 @@ def _replace(graph: gs.Graph, node: gs.Node) -> None:
         return
     axis, rank = node.attrs.get("axis", 0), len(x.shape)
     whole = node.attrs.get("keepdims", 1)
-    parts = [gs.Variable(f"{node.name}/{i}", x.dtype, list(x.shape)) for i in range(len(sizes))]
+    parts = [gs.Variable(f"{node.name}::{i}", x.dtype, list(x.shape)) for i in range(len(sizes))]
     for part, size in zip(parts, sizes, strict=True):
         part.shape[axis] = size
     for reader, place in zip(readers, places, strict=True):
         part = parts[place]
-        reader.inputs = [part] if whole else [part, _integers(f"{reader.name}/axes", [axis % rank])]
+        axes = [] if whole else [_integers(f"{reader.name}::axes", [axis % rank])]
+        reader.inputs = [part, *axes]
         reader.op, reader.attrs = "Identity" if whole else "Squeeze", {}
-    node.inputs = [x, _integers(f"{node.name}/sizes", sizes)]
+    node.inputs = [x, _integers(f"{node.name}::sizes", sizes)]
     node.op, node.attrs, node.outputs = "Split", {"axis": axis}, parts
 
 

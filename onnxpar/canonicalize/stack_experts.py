@@ -18,6 +18,7 @@ from onnxpar.canonicalize.gathered_experts import gathered_mixtures
 from onnxpar.canonicalize.scattered_experts import scattered_mixtures
 from onnxpar.ir.lazy_values import StackedValues, stack_of
 from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.ir.used_names import names_of
 
 IN_NODES = "/experts/weight."
 """In the names of the nodes that stack weights."""
@@ -43,16 +44,18 @@ def _stack_in_nodes(graph: gs.Graph) -> None:
             if stack is not None:
                 stacks[id(tensor)] = tensor, stack
     made: list[gs.Node] = []
+    names = names_of(graph)
     for tensor, stack in stacks.values():
         row = [1, *tensor.shape[1:]]
         rows = []
+        root = names.root(tensor.name, "/")
         for i, weight in enumerate(stack.weights):
-            name = f"{tensor.name}/Reshape.{i}"
+            name = f"{root}/Reshape.{i}"
             shape = gs.Constant(f"{name}/shape", np.array(row, np.int64))
             rows.append(gs.Variable(name, tensor.dtype, row))
             made.append(gs.Node("Reshape", name, {}, [weight, shape], rows[-1:]))
         joined = gs.Variable(tensor.name, tensor.dtype, list(tensor.shape))
-        made.append(gs.Node("Concat", f"{tensor.name}/Concat", {"axis": 0}, rows, [joined]))
+        made.append(gs.Node("Concat", f"{root}/Concat", {"axis": 0}, rows, [joined]))
         for node in list(tensor.outputs):
             for i, operand in enumerate(node.inputs):
                 if operand is tensor:

@@ -158,7 +158,7 @@ class PassContext:
         while f"{name}@{i}" in self.layouts or f"{name}@{i}" in self.sharding.factors.tensors:
             i += 1
         self._count[name] = i
-        return f"{name}@{i}"
+        return self.model.names.free(f"{name}@{i}")
 
     _count: dict[str, int] = field(default_factory=dict)
 

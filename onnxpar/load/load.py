@@ -12,6 +12,7 @@ import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
+from onnxpar.base.names import Names
 from onnxpar.canonicalize.bodies_for_training import add_bodies
 from onnxpar.canonicalize.embedding_bags import add_up_bags
 from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_part
@@ -49,6 +50,7 @@ from onnxpar.ir.stored import (
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import Whole
 from onnxpar.ir.training_spec import Step
+from onnxpar.ir.used_names import check_names, names_of
 from onnxpar.load.inference import infer
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.model.annotations import Configuration, read_annotations
@@ -93,6 +95,7 @@ class Model:
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     fused     fused nodes of the file, which `graph` has taken apart
     original  the model before these rewrites; None if passes may change what the graph computes
+    names     the names in the graph before passes
     """
 
     path: Path
@@ -111,6 +114,7 @@ class Model:
     on_host: Sequence[str] = ()
     fused: Sequence[FusedNode] = ()
     original: StoredModel | None = None
+    names: Names = field(default_factory=Names)
 
     @property
     def folder(self) -> Path:
@@ -229,6 +233,7 @@ def load(
         if page_size:
             whole |= dict.fromkeys(next_outputs(graph))
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
+        model.names = names_of(graph)
         model.exported, model.shared, model.fused = exported, shared, fused
         model.original = original if step is None and infer_types is None else None
         return model
@@ -314,6 +319,7 @@ class _Importer:
         scan_first_axes(graph)
         stack_experts(graph, self.path.parent, in_nodes=self.for_training)
         mark_opset(graph)
+        check_names(graph, f"reading {self.path}")
         self.show("import", graph)
         self.show = unseen  # other bindings get the same rewrites
         return graph
@@ -402,14 +408,14 @@ def _unshare_vectors(graph: gs.Graph) -> None:
     Exporters store equal vectors once (biases of zeros), though they belong to different
     dimensions, which may be split differently.
     """
+    names = names_of(graph)
     for tensor in list(graph.tensors().values()):
         is_vector = isinstance(tensor, gs.Constant) and len(tensor.shape) == 1
         if not is_vector or str(tensor.dtype) in ("int64", "bool", "object"):
             continue
         for i, node in enumerate(_different(tensor.outputs)[1:], 1):
-            copy = gs.Constant(
-                f"{tensor.name}@{i}", tensor._values, export_dtype=tensor.export_dtype
-            )
+            name = names.free(f"{tensor.name}@{i}")
+            copy = gs.Constant(name, tensor._values, export_dtype=tensor.export_dtype)
             for at, operand in enumerate(node.inputs):
                 if operand is tensor:
                     node.inputs[at] = copy

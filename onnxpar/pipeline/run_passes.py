@@ -14,6 +14,7 @@ from onnxpar.compiler.verify import verify
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import OnnxparError, PassError
 from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.used_names import check_names
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.model_name import model_name
@@ -94,12 +95,14 @@ def _run(
     with _failures(step, ran):
         try:
             changed = step.run(model.graph, ctx)
+            check_names(model.graph, f"pass {step.name}")
             ctx.facts.update(step.ensures)
             if known is not None:
                 check_rewritten(step, model.graph, known)
                 ctx.sharding = open_sharding(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
         except Exception:
             _dump_failed(step, model, ctx, watch)
+            check_names(model.graph, f"pass {step.name}")
             raise
     if watch is not None:
         watch(step, model, ctx)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onnxpar.base.names import Names
 from onnxpar.compiler.pass_ import LoweredState
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
@@ -192,7 +193,8 @@ def test_any_placement_becomes_any_other(worlds: list[World]) -> None:
         layouts = {"t0": source, f"t{len(steps)}": target}
         sharding = SimpleNamespace(mesh=mesh, factors=GraphFactors({}, []))
         lowered = LoweredState(per_rank=per_rank)
-        ctx = SimpleNamespace(layouts=layouts, sharding=sharding, lowered=lowered)
+        names = SimpleNamespace(names=Names())
+        ctx = SimpleNamespace(layouts=layouts, sharding=sharding, lowered=lowered, model=names)
         parts = run(graph, ctx, worlds, terms(whole, source, mesh))
         for rank, part in enumerate(parts):
             assert part.shape == target.local_shape(mesh, rank)

@@ -1,0 +1,36 @@
+"""The names in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.names import Names
+from onnxpar.errors import ModelError
+from onnxpar.ir.subgraphs import scopes
+
+
+def names_of(graph: gs.Graph) -> Names:
+    """The names of all tensors and nodes of a graph and its bodies."""
+    nodes = (node.name for scope in scopes(graph) for node in scope.nodes)
+    return Names([*(tensor.name for tensor in _tensors(graph)), *nodes])
+
+
+def check_names(graph: gs.Graph, who: str) -> None:
+    """Errors: ModelError for two tensors of one name, which files and layouts would mix up: `who`
+    gave a name that the model has."""
+    seen: dict[str, gs.Tensor] = {}
+    for tensor in _tensors(graph):
+        if tensor.name and seen.setdefault(tensor.name, tensor) is not tensor:
+            raise ModelError(
+                f"tensor {tensor.name!r}: {who} adds another tensor of this name; rename the "
+                "model's own"
+            )
+
+
+def _tensors(graph: gs.Graph) -> Iterator[gs.Tensor]:
+    for scope in scopes(graph):
+        yield from (*scope.inputs, *scope.outputs)
+        for node in scope.nodes:
+            yield from (*node.inputs, *node.outputs)
