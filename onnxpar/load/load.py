@@ -30,7 +30,7 @@ from onnxpar.canonicalize.stack_experts import stack_experts
 from onnxpar.canonicalize.tolerated import restate, restate_flags
 from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
-from onnxpar.canonicalize.upgrade import raise_opset, upgrade
+from onnxpar.canonicalize.upgrade import NEWEST, upgrade
 from onnxpar.errors import ModelError
 from onnxpar.files.unreadable import cannot_read
 from onnxpar.ir.exported import exported_kinds
@@ -264,7 +264,7 @@ def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
 def _normalized(
     proto: onnx.ModelProto, path: Path, for_training: bool, show: Show
 ) -> tuple[onnx.ModelProto, dict[str, TensorProto], list[str]]:
-    """Returns three things: the model in opset 10 or later, with dense constants as initializers;
+    """Returns three things: the model in opset 12 or later, with dense constants as initializers;
     the default values of inputs; the initializers that can no longer be fed."""
     densify(proto.graph, path.parent)
     show("densify", proto)
@@ -272,9 +272,7 @@ def _normalized(
     show("lift-constants", proto)
     defaults, fixed = _settle_defaults(proto, feedable=not for_training)
     show("settle-defaults", proto)
-    proto = upgrade(proto, str(path))
-    if for_training:
-        proto = raise_opset(proto, TRAINING_OPSET, str(path))
+    proto = upgrade(proto, str(path), TRAINING_OPSET if for_training else NEWEST)
     show("upgrade-opset", proto)
     return proto, defaults, fixed
 
