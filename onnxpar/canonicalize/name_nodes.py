@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import onnx
 
-from onnxpar.base.names import Names
 from onnxpar.ir.stored import nodes_of
+from onnxpar.ir.used_names import names_in
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
     """Gives every node, in subgraphs too, a unique name, by default from its op and result. No
     other name continues it with `::`, as the names of what passes put in its place do."""
-    nodes = list(nodes_of(graph))
-    tensors = {name for node in nodes for name in (*node.input, *node.output)}
-    names = Names(tensors | {node.name for node in nodes} | {port.name for port in graph.input})
+    names = names_in(graph)
     taken: set[str] = set()
-    for node in nodes:
+    for node in nodes_of(graph):
         name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
         name = names.root(name, "::")
         unique, i = name, 1

@@ -15,6 +15,7 @@ import onnx
 import onnx.shape_inference
 from onnx import NodeProto, helper, numpy_helper
 
+from onnxpar.base.names import Names
 from onnxpar.ir.stored import (
     copy_with_stubs,
     graphs_of,
@@ -25,6 +26,7 @@ from onnxpar.ir.stored import (
     subgraphs_of,
     without_data,
 )
+from onnxpar.ir.used_names import names_in
 from onnxpar.model.checker import loads
 
 
@@ -36,7 +38,7 @@ def spell_out(model: onnx.ModelProto) -> None:
     found = [n for n in nodes_of(model.graph) if _is_one_of(n, ops)]
     if found:
         scaled = any(_alpha(node) != 1.0 for node in found)
-        _Spelling(ops, _types(model) if scaled else {}).spell(model.graph)
+        _Spelling(ops, _types(model) if scaled else {}, names_in(model.graph)).spell(model.graph)
 
 
 def _is_one_of(node: NodeProto, ops: set[str]) -> bool:
@@ -70,6 +72,7 @@ class _Spelling:
 
     ops: set[str]
     types: Mapping[str, int]
+    names: Names
 
     def spell(self, graph: onnx.GraphProto) -> None:
         """Rewrites a graph and its subgraphs, in place."""
@@ -86,7 +89,8 @@ class _Spelling:
     def _spelled(self, node: NodeProto, graph: onnx.GraphProto) -> list[NodeProto]:
         """`a * Sigmoid(alpha * a)`, times the second operand of a SwiGLU."""
         gate, alpha = node.input[0], _alpha(node)
-        at = f"{node.output[0]}::{{}}".format
+        root = self.names.root(node.output[0], "::")
+        at = f"{root}::{{}}".format
         made: list[NodeProto] = []
         scaled = gate
         if alpha != 1.0:

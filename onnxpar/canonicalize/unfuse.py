@@ -16,7 +16,9 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from onnxpar.base.names import Names
 from onnxpar.ir.stored import onnx_opset, subgraphs_of
+from onnxpar.ir.used_names import names_in
 
 _DOMAIN = "com.microsoft"
 _PARAMS: dict[str, tuple[str, ...]] = {
@@ -56,14 +58,16 @@ class FusedNode:
 def unfuse(model: onnx.ModelProto) -> list[FusedNode]:
     """Replaces fused nodes by ONNX's ops, in place, also in subgraphs; returns the fused nodes."""
     opset = onnx_opset(model)
-    fused = _Unfusing(model.graph, opset).run()
+    fused = _Unfusing(model.graph, opset, names_in(model.graph)).run()
     free_names(model.graph)
     return fused
 
 
 def free_names(graph: onnx.GraphProto) -> None:
     """Renames constants whose names a session would add again: it would reject the second one."""
-    renamed = {w.name: f"{w.name}::kept" for w in graph.initializer if w.name.startswith(_RESERVED)}
+    reserved = [w.name for w in graph.initializer if w.name.startswith(_RESERVED)]
+    names = names_in(graph) if reserved else Names()
+    renamed = {name: names.free(f"{name}::kept") for name in reserved}
     for weight in graph.initializer:
         weight.name = renamed.get(weight.name, weight.name)
     for node in graph.node if renamed else ():
@@ -75,9 +79,8 @@ class _Unfusing:
     """Replaces the fused nodes of one graph. The methods from `given` on concern the current
     `node`; those in _FUSED return False if they cannot replace it."""
 
-    def __init__(self, graph: onnx.GraphProto, opset: int) -> None:
-        self.graph = graph
-        self.opset = opset
+    def __init__(self, graph: onnx.GraphProto, opset: int, names: Names) -> None:
+        self.graph, self.opset, self.names = graph, opset, names
         self.made: list[NodeProto] = []
         self.quantized: dict[str, NodeProto] = {}
         self.node = NodeProto()
@@ -89,7 +92,7 @@ class _Unfusing:
         fused: list[FusedNode] = []
         for node in self.graph.node:
             for inner in subgraphs_of(node):
-                fused += _Unfusing(inner, self.opset).run()
+                fused += _Unfusing(inner, self.opset, self.names).run()
             self.node, self.parts = node, []
             take_apart = _FUSED.get(node.op_type) if node.domain == _DOMAIN else None
             if take_apart is None or not take_apart(self):
@@ -111,7 +114,7 @@ class _Unfusing:
     ) -> list[str]:
         """Adds a node that computes an intermediate value; returns the names of its results. With
         `main`, the node gets the name and metadata of the fused node."""
-        at = f"{self.node.output[0]}::{op}{len(self.made)}"
+        at = f"{self._root()}::{op}{len(self.made)}"
         names = [at if outputs == 1 else f"{at}:{i}" for i in range(outputs)]
         self._make(op, inputs, names, main, attrs)
         return names
@@ -119,6 +122,10 @@ class _Unfusing:
     def finish(self, op: str, inputs: Iterable[str], main: bool = False, **attrs: Any) -> None:
         """Adds the last node, whose results get the names of the fused node's results."""
         self._make(op, inputs, self.node.output, main, attrs)
+
+    def _root(self) -> str:
+        """What the names of intermediate values begin with."""
+        return self.names.root(self.node.output[0], "::")
 
     def _make(
         self, op: str, inputs: Iterable[str], names: Iterable[str], main: bool, attrs: Any
@@ -134,7 +141,7 @@ class _Unfusing:
 
     def constant(self, value: Any) -> str:
         """Adds a constant to the graph; returns its name."""
-        name = f"{self.node.output[0]}::constant{len(self.graph.initializer)}"
+        name = f"{self._root()}::constant{len(self.graph.initializer)}"
         array = np.asarray(value)
         self.graph.initializer.append(numpy_helper.from_array(array, name))
         return name

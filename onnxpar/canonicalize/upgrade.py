@@ -13,10 +13,10 @@ import onnx
 import onnx.version_converter
 from onnx import GraphProto, NodeProto
 
-from onnxpar.base.names import Names
 from onnxpar.canonicalize.changed_ops import CHANGES, NoEquivalentError, Surroundings
 from onnxpar.errors import ModelError
 from onnxpar.ir.stored import copy_with_stubs, is_folded, subgraphs_of, without_data
+from onnxpar.ir.used_names import names_in
 
 OLDEST, NEWEST = 7, 12
 """The oldest opset that is converted here, and the one that has all ops that rules add."""
@@ -46,7 +46,7 @@ class _Upgrade:
 
     def __init__(self, model: onnx.ModelProto, have: int, goal: int, what: str) -> None:
         self.have, self.goal, self.what = have, goal, what
-        self.names = Names(_names(model.graph))
+        self.names = names_in(model.graph)
         self.read = _read(model.graph)
         changed = {op for op, since in CHANGES if have < since <= goal}
         is_typed = any(node.op_type in changed for node in _nodes(model.graph))
@@ -114,12 +114,6 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
     for node in graph.node:
         for inner in subgraphs_of(node):
             yield from _graphs(inner)
-
-
-def _names(graph: GraphProto) -> Iterator[str]:
-    for each in _graphs(graph):
-        yield from (name for node in each.node for name in (*node.input, *node.output))
-        yield from (p.name for p in (*each.input, *each.output, *each.initializer))
 
 
 def _read(graph: GraphProto) -> set[str]:

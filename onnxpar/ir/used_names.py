@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import onnx_graphsurgeon as gs
+from onnx import GraphProto
 
 from onnxpar.base.names import Names
 from onnxpar.errors import ModelError
+from onnxpar.ir.stored import nodes_of
 from onnxpar.ir.subgraphs import scopes
 
 
@@ -15,6 +17,14 @@ def names_of(graph: gs.Graph) -> Names:
     """The names of all tensors and nodes of a graph and its bodies."""
     nodes = (node.name for scope in scopes(graph) for node in scope.nodes)
     return Names([*(tensor.name for tensor in _tensors(graph)), *nodes])
+
+
+def names_in(graph: GraphProto) -> Names:
+    """The names of all tensors and nodes of a graph and its subgraphs."""
+    nodes = list(nodes_of(graph))
+    ports = (*graph.input, *graph.output, *graph.initializer)
+    read = (name for node in nodes for name in (node.name, *node.input, *node.output))
+    return Names([*read, *(port.name for port in ports)])
 
 
 def check_names(graph: gs.Graph, who: str) -> None:

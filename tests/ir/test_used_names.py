@@ -16,6 +16,8 @@ from tiny_models import agree, write
 import onnxpar
 from onnxpar.base.names import Names
 from onnxpar.ir.stored import nodes_of
+from onnxpar.load.load import load
+from onnxpar.model.checker import newest_opset
 
 RANDOM = np.random.default_rng(3)
 HEADER = '<ir_version: 10, opset_import: ["" : 21]> m '
@@ -108,6 +110,30 @@ def test_tensors_may_have_the_names_that_an_earlier_run_made(
         for port in renamed.graph.input
     }
     agree(renamed, tmp_path, feeds, strategy=COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("made", "body"),
+    [
+        ("h::Gemm1", 'h = com.microsoft.FusedGemm <activation = "Relu"> (x, w)'),
+        ("h::sigmoid", "v = Neg (x) h = SwiGLU (x, v)"),
+        ("h::swish", "v = Neg (x) h = SwiGLU (x, v)"),
+    ],
+)
+def test_rewrites_of_the_loader_leave_other_names_alone(
+    made: str, body: str, tmp_path: Path
+) -> None:
+    text = f'(float[5,8] x) => (float[5,8] y, float[5,8] z) {{ "{made}" = Exp (x) {body} '
+    text += f'y = Neg (h) z = Relu ("{made}") }}'
+    opset = 28 if "SwiGLU" in body else 21
+    if opset > newest_opset():
+        pytest.skip(f"opset {opset} is not installed")
+    proto = parsed(text, {"w": floats(8, 8)})
+    proto.opset_import[0].version = opset
+    proto.opset_import.add(domain="com.microsoft", version=1)
+    graph = load(write(proto, tmp_path)).graph
+    assert [n.op for n in graph.nodes if n.outputs[0].name == made] == ["Exp"]
+    assert len({t.name for n in graph.nodes for t in n.outputs}) == len(graph.nodes)
 
 
 def test_a_weight_in_two_layouts_leaves_other_names_alone(tmp_path: Path) -> None:
