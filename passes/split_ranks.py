@@ -22,7 +22,7 @@ from onnxpar.lowering.flat_scatters import flatten_scatters
 from onnxpar.lowering.fuse_again import fuse_again
 from onnxpar.lowering.open_constants import Lowered, OpenConstants
 from onnxpar.lowering.open_shapes import OpenShapes
-from onnxpar.lowering.size_graph import SizeGraph, add_size_input
+from onnxpar.lowering.size_graph import SizeGraph, add_size_input, check_size_names
 from onnxpar.lowering.unroll_experts import unroll_experts
 from onnxpar.lowering.weights import WeightStore, whole_layout
 from onnxpar.model.interchange import default_of, export_graph
@@ -137,6 +137,7 @@ def check_open(graph: gs.Graph, ctx: PassContext) -> None:
     """Errors: OpenSizesError where a rank's shards cannot be computed from symbols."""
     opened = open_constants(graph, ctx)
     if opened is not None:
+        check_size_names(ctx.model.names)
         opened.check()
 
 

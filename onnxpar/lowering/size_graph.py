@@ -9,12 +9,23 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnxpar.base.names import Names
+from onnxpar.errors import ModelError
 from onnxpar.layout.shares import Proportion
 from onnxpar.lowering.extents import Extent, OpenArray
 from onnxpar.symbols.symbols import Minimum, Polynomial, Quotient, Variable
 
 SIZES = "onnxpar.sizes"
 """The hidden input: the values of all symbols, in the order of the plan, int64."""
+
+
+def check_size_names(names: Names) -> None:
+    """Errors: ModelError if the model has a tensor of a name that the added nodes get."""
+    if names.free(SIZES) != SIZES or names.root(SIZES, ".") != SIZES:
+        raise ModelError(
+            f"the model has a tensor whose name begins with {SIZES!r}, as those that compute sizes "
+            "in each run do; rename it, or bind all sizes with --dim"
+        )
 
 
 def add_size_input(graph: GraphProto, symbols: Sequence[str]) -> None:

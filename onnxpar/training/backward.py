@@ -18,7 +18,6 @@ from onnxpar.ir.clone import needed
 from onnxpar.ir.lazy_values import stored_proto
 from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
 from onnxpar.ir.training_spec import EVALUATION, SCALE, SEED
-from onnxpar.ir.used_names import check_names
 from onnxpar.load.load import Model
 from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
 from onnxpar.training.draws import seed_draws
@@ -181,7 +180,6 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     befores = {before.name: before for before, _ in running}  # nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
-    check_names(graph, "the training step")
     return Backward(loss, evaluated, weights, parameters, values, kept, scale, rows, sample)
 
 

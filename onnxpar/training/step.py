@@ -30,6 +30,7 @@ from onnxpar.ir.training_spec import (
     Slot,
     Step,
 )
+from onnxpar.ir.used_names import check_names
 from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
 from onnxpar.training.accumulate import accumulate, check_count
@@ -113,6 +114,7 @@ def make_step(
     for name, value in back.evaluated.items():
         step.evaluation.append(f"{EVALUATION}.{name}")
         add_output(graph, value, step.evaluation[-1])
+    check_names(graph, "the training step")
     if any(is_message(node) for node in graph.nodes):
         drop_unread(graph)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from onnxpar.base.names import Names
 from onnxpar.ir.stored import nodes_of
 from onnxpar.load.load import load
 from onnxpar.model.checker import newest_opset
+from onnxpar.training import grad
 
 RANDOM = np.random.default_rng(3)
 HEADER = '<ir_version: 10, opset_import: ["" : 21]> m '
@@ -157,6 +159,24 @@ def test_a_weight_may_be_gathered_and_stored_in_another_layout(tmp_path: Path) -
     )
     strategy = {"mesh": {"tp": 2}, "tensors": {"s": [None, "tp"]}}
     agree(proto, tmp_path, {"x": floats(5, 7)}, strategy=strategy)
+
+
+@pytest.mark.parametrize("name", ["onnxpar.sizes", "onnxpar.sizes.Mul3"])
+def test_names_of_sizes_are_refused_where_sizes_are_open(name: str, tmp_path: Path) -> None:
+    body = f'"{name}" = Relu (x) y = Neg ("{name}")'
+    proto = parsed(f"(float[B,8] x) => (float[B,8] y) {{ {body} }}", {})
+    path = write(proto, tmp_path)
+    with pytest.raises(onnxpar.ModelError, match=r"name begins with 'onnxpar\.sizes'"):
+        onnxpar.shard(path, tmp_path / "m.par", devices=2, preset="data-parallel", measure=False)
+    agree(proto, tmp_path, {"x": floats(6, 8)}, dims={"B": 6})
+
+
+@pytest.mark.parametrize("name", ["Tanh_b.grad/Mul.5", "loss/constant.3", "update/w/Mul.1"])
+def test_names_of_a_training_step_are_refused(name: str, tmp_path: Path) -> None:
+    text = f'{{ a = MatMul (x, w) "{name}" = Neg (a) b = Tanh ("{name}") y = Mul (b, b) }}'
+    path = write(parsed(f"(float[5,7] x) => (float[5,3] y) {text}", {"w": floats(7, 3)}), tmp_path)
+    with pytest.raises(onnxpar.ModelError, match=f"tensor '{re.escape(name)}': .*rename"):
+        grad(path, tmp_path / "step.onnx", loss="mse", optimizer="sgd")
 
 
 def test_free_names() -> None:
