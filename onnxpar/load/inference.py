@@ -14,8 +14,9 @@ import onnx
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxpar.canonicalize.branches import taken_branch
+from onnxpar.canonicalize.counted_windows import round_down
 from onnxpar.ir.scopes import is_control, open_scopes
-from onnxpar.ir.stored import subgraphs_of
+from onnxpar.ir.stored import graphs_of, subgraphs_of
 from onnxpar.model.misfits import check_fits
 from onnxpar.model.shapes import Walk, keep_nodes
 
@@ -29,6 +30,8 @@ def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
     open_scopes(model.graph)
     walk = Walk(model, keep=keep)
     _Inference(walk).graph(model.graph)
+    for graph in graphs_of(model.graph):
+        round_down(graph, walk.sizes)
     walk.declare(model.graph)
     for node in model.graph.node:
         _declare_bodies(node, walk)

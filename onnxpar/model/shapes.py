@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxpar.ir.attribute_weights import ML
 from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded, reads_of
+from onnxpar.model.kernel_sizes import correct_sizes
 from onnxpar.model.picked_sizes import compressed, part_of
 from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
 from onnxpar.model.table_reads import reads_beyond
@@ -305,6 +306,7 @@ class Walk:
         ):
             self.conflicts.append(node)
             return {}
+        correct_sizes(node, self.opsets.get("", 1), self.types, self.protos, found)
         made = (size for type_ in found.values() for size in known_sizes(type_) or ())
         if any(size is not None and size < 0 for size in made):
             self.conflicts.append(node)  # inference of its readers might end the process
@@ -370,6 +372,7 @@ def infer_results(
     found = onnx.shape_inference.infer_node_outputs(
         schema, proto, types, constants, opset_imports=[onnx.helper.make_opsetid("", opset)]
     )
+    correct_sizes(proto, opset, types, constants, found)
     results = []
     for tensor in node.outputs:
         shape = _static_shape(found[tensor.name])

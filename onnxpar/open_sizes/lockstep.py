@@ -148,6 +148,11 @@ class Lockstep:
         unknown."""
         return self.forms.size(self.walks[self.live[0]], name) or []
 
+    def fixed_sizes(self, name: str) -> list[int | None]:
+        """The sizes of a tensor; None for those that are open."""
+        numbers = [None if size is None else size.number for size in self.sizes(name)]
+        return [None if n is None else int(n) for n in numbers]
+
     def _fit(self, values: Sequence[int]) -> Polynomial | None:
         key = tuple(values)
         if key not in self._known:
@@ -540,13 +545,13 @@ class Lockstep:
         self, node: NodeProto, key: tuple[str, int, str, int], found: tuple[int, int, int], own: int
     ) -> int:
         """The least size of an operand from which on a result's size is this quotient; 0 if the
-        result's size is, at a size of 1."""
+        result's size is, at sizes of 1 and 2: kernels round negative numbers towards zero."""
         times, shift, below = found
 
         def is_right(size: int) -> bool:
             return self._probe(node, *key, size) == (times * size + shift) // below
 
-        low = 0 if is_right(1) else own
+        low = 0 if is_right(1) and is_right(2) else own
         while low > 0 and is_right(low - 1):
             low -= 1
         return low

@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto, TypeProto
 
 from onnxpar.base.arrays import Array
+from onnxpar.canonicalize.counted_windows import round_down
 from onnxpar.errors import StrategyError
 from onnxpar.ir.scopes import open_scopes
 from onnxpar.ir.stored import FOLD_LIMIT, copy_with_stubs
@@ -151,6 +152,7 @@ def infer_open(
     fits = [search.suits, search.fits]
     profiles = typical_sizes(typical, symbols, ties, dims, caches, fits)
     keep_nodes(proto.graph, walks.kept)
+    round_down(proto.graph, walks.fixed_sizes)
     bindings = [walks.bindings[i] for i in walks.live]
     return OpenSizes(
         tuple(bindings[0]),

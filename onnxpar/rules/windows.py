@@ -144,14 +144,18 @@ class Windows:
 
     def attributes(self, node: gs.Node, padded: Collection[int] = ()) -> dict[str, Any]:
         """The attributes of a rank's node that reads the result of `fetch` or `read`: with explicit
-        pads, which are 0 along dimensions that are `padded` already."""
-        gone = {"auto_pad", "output_shape", "output_padding", "pads"}
+        pads, which are 0 along dimensions that are `padded` already, if a dimension is tied."""
+        gone = {"auto_pad", "output_shape", "output_padding", "pads"} if self.tied else ()
         attrs: dict[str, Any] = {k: v for k, v in node.attrs.items() if k not in gone}
         if self.covered:
             attrs.pop("kernel_shape", None)
             if node.op.endswith("Pool"):  # others infer it from the rank's shard of the weight
                 attrs["kernel_shape"] = partial(self.kernel, list(node.attrs["kernel_shape"]))
+        if not self.tied:
+            return attrs
         attrs["pads"] = partial(self._pads, padded)
+        if "ceil_mode" in attrs:
+            attrs["ceil_mode"] = partial(self._rounds_up, padded)
         if node.op == "ConvTranspose":
             attrs["output_padding"] = self._growths
         return attrs
@@ -168,6 +172,19 @@ class Windows:
             is_done = i in padded
             pads[i] = (0, 0) if is_done else self.tied[i].padding(local.interval(f"y{i}"))
         return [p[0] for p in pads] + [p[1] for p in pads]
+
+    def _rounds_up(self, padded: Collection[int], local: Local) -> int:
+        """1 if a rank's windows reach beyond the padding; else 0: rounding up, there could be
+        another window where ONNX's shape inference counts it."""
+        rounds_up = False
+        for i in self.tied:
+            window = self.tied[i]
+            if i not in self.split(local):
+                rounds_up |= window.exceeds
+            elif i not in padded:
+                out = local.interval(f"y{i}")
+                rounds_up |= window.reach(out)[1] > window.size + window.padding(out)[1]
+        return int(rounds_up)
 
     def _growths(self, local: Local) -> list[int]:
         growth = list(self.growth)

@@ -57,6 +57,15 @@ CASES = [
         "n c h0 h1 h2 -> n c y0 h1 y2; n c y0 h1 y2 {communicating: h0 h2, co-sharded: h0 y0, co-sharded: h2 y2}",
     ),
     (
+        Case(
+            "MaxPool",
+            [(2, 3, 6)],
+            {"kernel_shape": [1], "strides": [3], "auto_pad": "SAME_UPPER"},
+            outputs=2,
+        ),
+        "n c h0 -> n c y0; n c y0 {whole: h0 y0}",
+    ),
+    (
         Case("AveragePool", [X], {"kernel_shape": [3, 3], "count_include_pad": 1, **PADDED}),
         "n c h0 h1 -> n c y0 y1 {communicating: h0 h1, co-sharded: h0 y0, co-sharded: h1 y1}",
     ),
