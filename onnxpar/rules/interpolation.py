@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from onnxpar.base.arrays import Array
 
 F = np.float32
 HALF = F(0.5)
+_TIE = 1e-6
+"""How far from a half a coordinate is still one for onnxruntime."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,9 @@ def coordinates(scaling: Scaling) -> Array:
         if out <= 1:
             return np.full(scaling.out, HALF * (start + end) * (size - 1), F)
         return np.asarray(start * (size - 1) + at * (end - start) * (size - 1) / (out - 1))
-    if how == "half_pixel_symmetric":
-        offset = size / 2 * (1 - out / (scale * size))
-        return np.asarray(offset + (at + HALF) / scale - HALF)
+    if how == "half_pixel_symmetric":  # onnxruntime divides in float64 here
+        offset = np.float64(size / 2 * (1 - out / (scale * size)))
+        return np.asarray(offset + (at + 0.5) / np.float64(scale) - 0.5).astype(F)
     return at * 0 if how == "pytorch_half_pixel" and out <= 1 else (at + HALF) / scale - HALF
 
 
@@ -92,19 +95,18 @@ def _nearest(scaling: Scaling, at: Array) -> tuple[Array, Array]:
     return index, np.ones(index.shape, F)
 
 
-def _away_from_zero(at: Array) -> Array:
-    return np.asarray(np.sign(at) * np.floor(np.abs(at) + HALF))
-
-
-def _prefer_floor(at: Array) -> Array:
-    return np.where(at == np.trunc(at) + HALF, np.floor(at), _away_from_zero(at))
+def _rounded(at: Array, up: bool) -> Array:
+    """The nearest integers; of two that are about equally near, the upper ones if `up`."""
+    low = np.floor(at)
+    share = (at - low).astype(np.float64)
+    return low + np.where(np.abs(share - 0.5) < _TIE, up, share > 0.5)
 
 
 _ROUNDINGS: Mapping[str, Callable[[Array], Array]] = {
     "floor": np.floor,
     "ceil": np.ceil,
-    "round_prefer_floor": _prefer_floor,
-    "round_prefer_ceil": _away_from_zero,
+    "round_prefer_floor": partial(_rounded, up=False),
+    "round_prefer_ceil": partial(_rounded, up=True),
 }
 
 

@@ -76,8 +76,11 @@ def _policy(node: gs.Node) -> str:
 
 
 def scalings(node: gs.Node) -> dict[int, Scaling] | None:
-    """The scaling of each dimension that changes, by dimension; None if any is data-dependent."""
+    """The scaling of each dimension that changes, by dimension; None if any is data-dependent. The
+    kernel copies an operand that has the size of the result."""
     shape, out = (tensor_shape(t) or () for t in (node.inputs[0], node.outputs[0]))
+    if shape == out and None not in shape:
+        return {}
     axes = _axes(node)
     by_size = _has_values(given(node, 3))
     scales = _scales_of_sizes(node, axes, out) if by_size else _scales(node, axes)
