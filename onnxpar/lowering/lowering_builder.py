@@ -103,7 +103,8 @@ class LoweringBuilder:
         sizes = [extent(self.view.on(m)) for m in members]
         shape = self.shape(x)
         shape[axis] = sum(sizes)
-        return self.collective("AllGather", x, axes, shape, axis=axis, sizes=sizes)
+        known = {} if self.is_open(factor) else {"sizes": sizes}  # others are found in a run
+        return self.collective("AllGather", x, axes, shape, axis=axis, **known)
 
     def shares_axes(self, factor: str, other: str) -> bool:
         """True if two factors are split, over the same axes."""

@@ -125,21 +125,27 @@ def top_k(node: gs.Node) -> Rule:
     k = node.attrs["k"] if operand is None else int(operand.reshape(-1)[0])
     attrs = {key: node.attrs[key] for key in ("largest",) if key in node.attrs}
 
-    def best(build: Lowering, x: gs.Tensor, count: Any) -> list[gs.Variable]:
-        if by_attribute:
-            return build.add_each("TopK", [x], 2, axis=axis, k=count)
-        counts = build.per_rank(lambda local: np.array([count(local)], np.int64))
-        return build.add_each("TopK", [x, counts], 2, axis=axis, **attrs)
+    def offered(local: Local) -> int:
+        return min(k, local.size(factor))
+
+    def best(build: Lowering, x: gs.Tensor, most: int, count: Any) -> list[gs.Variable]:
+        shape = [*build.shape(x)]
+        shape[axis] = most
+        types = [(x.dtype, shape), (np.dtype(np.int64), shape)]
+        return build.make_each("TopK", [x, count], types, axis=axis, **attrs)
 
     def lower(build: Lowering) -> None:
-        def offered(local: Local) -> int:
-            return min(k, local.size(factor))
-
-        own, index = best(build, build.input(0), offered)
+        most = np.array([k], np.int64)
+        if build.is_open(factor):  # no sample shows that shards may be smaller than k
+            size = build.per_rank(lambda local: np.array([local.size(factor)], np.int64))
+            count = build.add("Where", [build.add("Less", [size, most]), size, most])
+        else:
+            count = build.per_rank(lambda local: np.array([offered(local)], np.int64))
+        own, index = best(build, build.input(0), offered(build.local), count)
         index = global_positions(build, index, factor)
         values = build.all_gather(own, factor, axis, offered)
         places = build.all_gather(index, factor, axis, offered)
-        result, chosen = best(build, values, lambda _: k)
+        result, chosen = best(build, values, k, most)
         build.finish("Identity", [result])
         if build.local.node.outputs[1].name:
             build.finish("GatherElements", [places, chosen], 1, axis=axis)

@@ -519,6 +519,26 @@ def test_buckets_with_empty_parts(
             check_outputs(session.run(None, feeds), wanted, [p.name for p in plan.outputs])
 
 
+@pytest.mark.parametrize("best", [1, 2, 5])
+@pytest.mark.parametrize("rows", ["N", "M"])
+def test_the_best_of_few_rows(best: int, rows: str, tmp_path: Path) -> None:
+    """Ranks have fewer rows than are asked for, or none; M rows are 3 N."""
+    whole = "r = Concat<axis = 1>(x, x, x)" if rows == "M" else "r = Identity(x)"
+    text = f"g (float[B,N,2] x) => (float[B,K,2] v, int64[B,K,2] i) <int64[1] k = {{{best}}}>"
+    model = save(tmp_path / "m.onnx", f"{text} {{ {whole} v, i = TopK<axis = 1>(r, k) }}")
+    split = {"r": [None, "tp", None]}
+    pipeline.shard(model, tmp_path / "m.par", options("tp=3", strategy={"tensors": split}))
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for size in (1, 2, 3, 5, 7, 20):
+            if size * (3 if rows == "M" else 1) < best:
+                continue
+            x = np.random.default_rng(size).standard_normal((2, size, 2)).astype(np.float32)
+            for found, wanted in zip(
+                session.run(None, {"x": x}), run_unsplit(model, {"x": x}), strict=True
+            ):
+                np.testing.assert_array_equal(found, wanted)
+
+
 def branches(path: Path) -> Path:
     """An If whose branches call different weights by one name, which read what is around them."""
 
