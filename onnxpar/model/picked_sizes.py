@@ -38,13 +38,17 @@ def part_of(split: NodeProto, whole: TypeProto, sizes: Array, place: int) -> Typ
     axis = attributes.get("axis", 0)
     if not -len(dims) <= axis < len(dims) or not attributes.get("keepdims", 1):
         return None
-    each = sizes.tolist()
-    if not sizes.ndim:
-        if not dims[axis].HasField("dim_value") or each < 1:
-            return None
-        size = dims[axis].dim_value
-        each = [min(each, size - at) for at in range(0, size, each)]
-    if not -len(each) <= place < len(each):
+    if sizes.ndim:
+        count, size = sizes.size, None
+    elif dims[axis].HasField("dim_value") and sizes > 0:
+        size, step = dims[axis].dim_value, int(sizes)
+        count = -(-size // step)
+    else:
         return None
-    dims[axis].dim_value = each[place]
+    if not -count <= place < count:
+        return None
+    if size is None:
+        dims[axis].dim_value = int(sizes[place])
+    else:
+        dims[axis].dim_value = min(step, size - place % count * step)
     return part
