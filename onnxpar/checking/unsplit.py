@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
 from onnxpar.canonicalize.kept_bounds import DROPPING, drops_bounds
+from onnxpar.canonicalize.kept_ranges import SLICING, takes_ranges
 from onnxpar.checking.sensitivity import ORT_ERRORS, read_model
 from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.options import keep_double
@@ -58,15 +59,16 @@ def open_unsplit(
     model: str | os.PathLike[str] | bytes, folder: str | os.PathLike[str] | None = None
 ) -> ort.InferenceSession:
     """Opens a session of the unsplit model that prints no warnings, such as those about
-    initializers that are inputs, and computes what the model says (see `kept_bounds`). `folder` has
-    the external data if `model` is bytes. Errors: ModelError."""
+    initializers that are inputs, and computes what the model says (see `kept_bounds` and
+    `kept_ranges`). `folder` has the external data if `model` is bytes. Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are also raised
     if folder is not None:
         key = "session.model_external_initializers_file_folder_path"
         options.add_session_config_entry(key, os.fspath(Path(folder).resolve()))
-    disabled = DROPPING if drops_bounds(read_model(model)) else ()
+    proto = read_model(model)
+    disabled = DROPPING * drops_bounds(proto) + SLICING * takes_ranges(proto)
 
     def opened() -> ort.InferenceSession:
         return ort.InferenceSession(

@@ -19,6 +19,7 @@ from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_par
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.kept_bounds import keep_bounds
+from onnxpar.canonicalize.kept_ranges import keep_ranges
 from onnxpar.canonicalize.listed_tensors import read_listed
 from onnxpar.canonicalize.name_nodes import name_nodes
 from onnxpar.canonicalize.next_step import next_outputs
@@ -183,6 +184,7 @@ def load(
         show("bodies-for-training", proto)
     proto = inlined(proto, path)
     restate_flags(proto.graph)
+    keep_ranges(proto.graph)
     show("inline-functions", proto)
     if page_size:
         states = [*states, *page_caches(proto, page_size, kv_dtype)]
