@@ -93,7 +93,20 @@ class StandIns:
         if self._fill_stored(i):
             return
         size = self._filled.per_rank(lambda local: np.array([local.input_shape(i)[axis]], np.int64))
-        self._op.node.inputs[i] = fill(self._filled, x, axis, size)
+        self._op.node.inputs[i] = self._sized(i, axis, fill(self._filled, x, axis, size))
+
+    def _sized(self, i: int, axis: int, y: gs.Tensor) -> gs.Tensor:
+        """`y`, in place of operand i, with a size that ONNX's shape inference sees, where all runs
+        have the same: for an Attention of unknown width, it would infer a width of 0."""
+        build, spec = self._filled, self._op.rule.inputs[i]
+        if spec is None or set(expr_vars(spec[axis])) & build.view.open:
+            return y
+
+        def shape(local: Local) -> Any:
+            return np.array([local.input_shape(i)[axis] if a == axis else 0 for a in at], np.int64)
+
+        at = range(len(y.shape))
+        return build.make("Reshape", [y, build.per_rank(shape)], (y.dtype, list(y.shape)))
 
     def _fill_stored(self, i: int) -> bool:
         """Fills what a DequantizeLinear reads, if that is stored, so that onnxruntime still fuses
