@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import onnx
 
+from onnxpar.base.names import Names
 from onnxpar.ir.stored import nodes_of
-from onnxpar.ir.used_names import names_in
 
 
-def name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node, in subgraphs too, a unique name, by default from its op and result. No
-    other name continues it with `::`, as the names of what passes put in its place do."""
-    names = names_in(graph)
+def name_nodes(graph: onnx.GraphProto, names: Names) -> None:
+    """Gives every node, in subgraphs too, a unique name, by default from its op and result. None of
+    `names`, those of the model, continues it with `::`, as the names of what passes put in its
+    place do."""
     taken: set[str] = set()
     for node in nodes_of(graph):
         name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import onnx_graphsurgeon as gs
 from onnx import GraphProto
@@ -10,7 +10,7 @@ from onnx import GraphProto
 from onnxpar.base.names import Names
 from onnxpar.errors import ModelError
 from onnxpar.ir.stored import nodes_of
-from onnxpar.ir.subgraphs import scopes
+from onnxpar.ir.subgraphs import scopes, subgraphs
 
 
 def names_of(graph: gs.Graph) -> Names:
@@ -29,18 +29,29 @@ def names_in(graph: GraphProto) -> Names:
 
 def check_names(graph: gs.Graph, who: str) -> None:
     """Errors: ModelError for two tensors of one name, which files and layouts would mix up: `who`
-    gave a name that the model has."""
-    seen: dict[str, gs.Tensor] = {}
-    for tensor in _tensors(graph):
+    gave a name that the model has. Bodies beside each other may have the same names."""
+    _check_scope(graph, {}, who)
+
+
+def _check_scope(graph: gs.Graph, outer: Mapping[str, gs.Tensor], who: str) -> None:
+    seen = dict(outer)
+    for tensor in _tensors_in(graph):
         if tensor.name and seen.setdefault(tensor.name, tensor) is not tensor:
             raise ModelError(
                 f"tensor {tensor.name!r}: {who} adds another tensor of this name; rename the "
                 "model's own"
             )
+    for node in graph.nodes:
+        for body in subgraphs(node):
+            _check_scope(body, seen, who)
 
 
 def _tensors(graph: gs.Graph) -> Iterator[gs.Tensor]:
     for scope in scopes(graph):
-        yield from (*scope.inputs, *scope.outputs)
-        for node in scope.nodes:
-            yield from (*node.inputs, *node.outputs)
+        yield from _tensors_in(scope)
+
+
+def _tensors_in(scope: gs.Graph) -> Iterator[gs.Tensor]:
+    yield from (*scope.inputs, *scope.outputs)
+    for node in scope.nodes:
+        yield from (*node.inputs, *node.outputs)

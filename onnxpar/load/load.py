@@ -51,7 +51,7 @@ from onnxpar.ir.stored import (
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import Whole
 from onnxpar.ir.training_spec import Step
-from onnxpar.ir.used_names import check_names, names_of
+from onnxpar.ir.used_names import check_names, names_in, names_of
 from onnxpar.load.inference import infer
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.model.annotations import Configuration, read_annotations
@@ -200,6 +200,7 @@ def load(
         show("bind-sizes", proto)
         if refusal is None:
             check_bound(proto, dims or {}, path)
+        names = names_in(proto.graph)
         fused = unfuse(proto)
         show("unfuse", proto)
         spell_out(proto)
@@ -214,7 +215,7 @@ def load(
                 f"{path} is already a training step; give the model that it was made from"
             )
         kinds = (bool(open_dims), for_training, part == ENCODER)
-        importer = _Importer(proto, path, defaults, *kinds, show)
+        importer = _Importer(proto, path, defaults, names, *kinds, show)
         infer_types = own_types(step)
         sizes = None
         if infer_types is not None:
@@ -287,12 +288,13 @@ class _Importer:
         proto: onnx.ModelProto,
         path: Path,
         defaults: Mapping[str, TensorProto],
+        names: Names,
         is_open: bool,
         for_training: bool,
         is_cut: bool,
         show: Show,
     ) -> None:
-        self.path, self.defaults = path, defaults
+        self.path, self.defaults, self.names = path, defaults, names
         self.is_open, self.for_training, self.is_cut = is_open, for_training, is_cut
         ports = (*proto.graph.input, *proto.graph.output)
         self.declared = {port.name: _type_copy(port.type) for port in ports}
@@ -301,7 +303,7 @@ class _Importer:
     def graph(self, inferred: onnx.ModelProto) -> gs.Graph:
         """The graph that passes see. Errors: ModelError for an output without a type."""
         _check_outputs(inferred.graph, self.path)
-        name_nodes(inferred.graph)
+        name_nodes(inferred.graph, self.names)
         self.show("infer-shapes", inferred)
         graph = import_graph(inferred, self.defaults, self.path.parent)
         if self.is_cut:

@@ -12,6 +12,7 @@ import onnx
 from onnxpar.canonicalize.name_nodes import name_nodes
 from onnxpar.canonicalize.unfuse import free_names
 from onnxpar.ir.stored import copy_with_stubs, densify, lift_constants, without_data
+from onnxpar.ir.used_names import names_in
 from onnxpar.model.annotations import clear_annotations
 from onnxpar.model.input_sizes import bind_dims, fix_shapes
 
@@ -53,7 +54,7 @@ class StoredModel:
         densify(proto.graph, self.path.parent)
         lift_constants(proto.graph)
         free_names(proto.graph)
-        name_nodes(proto.graph)
+        name_nodes(proto.graph, names_in(proto.graph))
         fix_shapes(proto.graph, self.shapes)
         bind_dims(proto.graph, self.dims, self.path)
         return proto

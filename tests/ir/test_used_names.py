@@ -183,3 +183,11 @@ def test_free_names() -> None:
     names = Names(["a", "a_", "b::c", "d/e"])
     assert [names.free(n) for n in "abde"] == ["a__", "b_", "d", "e"]
     assert [names.root(n, "/") for n in "abde"] == ["a", "b", "d_", "e"]
+
+
+def test_branches_may_have_equal_names(tmp_path: Path) -> None:
+    text = """(float[5,7] x, bool c) => (float[5,7] y) { y = If (c) <
+        then_branch = g () => (float[5,7] b) { a = Neg (x) b = Exp (a) },
+        else_branch = h () => (float[5,7] b) { a = Abs (x) b = Sqrt (a) }> }"""
+    feeds = {"x": floats(5, 7), "c": np.array(True)}
+    agree(parsed(text, {}), tmp_path, feeds, strategy=COLUMNS)
