@@ -96,10 +96,12 @@ class StandIns:
         self._op.node.inputs[i] = self._sized(i, axis, fill(self._filled, x, axis, size))
 
     def _sized(self, i: int, axis: int, y: gs.Tensor) -> gs.Tensor:
-        """`y`, in place of operand i, with a size that ONNX's shape inference sees, where all runs
-        have the same: for an Attention of unknown width, it would infer a width of 0."""
+        """`y`, in place of operand i of an Attention, with a size that ONNX's shape inference sees,
+        where all runs have the same: of an unknown width, it would infer a width of 0."""
         build, spec = self._filled, self._op.rule.inputs[i]
-        if spec is None or set(expr_vars(spec[axis])) & build.view.open:
+        if self._op.node.op != "Attention" or spec is None:
+            return y
+        if set(expr_vars(spec[axis])) & build.view.open:
             return y
 
         def shape(local: Local) -> Any:
