@@ -69,15 +69,15 @@ def compare_runs(seed: int, folder: Path) -> Counter[str]:
     return went
 
 
-@pytest.mark.parametrize("seed", [5, 152, 1087, 5110])
+@pytest.mark.parametrize("seed", [3, 5, 86, 152, 1087, pytest.param(5110, marks=pytest.mark.slow)])
 def test_models_that_were_wrong(seed: int, tmp_path: Path) -> None:
-    """A binding without elements; a size that fitted by chance; an element that did; an operand
-    that a shard has only at some bindings."""
-    assert set(compare_runs(seed, tmp_path)) <= {"right", "limited"}
+    """Samples that grew in vain; a binding without elements; a slice from an open size on; a size
+    that fitted by chance; an element that did; an operand that a shard has only sometimes."""
+    assert set(compare_runs(seed, tmp_path)) <= {"right", "limited", "invalid"}
 
 
 def test_random_models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> None:
     went: Counter[str] = Counter()
-    for seed in range(request.config.getoption("--random-graphs") // 12):
+    for seed in range(request.config.getoption("--random-graphs") // 24):
         went += compare_runs(seed, tmp_path_factory.mktemp("model"))
     assert went["right"] > 10 * went["limited"] and went["right"] > 50 * went["refused"], went
