@@ -3,13 +3,12 @@ write."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import onnx
 from onnx import GraphProto, TensorProto, TypeProto
 
-from onnxpar.ir.stored import nodes_of, reads_of, stored_tensors, subgraphs_of
+from onnxpar.ir.stored import graphs_of, nodes_of, reads_of, stored_tensors
 
 _TYPED = (
     "float_data",
@@ -39,7 +38,7 @@ def restate(model: onnx.ModelProto) -> None:
     for port in model.graph.input:
         _open_sizes(port.type, below=0)
     _return_once(model.graph)
-    for graph in _graphs(model.graph):
+    for graph in graphs_of(model.graph):
         _restate_graph(graph)
 
 
@@ -70,12 +69,6 @@ def _one_import(model: onnx.ModelProto) -> None:
         version = own[-1].version
         others = [o for o in model.opset_import if o.domain not in ("", "ai.onnx")]
         _replace(model.opset_import, [onnx.helper.make_opsetid("", version), *others])
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in nodes_of(graph):
-        yield from subgraphs_of(node)
 
 
 def _return_once(graph: GraphProto) -> None:

@@ -6,7 +6,6 @@ samples other points in Resize-10. Only models of opsets before 7 go through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 
 import onnx
@@ -15,7 +14,14 @@ from onnx import GraphProto, NodeProto
 
 from onnxpar.canonicalize.changed_ops import CHANGES, NoEquivalentError, Surroundings
 from onnxpar.errors import ModelError
-from onnxpar.ir.stored import copy_with_stubs, is_folded, subgraphs_of, without_data
+from onnxpar.ir.stored import (
+    copy_with_stubs,
+    graphs_of,
+    is_folded,
+    nodes_of,
+    subgraphs_of,
+    without_data,
+)
 from onnxpar.ir.used_names import names_in
 
 OLDEST, NEWEST = 7, 12
@@ -49,7 +55,7 @@ class _Upgrade:
         self.names = names_in(model.graph)
         self.read = _read(model.graph)
         changed = {op for op, since in CHANGES if have < since <= goal}
-        is_typed = any(node.op_type in changed for node in _nodes(model.graph))
+        is_typed = any(node.op_type in changed for node in nodes_of(model.graph))
         self.types = _types(model) if is_typed else {}
 
     def run(self, graph: GraphProto) -> None:
@@ -102,23 +108,9 @@ def _from_oldest(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
         ) from None
 
 
-def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    for node in graph.node:
-        yield node
-        for inner in subgraphs_of(node):
-            yield from _nodes(inner)
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for inner in subgraphs_of(node):
-            yield from _graphs(inner)
-
-
 def _read(graph: GraphProto) -> set[str]:
     """All names that nodes or outputs read, at any depth."""
-    graphs = list(_graphs(graph))
+    graphs = list(graphs_of(graph))
     read = {name for each in graphs for node in each.node for name in node.input}
     return read | {port.name for each in graphs for port in each.output}
 
@@ -129,7 +121,7 @@ def _types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
     with suppress(RuntimeError, onnx.shape_inference.InferenceError):
         bare = onnx.shape_inference.infer_shapes(bare)
     found: dict[str, onnx.TypeProto.Tensor] = {}
-    for graph in _graphs(bare.graph):
+    for graph in graphs_of(bare.graph):
         for port in (*graph.input, *graph.output, *graph.value_info):
             if port.type.HasField("tensor_type"):
                 found[port.name] = port.type.tensor_type

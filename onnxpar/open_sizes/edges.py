@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from onnxpar.symbols.symbols import Atom, Binding, Minimum, Polynomial, minimum, symbols_of
+from onnxpar.open_sizes.size_arithmetic import Limit
+from onnxpar.symbols.symbols import Atom, Binding, Minimum, minimum, symbols_of
 
 Side = tuple[Minimum, int]
 """A minimum, and which of its operands is less than all others."""
@@ -91,7 +92,7 @@ def _sizes(parity: int) -> list[int]:
     return sizes
 
 
-def limit(side: Side) -> tuple[Polynomial, Polynomial]:
+def limit(side: Side) -> Limit:
     """Two sizes of which the first must not be greater than the second, so that a run is not on
     this side."""
     atom, i = side

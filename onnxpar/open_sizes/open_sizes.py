@@ -27,7 +27,7 @@ from onnxpar.open_sizes.branch_sizes import free_sizes
 from onnxpar.open_sizes.cache_sizes import CacheSizes, cache_sizes
 from onnxpar.open_sizes.edges import Side, edge_bindings, limit, unseen
 from onnxpar.open_sizes.lockstep import Lockstep, Strides, Unsolved
-from onnxpar.open_sizes.size_arithmetic import Forms
+from onnxpar.open_sizes.size_arithmetic import Forms, Limit
 from onnxpar.open_sizes.typical import Profile, Ties, Typical, typical_sizes
 from onnxpar.symbols.fits import DOMAINS, Domain, fits, sample
 from onnxpar.symbols.symbols import Atom, Binding, Polynomial, Quotient, Variable, symbols_of
@@ -60,7 +60,7 @@ class OpenSizes:
     is_told: bool = False
     caches: Sequence[CacheSizes] = ()
     free: frozenset[tuple[str, int]] = frozenset()
-    limits: tuple[tuple[Polynomial, Polynomial], ...] = ()
+    limits: tuple[Limit, ...] = ()
     forms: tuple[Polynomial, ...] = ()
     values: Mapping[str, Forms] = field(default_factory=dict)
 
@@ -295,7 +295,7 @@ class _Search:
             )
         return dims, walks
 
-    def bounds(self) -> Iterator[tuple[Polynomial, Polynomial]]:
+    def bounds(self) -> Iterator[Limit]:
         """The least and the greatest size of each symbol that has no others, as pairs of sizes of
         which the first is not greater than the second."""
         assert self.best is not None
@@ -393,9 +393,7 @@ class _Search:
         symbols = [s for s in _symbols(self.dims) if not self.domains[s].closed]
         new = edge_bindings(sides, bindings, symbols, self.least, self.taken)
         self.edges += new
-        is_small = any(
-            is_edge and b not in self.edges and 1 not in b.values() for b, is_edge in each
-        )
+        is_small = any(is_edge and b not in self.edges for b, is_edge in each)
         is_tried = not is_small and symbols and self.small < _LARGEST_SMALL
         if is_tried:
             self.small = 2 * self.small + 1

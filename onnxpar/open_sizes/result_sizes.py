@@ -25,8 +25,6 @@ Sizes = Sequence[Polynomial | None]
 """The sizes of a tensor; None for one that is unknown."""
 Divide = Callable[[Polynomial, Polynomial], Polynomial | None]
 """Finds the quotient of two sizes, if it is one at all sizes."""
-_SIGNED = ("GatherElements", "GatherND", "Pad", "ScatterElements", "ScatterND", "Trilu")
-"""Ops whose second operand means something else where it is negative."""
 HUGE = 2**31 - 1
 """No dimension is as large as that; exporters write it, or a greater number, for "to the end"."""
 
@@ -87,8 +85,7 @@ def result_sizes(operands: Operands) -> list[Sizes] | None:
 
 def positions(operands: Operands) -> Iterator[Polynomial]:
     """The positions in an operand that an op computes from values: the first element of a Slice, or
-    the index of a Gather, which may count from the end; of other ops, how negative values are.
-    Errors: NotFollowed."""
+    the index of a Gather, which may count from the end. Errors: NotFollowed."""
     if operands.node.op_type == "Slice":
         for axis, start, _, step in _slices(operands):
             size = operands.shape()[axis]
@@ -99,8 +96,6 @@ def positions(operands: Operands) -> Iterator[Polynomial]:
         size = sizes[operands.attributes.get("axis", 0) % len(sizes)]
         if size is not None:
             yield from (_from_the_end(index, size) for index in operands.value(1))
-    elif operands.node.op_type in _SIGNED:
-        yield from (minimum(v, ZERO) for v in operands.value(1) if not v.is_natural)
 
 
 def _slice(o: Operands) -> list[Sizes]:

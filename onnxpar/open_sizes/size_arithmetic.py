@@ -78,12 +78,11 @@ def constants(values: Any) -> Forms:
 def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
     """The limits within which a dtype holds a size exactly. Errors: NotFollowed for a dtype that
     rounds usual sizes, or in which they overflow."""
-    is_wide = dtype.itemsize >= 8
-    if form.number is not None or dtype.kind == "b" or (is_wide and dtype.kind != "u"):
+    if form.number is not None or dtype.kind == "b":
         return
     if dtype.itemsize < 4 or (dtype.kind == "u" and not form.is_natural):
         raise NotFollowed
-    if is_wide:
+    if dtype.itemsize >= 8:
         return
     most = Polynomial.constant(2**24 if dtype.kind == "f" else int(np.iinfo(dtype).max))
     whole = scaled(form, Fraction(form.denominator))

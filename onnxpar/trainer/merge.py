@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto
 
 from onnxpar.canonicalize.untie import untie
 from onnxpar.errors import ModelError, OnnxparError
-from onnxpar.ir.stored import check_stored, stored_tensors
+from onnxpar.ir.stored import check_stored, graphs_of, nodes_of, stored_tensors
 from onnxpar.load.load import read_proto
 from onnxpar.model.given_model import Source, model_file
 from onnxpar.model.write_model import NewValue, write_model
@@ -87,7 +86,7 @@ def _to_inference(graph: GraphProto) -> None:
     BatchNormalization uses its running statistics. Removes constants that nothing reads any
     more."""
     flags: set[str] = set()
-    for node in _nodes(graph):
+    for node in nodes_of(graph):
         if node.op_type == "Dropout":
             flags.update(node.input[2:])
             del node.input[2:]
@@ -96,25 +95,10 @@ def _to_inference(graph: GraphProto) -> None:
             for attribute in node.attribute:
                 if attribute.name == "training_mode":
                     attribute.i = 0
-    idle = flags - {name for node in _nodes(graph) for name in node.input}
-    for scope in _graphs(graph):
+    idle = flags - {name for node in nodes_of(graph) for name in node.input}
+    for scope in graphs_of(graph):
         unread = idle - {port.name for port in scope.output}
         for tensor in [t for t in scope.initializer if t.name in unread]:
             scope.initializer.remove(tensor)
         for node in [n for n in scope.node if n.op_type == "Constant" and n.output[0] in unread]:
             scope.node.remove(node)
-
-
-def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """Yields the nodes of a graph and of all bodies in it."""
-    for scope in _graphs(graph):
-        yield from scope.node
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """Yields a graph, and all bodies in it."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import random
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
 from agreement import TIMEOUT, check_outputs, options
@@ -22,10 +24,11 @@ from open_sizes.size_models import ALONE, WITH_PAST, size_model
 import onnxpar
 from onnxpar.errors import InputError
 from onnxpar.open_sizes.lockstep import Lockstep
+from onnxpar.open_sizes.open_sizes import OpenSizes
 from onnxpar.pipeline import pipeline
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.symbols.fits import DOMAINS, sample
-from onnxpar.symbols.symbols import Polynomial
+from onnxpar.symbols.symbols import Polynomial, minimum
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "data-parallel": ("data-parallel 2", {}),
@@ -135,6 +138,16 @@ def test_closed_forms_have_the_values_of_onnxruntime(seed: int) -> None:
             found = session.run(None, {"x": np.zeros((n, m), np.float32)})
             wanted = [form.at({"n": n, "m": m}) for form in forms.values()]
             assert [int(value[0]) for value in found] == wanted, (n, m)
+
+
+def test_a_minimum_is_a_formula_only_if_the_model_computes_it() -> None:
+    """min(N, 9) has these values, and may have them by chance: few samples are below 9."""
+    bindings = [{"N": n} for n in (40, 41, 42, 43, 44, 45, 177, 9, 2, 3)]
+    values = [min(b["N"], 9) for b in bindings]
+    least = minimum(Polynomial.variable("N"), Polynomial.constant(9))
+    sizes = OpenSizes(("N",), bindings, {}, lambda i: gs.Graph())
+    assert sizes.formula(values) is None
+    assert replace(sizes, atoms=least.atoms).formula(values) == least
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
