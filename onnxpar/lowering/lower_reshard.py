@@ -114,8 +114,8 @@ class ReshardBuilder:
             return
         if unknown[-2] >= same:
             raise OpenSizesError(
-                f"'{self.node.name}' moves shards of a dimension that several dimensions of "
-                "unknown size follow; split another dimension, or fix their sizes with --dim NAME=N",
+                f"'{self.node.name}' moves shards of a dimension before several dimensions of "
+                "unknown size; split another dimension, or fix their sizes with --dim NAME=N",
                 {self.node.name: frozenset()},
             )
 
