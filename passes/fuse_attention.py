@@ -112,11 +112,7 @@ class _Fusion:
 
     def _fuse_exported(self, softmax: gs.Node, found: ExportedAttention) -> None:
         """Puts one node in the place of attention in basic ops."""
-        attrs = {
-            "steps": found.steps,
-            "guarded": int(found.is_guarded),
-            "onnxpar.opset": self.graph.opset,
-        }
+        attrs = {"steps": found.steps, "guarded": int(found.is_guarded)}
         at = self._index(found.nodes[-1])
         for node in found.nodes:
             detach(node)
@@ -159,7 +155,7 @@ class _Fusion:
             shape[-2:] = shape[:-3:-1]
         name = f"{fused.name}::{op}{len(self.graph.nodes)}"
         result = gs.Variable(name, operands[0].dtype, shape)
-        node = gs.Node(op, name, {**attrs, "onnxpar.opset": self.graph.opset}, operands, [result])
+        node = gs.Node(op, name, attrs, operands, [result])
         self.graph.nodes.insert(self._index(fused), node)
         return result
 

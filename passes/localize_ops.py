@@ -101,7 +101,7 @@ def _lower_reshards(graph: gs.Graph, ctx: PassContext, times: int = 1) -> None:
             ctx.lowered.collectives.append(collective_of(node, mesh).repeated(times))
         tag = len(ctx.lowered.collectives)
         builder = BucketBuilder if len(node.inputs) > 1 else ReshardBuilder
-        built = builder(node, mesh, ctx.lowered.per_rank, tag, graph.opset).build()
+        built = builder(node, mesh, ctx.lowered.per_rank, tag).build()
         note_origin(built, node.name)
         nodes += built
     graph.nodes = nodes

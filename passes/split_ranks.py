@@ -16,7 +16,7 @@ from onnxpar.files.bundle_names import rank_name
 from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.ir.lazy_values import stacked_parts, stored_proto
 from onnxpar.ir.stored import nodes_of, subgraphs_of
-from onnxpar.ir.subgraphs import all_nodes, constants
+from onnxpar.ir.subgraphs import constants
 from onnxpar.load.load import Model
 from onnxpar.lowering.flat_scatters import flatten_scatters
 from onnxpar.lowering.fuse_again import fuse_again
@@ -209,8 +209,6 @@ def _stub(proto: TensorProto, name: str = "") -> TensorProto:
 
 
 def _export(graph: gs.Graph, source: Model) -> onnx.ModelProto:
-    for node in all_nodes(graph):
-        node.attrs.pop("onnxpar.opset", None)
     model = export_graph(graph, source.header)
     fuse_again(model.graph, source.fused)
     model.producer_name = model.producer_name or "onnxpar"

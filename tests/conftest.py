@@ -118,7 +118,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-graphs",
         type=int,
-        default=120,
+        default=80,
         metavar="N",
         help="random graphs to shard and compare",
     )
@@ -162,8 +162,9 @@ def _checksum(name: str) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """Unless all are wanted, leaves one case in FRACTION of each test that is marked as a matrix,
-    one medium for each case outside of tests/native, and no case that is marked as slow."""
+    """Unless all are wanted, leaves one case in FRACTION of each test marked as a matrix (in
+    N of one marked `matrix(N)`), one medium for each case outside of tests/native, and no case that
+    is marked as slow."""
     yield
     if metafunc.config.getoption("zoo"):
         return
@@ -179,8 +180,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
         return MEDIA[_checksum(same_in_both) % 2] == medium
 
     cases = list(filter(is_wanted, metafunc._calls))
-    if metafunc.definition.get_closest_marker("matrix"):
+    if mark := metafunc.definition.get_closest_marker("matrix"):
+        (fraction,) = mark.args or (FRACTION,)
         # By checksum, because neighbours have parameters in common.
         numbers = sorted(range(len(cases)), key=lambda i: _checksum(f"{name}[{cases[i].id}]"))
-        cases = [cases[i] for i in sorted(numbers[: math.ceil(len(cases) / FRACTION)])]
+        cases = [cases[i] for i in sorted(numbers[: math.ceil(len(cases) / fraction)])]
     metafunc._calls = cases

@@ -8,10 +8,10 @@ export PYTHONDONTWRITEBYTECODE=
 times=
 part() { # part NUMBER NAME COMMAND...
   local began=$SECONDS
-  echo "[$1 of 5] $2 ..."
+  echo "[$1 of 4] $2 ..."
   "${@:3}"
   times+="$2 $((SECONDS - began)) s, "
-  echo "[$1 of 5] $2: $((SECONDS - began)) s"
+  echo "[$1 of 4] $2: $((SECONDS - began)) s"
 }
 lint() {
   ruff check .
@@ -19,14 +19,17 @@ lint() {
   clang-format --dry-run -Werror onnxpar/native/*.cc onnxpar/native/*.h
 }
 types_and_wheel() { # mypy has one core; the other compiles the tests, which each worker would do for itself
-  { pytest -q --collect-only >/dev/null 2>&1 || true; tests/install.sh build/dist/*.whl; } &
+  {
+    pytest -q --collect-only >/dev/null 2>&1 || true
+    tests/install.sh build/dist/*.whl
+    tests/oldest.sh
+  } &
   mypy
   wait $!
 }
 part 1 set-up .ci/install.sh test
 PATH=$PWD/.venv/bin:$PATH
 part 2 lint lint
-part 3 "types and wheel" types_and_wheel
-part 4 "oldest versions" tests/oldest.sh
-echo "[5 of 5] tests ..."
+part 3 "types, wheel and oldest versions" types_and_wheel
+echo "[4 of 4] tests ..."
 ONNXPAR_PARTS=$times pytest -q -n 2 --dist worksteal "$@"

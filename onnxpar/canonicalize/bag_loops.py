@@ -91,8 +91,7 @@ def _found(
 ) -> Bags | None:
     """The bags, given the node that reduces the rows of one."""
     attributes = {a.name: a for a in last.attribute}
-    axes = list(attributes["axes"].ints) if "axes" in attributes else []
-    is_first = axes == [0] or (len(last.input) > 1 and names.is_value(last.input[1], 0))
+    is_first = len(last.input) > 1 and names.is_value(last.input[1], 0)
     kept = attributes["keepdims"].i if "keepdims" in attributes else 1
     bounds = {*_slices(last.input[0], names)}
     if not is_first or kept != keepdims or len(bounds) != 1:

@@ -166,12 +166,6 @@ def _apart(node: NodeProto, scales: str, at: Surroundings) -> list[str]:
     return [at.add(node, op, [scales, one]) for op in ("Max", "Min")]
 
 
-def _cropped(node: NodeProto, at: Surroundings) -> None:
-    mode = next((a.s for a in node.attribute if a.name == "coordinate_transformation_mode"), b"")
-    if mode == b"tf_half_pixel_for_nn":
-        raise NoEquivalentError(f"coordinate_transformation_mode {mode.decode()!r}")
-
-
 def _clip(node: NodeProto, at: Surroundings) -> None:
     for i, key in enumerate(("min", "max"), 1):
         bound = _take(node, key)
@@ -248,7 +242,6 @@ CHANGES: dict[tuple[str, int], Change] = {
     ("Pad", 11): _pad,
     ("Scatter", 11): _renamed("ScatterElements"),
     ("Dropout", 12): _dropout,
-    ("Resize", 13): _cropped,
     ("Softmax", 13): _flattening,
     ("LogSoftmax", 13): _flattening,
     ("Hardmax", 13): _flattening,
@@ -265,3 +258,5 @@ CHANGES: dict[tuple[str, int], Change] = {
     },
 }
 """How a node becomes one of an opset, by its op and that opset."""
+NEED_TYPES = frozenset({"Clip", "Pad", "Softmax", "LogSoftmax", "Hardmax"})
+"""Ops whose change depends on the types of their operands."""

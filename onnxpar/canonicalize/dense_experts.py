@@ -37,10 +37,6 @@ from onnxpar.ir.subgraphs import drop_unread
 from onnxpar.ir.tensors import numpy_dtype, tensor_shape
 from onnxpar.ir.used_names import names_of
 
-OPSET = 13
-"""The first opset in which this form can be written: axes are operands."""
-_REDUCE_AXES_AS_OPERAND = 18
-
 
 class DenseExperts:
     """Adds the nodes of one mixture; results are before `position` in the graph's nodes."""
@@ -63,18 +59,11 @@ class DenseExperts:
         self.made.append(gs.Node(op, name, attrs, operands, [result]))
         return result
 
-    def axes(self, op: str, axes: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
-        """Operands and attributes that give a reduction its axes."""
-        if op == "ReduceSum" or self.graph.opset >= _REDUCE_AXES_AS_OPERAND:
-            return [np.array(axes, np.int64)], {}
-        return [], {"axes": list(axes)}
-
     def reduce(self, op: str, x: gs.Tensor, axis: int, keep: bool) -> gs.Variable:
         """Adds a reduction over one dimension."""
         shape = list(x.shape)
         shape[axis : axis + 1] = [1] if keep else []
-        operands, attrs = self.axes(op, [axis])
-        return self.add(op, [x, *operands], x.dtype, shape, keepdims=int(keep), **attrs)
+        return self.add(op, [x, np.array([axis])], x.dtype, shape, keepdims=int(keep))
 
     def write(
         self, steps: Sequence[RowStep], tokens: gs.Tensor, chosen: gs.Tensor,
@@ -114,8 +103,7 @@ class DenseExperts:
             return self._rows("MatMul", [x, self._matrix(step, flipped)], step.dtype, step.width)
         operands = [self._operand(o, results) for o in step.operands]
         if step.op in ("ReduceMean", "ReduceSum", "ReduceMax"):
-            more, given = self.axes(step.op, [2])
-            return self._rows(step.op, [*operands, *more], step.dtype, 1, keepdims=1, **given)
+            return self._rows(step.op, [*operands, np.array([2])], step.dtype, 1, keepdims=1)
         if step.op == "Softmax":
             attrs = {"axis": 2}
         made = self._rows(step.op, operands, step.dtype, step.width, **attrs)

@@ -17,12 +17,6 @@ from onnxpar.canonicalize.bag_loops import bags_of
 from onnxpar.canonicalize.bag_names import Array, Bags, Names
 from onnxpar.ir.stored import nodes_before, onnx_opset
 
-_ADDS_WHEN_SCATTERING = 16
-"""The opset since which ScatterElements can add."""
-_TAKES_MAX = 18
-"""The opset since which ScatterElements can take the maximum."""
-_AXES_AS_OPERAND = {"ReduceSum": 13, "ReduceMean": 18, "ReduceMax": 18}
-
 Grouped = Callable[[str, int, bool, str], str]
 """Adds nodes for the sums of the rows of each bag: takes the rows, their width, True for largest
 values instead of sums, and a name for the result."""
@@ -78,8 +72,6 @@ class _Sums:
             self._reduce(bags.op, rows, self.result)
         elif is_even:
             self._combine(lambda *given: self._even(size, *given), source, width)
-        elif names.opset < (_TAKES_MAX if bags.op == "ReduceMax" else _ADDS_WHEN_SCATTERING):
-            return []
         else:
             number = self._numbers(source)
             self._combine(lambda *given: self._scattered(number, source, *given), source, width)
@@ -138,9 +130,7 @@ class _Sums:
         return list(node.input[: 2 if node.op_type == "Mul" else 1])
 
     def _reduce(self, op: str, rows: str, result: str = "") -> str:
-        if self.names.opset >= _AXES_AS_OPERAND[op]:
-            return self._add(op, [rows, [1]], result, keepdims=0)
-        return self._add(op, [rows], result, axes=[1], keepdims=0)
+        return self._add(op, [rows, [1]], result, keepdims=0)
 
     def _combine(self, grouped: Grouped, source: int, width: int) -> None:
         """Makes the result from sums, or largest values, of the rows of each bag, and from the

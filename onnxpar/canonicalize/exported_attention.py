@@ -48,7 +48,7 @@ def find_attention(softmax: gs.Node, graph: gs.Graph) -> ExportedAttention | Non
     shape = tensor_shape(softmax.outputs[0])
     if shape is None or len(shape) not in (3, 4):
         return None
-    axis = softmax.attrs.get("axis", -1 if graph.opset >= 13 else 1)
+    axis = softmax.attrs.get("axis", -1)
     if axis not in (-1, len(shape) - 1):
         return None
     search = _Search(shape, {id(t) for t in graph.outputs})

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.canonicalize.dense_experts import DenseExperts, merged, put
-from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
+from onnxpar.canonicalize.known_integers import given_integers, integers
 from onnxpar.canonicalize.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
 from onnxpar.canonicalize.sorted_rows import copies, find_sorted_rows, numbers, places, skip
 from onnxpar.ir.subgraphs import drop_unread
@@ -204,7 +204,7 @@ def _part(tensor: gs.Tensor, number: int) -> gs.Tensor | None:
     split = _maker(tensor, "Split")
     if split is None or split.attrs.get("axis", 0) or split.outputs[number] is not tensor:
         return None
-    sizes = operand_or_attribute(split, 1, "split")
+    sizes = given_integers(split, 1)
     return split.inputs[0] if sizes is None or set(sizes) == {1} else None
 
 

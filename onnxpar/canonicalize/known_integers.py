@@ -54,12 +54,8 @@ def integers(tensor: gs.Tensor | None) -> list[int] | None:
     return [int(x) for x in found.reshape(-1)]
 
 
-def operand_or_attribute(node: gs.Node, index: int, name: str) -> list[int] | None:
-    """Integers that newer opsets take as an operand and older ones as an attribute; None if they
-    are left out or unknown."""
-    if name in node.attrs:
-        value = node.attrs[name]
-        return [int(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+def given_integers(node: gs.Node, index: int) -> list[int] | None:
+    """The elements of an operand; None if it is left out or unknown."""
     return integers(given(node, index))
 
 

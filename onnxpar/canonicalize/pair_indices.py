@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
-from onnxpar.ir.tensors import given, tensor_shape
+from onnxpar.canonicalize.known_integers import given_integers, integers
+from onnxpar.ir.tensors import tensor_shape
 
 MOVES = frozenset(["Transpose", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity", "Expand"])
 """Ops that move or cast elements."""
@@ -65,10 +65,10 @@ def _some_forms(node: gs.Node, index: Index, at: int) -> Index | list[Index] | N
     """A Slice, Split or Gather along the dimension of forms."""
     rank, count = len(index.labels), len(index.forms)
     if node.op == "Slice":
-        starts = operand_or_attribute(node, 1, "starts")
-        ends = operand_or_attribute(node, 2, "ends")
-        axes = operand_or_attribute(node, 3, "axes")
-        steps = integers(given(node, 4)) or [1]
+        starts = given_integers(node, 1)
+        ends = given_integers(node, 2)
+        axes = given_integers(node, 3)
+        steps = given_integers(node, 4) or [1]
         if starts is None or ends is None or axes is None or len(axes) != 1:
             return None
         if starts == [0] and steps == [1] and ends[0] >= _ALL:
@@ -78,7 +78,7 @@ def _some_forms(node: gs.Node, index: Index, at: int) -> Index | list[Index] | N
     if node.attrs.get("axis", 0) % rank != at:
         return None
     if node.op == "Split":
-        sizes = operand_or_attribute(node, 1, "split") or [1] * count
+        sizes = given_integers(node, 1) or [1] * count
         if len(sizes) != len(node.outputs) or sum(sizes) != count:
             return None
         ends = np.cumsum([0, *sizes]).tolist()

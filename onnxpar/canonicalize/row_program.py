@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.known_integers import integers, known_integers, operand_or_attribute
+from onnxpar.canonicalize.known_integers import given_integers, integers, known_integers
 from onnxpar.ir.tensors import constant, given, tensor_shape
 
 UNARY = frozenset(
@@ -298,7 +298,7 @@ class RowProgram:
         if node.op == "Softmax":
             axes: list[int] | None = [node.attrs.get("axis", -1)]
         else:
-            axes = operand_or_attribute(node, 1, "axes")
+            axes = given_integers(node, 1)
         if axes is None or [a % rank for a in axes] != [at] or not node.attrs.get("keepdims", 1):
             return False
         width = self.width_of(x) if node.op == "Softmax" else 1
@@ -315,9 +315,9 @@ def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int,
     """Start, stop and step of the columns that each result of a node takes; None if it takes
     anything else than columns at a regular distance."""
     if node.op == "Slice":
-        fields = [operand_or_attribute(node, i, n) for i, n in ((1, "starts"), (2, "ends"))]
-        axes = operand_or_attribute(node, 3, "axes")
-        steps = integers(given(node, 4)) or [1]
+        fields = [given_integers(node, i) for i in (1, 2)]
+        axes = given_integers(node, 3)
+        steps = given_integers(node, 4) or [1]
         if None in fields or axes is None or len(axes) != 1 or axes[0] % rank != at:
             return None
         start, stop = ((f or [0])[0] for f in fields)
@@ -326,7 +326,7 @@ def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int,
     if node.attrs.get("axis", 0) % rank != at:
         return None
     if node.op == "Split":
-        sizes = operand_or_attribute(node, 1, "split")
+        sizes = given_integers(node, 1)
         if sizes is None:
             part = -(-width // len(node.outputs))
             sizes = [min(part, width - part * i) for i in range(len(node.outputs))]

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.canonicalize.dense_experts import DenseExperts, merged, put
-from onnxpar.canonicalize.known_integers import integers, operand_or_attribute
+from onnxpar.canonicalize.known_integers import given_integers, integers
 from onnxpar.canonicalize.pair_indices import MOVES, Index
 from onnxpar.canonicalize.row_program import Stacked
 from onnxpar.canonicalize.scattered_expert import ScatteredExpert, Weight, follow, is_zero
@@ -226,7 +226,7 @@ def _hit(number: gs.Tensor | None, mask: gs.Tensor, axis: int) -> tuple[gs.Node 
         if node.op == "Split":
             if part >= 0:
                 return None, -1
-            sizes = operand_or_attribute(node, 1, "split") or []
+            sizes = given_integers(node, 1) or []
             part = next(i for i, t in enumerate(node.outputs) if t is number)
             if set(sizes) - {1}:
                 return None, -1
@@ -247,7 +247,7 @@ def _has_token(tensor: gs.Tensor, mask: gs.Tensor, axis: int) -> bool:
     total = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
     if total is None or total.op != "ReduceSum" or total.inputs[0] is not mask:
         return False
-    axes = operand_or_attribute(total, 1, "axes")
+    axes = given_integers(total, 1)
     return axes is not None and {a % 3 for a in axes} == {0, 1, 2} - {axis}
 
 

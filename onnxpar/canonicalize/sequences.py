@@ -12,8 +12,6 @@ import onnx_graphsurgeon as gs
 from onnxpar.ir.subgraphs import scopes
 from onnxpar.ir.tensors import constant
 
-_SPLIT_BY_OPERAND = 13
-"""The opset since which an operand of Split gives the sizes."""
 _MOST_PARTS = 1 << 12
 """Most elements of a sequence that becomes a Split, which has a result for each element."""
 
@@ -21,8 +19,6 @@ _MOST_PARTS = 1 << 12
 def split_sequences(graph: gs.Graph) -> None:
     """Replaces each SplitToSequence of which all readers pick one element at a constant position,
     in place. Requires static shapes."""
-    if graph.opset < _SPLIT_BY_OPERAND:
-        return
     for scope in scopes(graph):
         for node in list(scope.nodes):
             if node.op == "SplitToSequence":

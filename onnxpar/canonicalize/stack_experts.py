@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.dense_experts import OPSET
 from onnxpar.canonicalize.gathered_experts import gathered_mixtures
 from onnxpar.canonicalize.scattered_experts import scattered_mixtures
 from onnxpar.ir.lazy_values import StackedValues, stack_of
@@ -28,9 +27,8 @@ def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None
     """Rewrites each mixture of the graph whose experts compute the same steps, in place. `folder`
     has the model's external data. With `in_nodes`, nodes stack the weights that experts have of
     their own: trained weights keep their names and shapes."""
-    if graph.opset >= OPSET:
-        scattered_mixtures(graph, folder)
-        gathered_mixtures(graph, folder)
+    scattered_mixtures(graph, folder)
+    gathered_mixtures(graph, folder)
     if in_nodes:
         _stack_in_nodes(graph)
 

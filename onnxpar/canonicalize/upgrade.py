@@ -12,7 +12,7 @@ import onnx
 import onnx.version_converter
 from onnx import GraphProto, NodeProto
 
-from onnxpar.canonicalize.changed_ops import CHANGES, NoEquivalentError, Surroundings
+from onnxpar.canonicalize.changed_ops import CHANGES, NEED_TYPES, NoEquivalentError, Surroundings
 from onnxpar.errors import ModelError
 from onnxpar.ir.stored import (
     copy_with_stubs,
@@ -24,38 +24,39 @@ from onnxpar.ir.stored import (
 )
 from onnxpar.ir.used_names import names_in
 
-OLDEST, NEWEST = 7, 12
-"""The oldest opset that is converted here, and the one that has all ops that rules add."""
+OLDEST, NEWEST = 7, 18
+"""The oldest opset that is converted here, and the least that passes see: since then, all
+reductions take their axes as an operand."""
 _ONNX = ("", "ai.onnx")
 
 
-def upgrade(model: onnx.ModelProto, what: str, opset: int = NEWEST) -> onnx.ModelProto:
+def upgrade(model: onnx.ModelProto, what: str) -> onnx.ModelProto:
     """The model with ONNX's own domain at this opset or newer. The given model may be changed in
     place; `what` names it in messages.
 
     Errors: ModelError that names a node without an equivalent in the opset.
     """
     if all(o.domain not in _ONNX for o in model.opset_import):
-        model.opset_import.add(domain="", version=opset)
+        model.opset_import.add(domain="", version=NEWEST)
     model = _from_oldest(model, what)
     imports = [o for o in model.opset_import if o.domain in _ONNX]
     have = imports[0].version
-    if have < opset:
-        _Upgrade(model, have, opset, what).run(model.graph)
+    if have < NEWEST:
+        _Upgrade(model, have, what).run(model.graph)
         for entry in imports:
-            entry.version = opset
+            entry.version = NEWEST
     return model
 
 
 class _Upgrade:
-    """Converts the nodes of one model from the opset `have` to `goal`."""
+    """Converts the nodes of one model from the opset `have` to NEWEST."""
 
-    def __init__(self, model: onnx.ModelProto, have: int, goal: int, what: str) -> None:
-        self.have, self.goal, self.what = have, goal, what
+    def __init__(self, model: onnx.ModelProto, have: int, what: str) -> None:
+        self.have, self.what = have, what
         self.names = names_in(model.graph)
         self.read = _read(model.graph)
-        changed = {op for op, since in CHANGES if have < since <= goal}
-        is_typed = any(node.op_type in changed for node in nodes_of(model.graph))
+        typed = {op for op, since in CHANGES if have < since and op in NEED_TYPES}
+        is_typed = any(node.op_type in typed for node in nodes_of(model.graph))
         self.types = _types(model) if is_typed else {}
 
     def run(self, graph: GraphProto) -> None:
@@ -75,7 +76,7 @@ class _Upgrade:
 
     def _convert(self, node: NodeProto, at: Surroundings) -> None:
         op, name = node.op_type, node.name or next(iter(node.output), "")
-        for version in range(self.have + 1, self.goal + 1):
+        for version in range(self.have + 1, NEWEST + 1):
             change = CHANGES.get((node.op_type, version))
             if change is None:
                 continue
@@ -84,7 +85,7 @@ class _Upgrade:
             except NoEquivalentError as reason:
                 raise ModelError(
                     f"{self.what}: {op} '{name}' of opset {self.have} has no equivalent in opset "
-                    f"{self.goal}: {reason}; export the model with opset {self.goal} or newer"
+                    f"{NEWEST}: {reason}; export the model with opset {NEWEST} or newer"
                 ) from None
 
 

@@ -31,7 +31,7 @@ from onnxpar.canonicalize.stack_experts import stack_experts
 from onnxpar.canonicalize.tolerated import restate, restate_flags
 from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
-from onnxpar.canonicalize.upgrade import NEWEST, upgrade
+from onnxpar.canonicalize.upgrade import upgrade
 from onnxpar.errors import ModelError
 from onnxpar.files.unreadable import cannot_read
 from onnxpar.ir.exported import exported_kinds
@@ -48,7 +48,6 @@ from onnxpar.ir.stored import (
     sparse_tensors,
     stored_tensors,
 )
-from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import Whole
 from onnxpar.ir.training_spec import Step
 from onnxpar.ir.used_names import check_names, names_in, names_of
@@ -62,8 +61,6 @@ from onnxpar.model.state_pairs import find_states, given_states
 from onnxpar.open_sizes.open_sizes import OpenSizes, infer_open
 from onnxpar.open_sizes.typical import Typical, check_closed
 
-TRAINING_OPSET = 18
-"""The opset of gradients; since then, all reductions take their axes as an operand."""
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """Dtypes from which shapes are computed."""
 
@@ -147,7 +144,7 @@ def load(
     least   smallest size at which open dimensions are sampled
     own_types  for the training step that the model is (or None), the function that declares types
         if the model is a program per rank
-    for_training  keeps every weight as it is stored, and raises the opset to TRAINING_OPSET
+    for_training  keeps every weight as it is stored
     untied  gives each node that reads a vector as its scale or bias a copy of its own
     typical  sizes at which costs of models with open sizes are computed
     find_others  also looks for states that are not given
@@ -267,7 +264,7 @@ def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
 def _normalized(
     proto: onnx.ModelProto, path: Path, for_training: bool, show: Show
 ) -> tuple[onnx.ModelProto, dict[str, TensorProto], list[str]]:
-    """Returns three things: the model in opset 12 or later, with dense constants as initializers;
+    """Returns three things: the model in opset 18 or later, with dense constants as initializers;
     the default values of inputs; the initializers that can no longer be fed."""
     densify(proto.graph, path.parent)
     show("densify", proto)
@@ -275,7 +272,7 @@ def _normalized(
     show("lift-constants", proto)
     defaults, fixed = _settle_defaults(proto, feedable=not for_training)
     show("settle-defaults", proto)
-    proto = upgrade(proto, str(path), TRAINING_OPSET if for_training else NEWEST)
+    proto = upgrade(proto, str(path))
     show("upgrade-opset", proto)
     return proto, defaults, fixed
 
@@ -320,7 +317,6 @@ class _Importer:
         keep_bounds(graph)
         scan_first_axes(graph)
         stack_experts(graph, self.path.parent, in_nodes=self.for_training)
-        mark_opset(graph)
         check_names(graph, f"reading {self.path}")
         self.show("import", graph)
         self.show = unseen  # other bindings get the same rewrites
@@ -426,10 +422,3 @@ def _unshare_vectors(graph: gs.Graph) -> None:
 def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
     """The nodes without duplicates; nodes are compared by identity, as `==` compares attributes."""
     return list({id(node): node for node in nodes}.values())
-
-
-def mark_opset(graph: gs.Graph) -> None:
-    """Records the opset in an attribute of nodes whose meaning depends on it."""
-    for node in all_nodes(graph):
-        if node.op in ("Softmax", "LogSoftmax", "Hardmax", "Split") and graph.opset < 13:
-            node.attrs["onnxpar.opset"] = graph.opset

@@ -23,7 +23,7 @@ from onnxpar.lowering.lowering_builder import (
     set_attribute,
 )
 from onnxpar.lowering.rank_view import NodeView
-from onnxpar.lowering.zero_sizes import expanded_zeros, keep_zeros, merged_zeros
+from onnxpar.lowering.zero_sizes import expanded_zeros, keep_zeros
 from onnxpar.sharding.factors import OpFactors
 
 
@@ -47,8 +47,7 @@ def localize_node(
         return
     breach = view.breach(op.rule)
     assert breach is None, f"{op.node.op} '{op.node.name}': {breach}"
-    names = factors_to_fill(op.rule, view) | merged_zeros(graph, op, view)
-    names |= expanded_zeros(op, view)
+    names = factors_to_fill(op.rule, view) | expanded_zeros(op, view)
     if names:
         view = _surround(graph, op, view, names, layouts, per_rank)
     if op.rule.lower and (not op.rule.has_kernel or any(map(view.is_split, op.rule.lowered))):
@@ -68,7 +67,7 @@ def localize_node(
             note_stand_ins(name, view, per_rank)
     conceal([op.node])
     if op.node.op == "Reshape":
-        keep_zeros(graph, op, view, per_rank)
+        keep_zeros(op, view)
 
 
 def _surround(

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.layout.layout import Layout, local_size, split_count
+from onnxpar.layout.layout import Layout, local_size
 from onnxpar.layout.mesh import parts_over
 from onnxpar.lowering.buckets import held_dim
 from onnxpar.lowering.lower_reshard import ReshardBuilder, changed_dims, is_run, local_shape
@@ -130,7 +130,7 @@ class BucketBuilder(ReshardBuilder):
     def _swapped(self, x: gs.Tensor, sizes: Callable[[int], list[int]], what: str) -> gs.Variable:
         """`x` reshaped to three dimensions of these sizes, with the two outer ones swapped."""
         apart, swapped = self._fresh(x, f"{what}.apart"), self._fresh(x, f"{what}.turned")
-        self._resized(x, lambda rank: np.array(sizes(rank), np.int64), [2], apart)
+        self._resized(x, lambda rank: np.array(sizes(rank), np.int64), apart)
         self._add("Transpose", [apart], swapped, perm=[1, 0, 2])
         return swapped
 
@@ -151,8 +151,7 @@ class BucketBuilder(ReshardBuilder):
 
         if axis:
             piece = self._swapped(piece, apart, f"rows{number}")
-        others = [i for i, dim in enumerate(before.dims) if i != axis and split_count(dim) > 1]
-        self._resized(piece, shape, others, y)
+        self._resized(piece, shape, y)
 
     def _around(self, layout: Layout, rank: int, axis: int) -> tuple[int, int]:
         """The number of elements in the dimensions before `axis` on a rank, and in those from
@@ -175,15 +174,9 @@ class BucketBuilder(ReshardBuilder):
     def _split(
         self, x: gs.Tensor, sizes: Callable[[int], Array], results: Sequence[gs.Tensor], axis: int
     ) -> None:
-        """Adds a Split into pieces of these sizes; before opset 13, the sizes are an attribute."""
-        name = f"{self.node.name}::Split"
-        if self.opset >= 13:
-            operands = [x, self._varying("sizes", sizes)]
-            self.built.append(gs.Node("Split", name, {"axis": axis}, operands, list(results)))
-            return
-        self.per_rank.attributes[name, "split"] = lambda rank: sizes(rank).tolist()
-        attrs = {"axis": axis, "split": sizes(0).tolist()}
-        self.built.append(gs.Node("Split", name, attrs, [x], list(results)))
+        """Adds a Split into pieces of these sizes."""
+        name, operands = f"{self.node.name}::Split", [x, self._varying("sizes", sizes)]
+        self.built.append(gs.Node("Split", name, {"axis": axis}, operands, list(results)))
 
     def _shaped(self, x: gs.Tensor, shape: Sequence[int], what: str) -> gs.Variable:
         """Reshapes `x` to a shape that is the same on all ranks."""

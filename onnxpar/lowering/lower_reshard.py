@@ -59,7 +59,6 @@ class ReshardBuilder:
     mesh: Mesh
     per_rank: PerRank
     tag: int
-    opset: int
 
     def __post_init__(self) -> None:
         self.reshard = reshard_of(self.node)
@@ -107,10 +106,9 @@ class ReshardBuilder:
     def _reshape(self, x: gs.Tensor, layout: Layout, y: gs.Tensor, same: int = 0) -> None:
         """Reshapes `x` to the rank's shard of a layout, of which the `same` first dimensions are
         those of `x`."""
-        split = [i for i, dim in enumerate(layout.dims) if split_count(dim) > 1]
         unknown = [i for i, dim in enumerate(layout.dims) if dim.size < 0]
         if len(unknown) < 2:
-            self._resized(x, partial(local_shape, layout, self.mesh), split, y)
+            self._resized(x, partial(local_shape, layout, self.mesh), y)
             return
         if unknown[-2] >= same:
             raise OpenSizesError(
@@ -127,23 +125,10 @@ class ReshardBuilder:
 
         self._add("Reshape", [x, self._varying(f"shape{len(self.built)}", sizes)], y)
 
-    def _resized(
-        self, x: gs.Tensor, shape: Callable[[int], Array], void: Sequence[int], y: gs.Tensor
-    ) -> None:
-        """Reshapes `x` to a shape whose `void` dimensions may be empty."""
-        name = f"shape{len(self.built)}"
-        if self.opset >= 14:
-            self._add("Reshape", [x, self._varying(name, shape)], y, allowzero=1)
-            return
-
-        def sizes(rank: int) -> Array:
-            """The shape with -1 as the first void size: if that is 0, Reshape would copy the
-            operand's size."""
-            found = shape(rank)
-            found[list(void[:1])] = -1
-            return found
-
-        self._add("Reshape", [x, self._varying(name, sizes)], y)
+    def _resized(self, x: gs.Tensor, shape: Callable[[int], Array], y: gs.Tensor) -> None:
+        """Reshapes `x` to a shape that may have sizes of 0."""
+        target = self._varying(f"shape{len(self.built)}", shape)
+        self._add("Reshape", [x, target], y, allowzero=1)
 
     def _AllReduce(self, x: gs.Tensor, y: gs.Tensor) -> None:
         self._collective("AllReduce", x, y, op=self.before.reduce)

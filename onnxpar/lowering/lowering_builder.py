@@ -23,11 +23,6 @@ from onnxpar.model.shapes import infer_results
 from onnxpar.rules.rule import Local, Step
 
 
-def axes_are_input(op: str, opset: int) -> bool:
-    """True if the op takes its axes (a Split: its sizes) as an operand, not as an attribute."""
-    return opset >= (13 if op in ("Squeeze", "Unsqueeze", "ReduceSum", "Split") else 18)
-
-
 class LoweringBuilder:
     """Builds the nodes that a rank runs in place of one node; implements `rule.Lowering`.
 
@@ -41,7 +36,6 @@ class LoweringBuilder:
     ) -> None:
         self.local: Local = view.on(0)
         self.view = view
-        self.opset: int = graph.opset
         self._prefix = prefix
         self._graph = graph
         self._per_rank = per_rank
@@ -286,7 +280,7 @@ class LoweringBuilder:
     ) -> None:
         operands = [self._operand(i) for i in inputs]
         key = "split" if op == "Split" else "axes"
-        if key in attrs and axes_are_input(op, self._graph.opset):
+        if key in attrs:
             operands.append(self._sizes(attrs.pop(key)))
         node = gs.Node(op, name, {}, operands, results, attrs.pop("domain", None))
         for key, value in attrs.items():

@@ -21,7 +21,6 @@ from onnxpar.files.own_folder import OwnFolder, own_name, remove_left
 from onnxpar.files.write_file import PREFIX, cause, put
 from onnxpar.ir.lazy_values import StackedValues
 from onnxpar.ir.stored import external_location, stored_bytes, stored_tensors
-from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.model.interchange import default_of, export_graph
 
 ALIGN = 4096
@@ -179,8 +178,6 @@ def export_model(
 ) -> onnx.ModelProto:
     """The model of a graph, including the default values of its inputs; `stacks` as in
     `export_graph`."""
-    for node in all_nodes(graph):
-        node.attrs.pop("onnxpar.opset", None)
     model = export_graph(graph, header, stacks)
     model.producer_name = model.producer_name or "onnxpar"
     for tensor in graph.inputs:

@@ -66,11 +66,8 @@ class Operands:
         return list(found.reshape(-1))
 
     def axes(self, i: int, rank: int, count: int) -> list[int]:
-        """The axes in an operand, or in the attribute `axes`; by default, the first `count`."""
-        if self.has(i):
-            found = [int(number_of(v)) for v in self.value(i)]
-        else:
-            found = list(self.attributes.get("axes", range(count)))
+        """The axes in an operand; by default, the first `count`."""
+        found = [int(number_of(v)) for v in self.value(i)] if self.has(i) else range(count)
         return [axis % rank for axis in found]
 
 
@@ -108,16 +105,9 @@ def _slice(o: Operands) -> list[Sizes]:
 
 def _slices(o: Operands) -> Iterator[tuple[int, Polynomial, Polynomial, int]]:
     """The axis, the start, the end and the step of each dimension that a Slice cuts."""
-    sizes = o.shape()
-    if o.opset < 10:
-        attributes = o.attributes
-        starts, ends = ([Polynomial.constant(v) for v in attributes[k]] for k in ("starts", "ends"))
-        axes = [a % len(sizes) for a in attributes.get("axes", range(len(starts)))]
-        strides = [1] * len(starts)
-    else:
-        starts, ends = o.value(1), o.value(2)
-        axes = o.axes(3, len(sizes), len(starts))
-        strides = [int(number_of(v)) for v in o.value(4)] if o.has(4) else [1] * len(starts)
+    starts, ends = o.value(1), o.value(2)
+    axes = o.axes(3, len(o.shape()), len(starts))
+    strides = [int(number_of(v)) for v in o.value(4)] if o.has(4) else [1] * len(starts)
     yield from zip(axes, starts, ends, strides, strict=True)
 
 
@@ -150,12 +140,8 @@ def _clamped(index: Polynomial, low: Polynomial, high: Polynomial) -> Polynomial
 
 def _pad(o: Operands) -> list[Sizes]:
     sizes = list(o.shape())
-    if o.opset < 11:
-        pads = [Polynomial.constant(v) for v in o.attributes["pads"]]
-        axes = list(range(len(sizes)))
-    else:
-        pads = o.value(1)
-        axes = o.axes(3, len(sizes), len(sizes))
+    pads = o.value(1)
+    axes = o.axes(3, len(sizes), len(sizes))
     if len(pads) < 2 * len(axes) or len(axes) > len(sizes):  # not valid
         raise NotFollowed
     for i, axis in enumerate(axes):
@@ -232,15 +218,14 @@ def _filled(o: Operands) -> list[Sizes]:
 
 def _resize(o: Operands) -> list[Sizes]:
     sizes, attributes = list(o.shape()), o.attributes
-    at = (1, None) if o.node.op_type == "Upsample" or o.opset < 11 else (2, 3)
     axes = [a % len(sizes) for a in attributes.get("axes", range(len(sizes)))]
-    if at[1] is not None and o.has(at[1]):
+    if o.has(3):
         if attributes.get("keep_aspect_ratio_policy", b"stretch") != b"stretch":
             raise NotFollowed
-        for axis, size in zip(axes, o.value(at[1]), strict=True):
+        for axis, size in zip(axes, o.value(3), strict=True):
             sizes[axis] = size
         return [sizes]
-    for axis, scale in zip(axes, o.value(at[0]), strict=True):
+    for axis, scale in zip(axes, o.value(2), strict=True):
         size = sizes[axis]
         if size is not None:
             sizes[axis] = quotient(scaled(size, number_of(scale)), 1)
@@ -261,8 +246,6 @@ def _split(o: Operands) -> list[Sizes]:
     size, count = sizes[axis], len(o.node.output)
     if o.has(1):
         parts: list[Polynomial | None] = list(o.value(1))
-    elif "split" in attributes:
-        parts = [Polynomial.constant(v) for v in attributes["split"]]
     elif size is None:
         parts = [None] * count
     else:
@@ -274,7 +257,7 @@ def _split(o: Operands) -> list[Sizes]:
 def _top_k(o: Operands) -> list[Sizes]:
     sizes = list(o.shape())
     axis = o.attributes.get("axis", -1) % len(sizes)
-    sizes[axis] = o.value(1)[0] if o.opset >= 10 else Polynomial.constant(o.attributes["k"])
+    sizes[axis] = o.value(1)[0]
     return [sizes, sizes]
 
 
@@ -297,5 +280,4 @@ _SIZES: Mapping[str, Callable[[Operands], list[Sizes]]] = {
     "Split": _split,
     "Tile": _tile,
     "TopK": _top_k,
-    "Upsample": _resize,
 }

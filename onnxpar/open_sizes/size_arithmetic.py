@@ -267,9 +267,8 @@ def _absolute(form: Polynomial) -> Polynomial:
 def _reduced(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
     def reduce_forms(operands: Sequence[Forms], attributes: dict[str, Any], _: bool) -> Forms:
         data = operands[0]
-        axes = attributes.get("axes")
-        if len(operands) > 1:
-            axes = numbers(operands[1], np.dtype(np.int64)).tolist()
+        has_axes = len(operands) > 1
+        axes = numbers(operands[1], np.dtype(np.int64)).tolist() if has_axes else []
         if not axes:
             if attributes.get("noop_with_empty_axes"):
                 raise NotFollowed

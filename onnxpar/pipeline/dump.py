@@ -34,7 +34,7 @@ from onnxpar.ir.stored import check_stored, stored_tensors
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import Model, mark_opset, read_proto
+from onnxpar.load.load import Model, read_proto
 from onnxpar.model.interchange import declare_types, header_of, import_graph
 from onnxpar.model.loaded_text import loaded_text
 from onnxpar.model.write_model import export_model, goes_apart, move_data, write_model
@@ -249,7 +249,6 @@ def _restored(
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(weights)
     graph = import_graph(proto, defaults, file.parent)
-    mark_opset(graph)
     states = [(source, result) for source, result in state["states"]]
     written = [n for n in all_nodes(graph) if is_reshard(n)]
     texts = [node.attrs[_RESHARD] for node in written]

@@ -81,7 +81,7 @@ def can_split_cache(node: gs.Node, states: Collection[tuple[str, str]]) -> bool:
     same fixed length before and after a run, as the model declares it."""
     if node.op != "GroupQueryAttention" or node.domain != CONTRIB:
         return False
-    others = {k: v for k, v in node.attrs.items() if k not in (*_ATTRIBUTES, "onnxpar.opset")}
+    others = {k: v for k, v in node.attrs.items() if k not in _ATTRIBUTES}
     if any(others[key] != default for key, default in _DEFAULTS.items() if key in others):
         return False
     if others.keys() - _DEFAULTS.keys() or any(t.name for t in node.inputs[COSINE + 2 :]):

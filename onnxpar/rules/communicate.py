@@ -26,18 +26,14 @@ def communicating(
     factors: Sequence[str],
     sizes: Sequence[Size],
     lower: Callable[[Lowering], None],
-    since: int = 0,
 ) -> dict[str, Any]:
     """The fields of a rule for factors that may be split because the ranks then communicate inside
     the op, as `lower` implements it.
 
-    The factors stay whole if one of their `sizes` is unknown, or if the node's opset is older than
-    `since`, the first opset with the ops that `lower` adds.
+    The factors stay whole if one of their `sizes` is unknown.
     """
     if None in sizes:
         return {"whole": dict.fromkeys(factors, UNKNOWN)}
-    if node.attrs.get("onnxpar.opset", 13) < since:
-        return {"whole": dict.fromkeys(factors, f"it needs ops of opset {since}")}
     over = frozenset(factors)
     return {"communicating": over, "lowered": over, "lower": lower}
 
@@ -174,8 +170,7 @@ def held_positions(build: Lowering, factor: str, axis: int = 0, rank: int = 1) -
 
     The positions of a contiguous shard are a Range, so that the factor's size may be open.
     """
-    has_range = build.local.node.attrs.get("onnxpar.opset", 13) >= 11
-    if has_range and build.local.is_run(factor):
+    if build.local.is_run(factor):
 
         def bound(end: int) -> gs.Tensor:
             return build.per_rank(lambda local: np.array(local.interval(factor)[end], np.int64))

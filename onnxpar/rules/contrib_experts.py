@@ -20,8 +20,6 @@ from onnxpar.rules.lowering_interface import Lowering
 from onnxpar.rules.notation import expr_vars
 from onnxpar.rules.rule import Rule, einsum, given_specs, rule
 
-_OPSET = 11
-"""The first opset with the ops that choose experts before the mixture."""
 _ROUTER_WEIGHTS = 14
 EXPERT_WEIGHTS = {"MoE": (2, 4, 6), "QMoE": (2, 5, 8)}
 """The operands with the experts' matrices."""
@@ -119,7 +117,7 @@ def _rule(
     used = given_specs(operands, node.inputs)
     names = {name for spec in used for name in spec.replace("(", " ").replace(")", " ").split()}
     reasons = {"h": "it is contracted before an activation", "r": _CHOSEN, **whole}
-    if node.attrs.get("use_sparse_mixer") or node.attrs.get("onnxpar.opset", 13) < _OPSET:
+    if node.attrs.get("use_sparse_mixer"):
         reasons["e"] = _CHOSEN
     split = [f for f in "ef" if f in names and f not in reasons]
     rule = einsum(
@@ -175,7 +173,7 @@ def _lower(columns: Mapping[int, tuple[int, int]], low: Lowering) -> None:
     if columns and low.local.is_split("f") and given(node, bias) is not None:
         is_first = low.per_rank(lambda local: np.array(local.member("f") == 0))
         inputs[bias] = _where(low, is_first, inputs[bias])
-    attrs = {k: v for k, v in node.attrs.items() if k != "onnxpar.opset"} | {"domain": DOMAIN}
+    attrs = {**node.attrs, "domain": DOMAIN}
     if not low.local.is_split("e"):
         low.finish(node.op, inputs, **attrs)
         return

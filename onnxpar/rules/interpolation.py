@@ -33,15 +33,11 @@ class Scaling:
     mode: str
     attrs: Mapping[str, Any] = field(default_factory=dict)
     region: tuple[float, float] = (0.0, 1.0)
-    is_simple: bool = False
-    """True before opset 11, where the nearest element is the lower neighbour, or the upper one if
-    the dimension shrinks."""
 
     @property
     def transformation(self) -> str:
         """The name of the function that maps coordinates of the result to those of the operand."""
-        default = "asymmetric" if self.is_simple else "half_pixel"
-        return str(self.attrs.get("coordinate_transformation_mode", default))
+        return str(self.attrs.get("coordinate_transformation_mode", "half_pixel"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +85,6 @@ def coordinates(scaling: Scaling) -> Array:
 
 def _nearest(scaling: Scaling, at: Array) -> tuple[Array, Array]:
     mode = scaling.attrs.get("nearest_mode", "round_prefer_floor")
-    if scaling.is_simple:
-        mode = "ceil" if scaling.scale < 1 else "floor"
     index = _ROUNDINGS[mode](at).astype(np.int64)[:, None]
     return index, np.ones(index.shape, F)
 

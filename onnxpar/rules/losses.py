@@ -45,7 +45,7 @@ def class_loss(node: gs.Node) -> Rule:
         node,
         f"{', '.join([scores, labels, *weights, *rest])} -> {'; '.join(results)}",
         reduce={},
-        **communicating(node, ["c", *rows], shape if rows else shape[1:2], lower, since=12),
+        **communicating(node, ["c", *rows], shape if rows else shape[1:2], lower),
     )
 
 

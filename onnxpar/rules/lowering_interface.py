@@ -65,13 +65,12 @@ class Lowering(Protocol):
     """Builds the nodes that a rank runs in place of one node; see `lowering/lowering_builder.py`.
 
     Operands may be tensors or arrays, which become constants. `axes=` of Unsqueeze, Squeeze,
-    ReduceSum and the like, and `split=` of Split, become attributes or operands as the opset wants.
-    An op of another domain is given with `domain=`. Functions given to
-    `per_rank` run after the node is gone: they must not read `local.node`.
+    ReduceSum and the like, and `split=` of Split, become operands. An op of another domain is given
+    with `domain=`. Functions given to `per_rank` run after the node is gone: they must not read
+    `local.node`.
     """
 
     local: Local
-    opset: int
 
     def input(self, index: int) -> gs.Tensor:
         """The rank's shard of an operand of the node."""

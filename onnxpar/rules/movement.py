@@ -105,7 +105,7 @@ def squeeze(node: gs.Node) -> Rule:
     """The rule of Reshape. If the node names no axes, ranks name them: a Squeeze would also drop a
     dimension of which the rank's shard has one element."""
     same = reshape(node)
-    if "axes" in node.attrs or given(node, 1) is not None:
+    if given(node, 1) is not None:
         return same
     return replace(same, lowered=frozenset(same.sizes), lower=lower_squeeze)
 

@@ -27,14 +27,12 @@ def _dims(node: gs.Node) -> list[str]:
 
 @rule("Softmax LogSoftmax")
 def softmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split (before opset 13: any
-    dimension from there on)."""
+    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split."""
     dims = _dims(node)
-    since13 = node.attrs.get("onnxpar.opset", 13) >= 13
-    axis = node.attrs.get("axis", -1 if since13 else 1) % max(len(dims), 1)
-    normalised = dims[axis : axis + 1] if since13 else dims[axis:]
+    axis = node.attrs.get("axis", -1) % max(len(dims), 1)
+    normalised = dims[axis : axis + 1]
     text = dims_text(dims)
-    axes = [dims.index(d) for d in normalised]
+    axes = [axis]
     is_log = node.op == "LogSoftmax"
 
     def lower(build: Lowering) -> None:
@@ -114,9 +112,7 @@ def lp_normalization(node: gs.Node) -> Rule:
         is_zero = build.add("Equal", [norm, like(x, 0)])
         finish(build, "Div", [x, build.add("Where", [is_zero, like(x, 1), norm])])
 
-    return einsum(
-        node, f"{text} -> {text}", **communicating(node, [dims[axis]], (), lower, since=11)
-    )
+    return einsum(node, f"{text} -> {text}", **communicating(node, [dims[axis]], (), lower))
 
 
 @rule("MeanVarianceNormalization")

@@ -137,7 +137,7 @@ def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
     amounts are data-dependent."""
     rank = len(tensor_shape(node.inputs[0]) or ())
     amounts, axes = given(node, 1), given(node, 3)
-    values = node.attrs.get("pads") if amounts is None else constant(amounts)
+    values = None if amounts is None else constant(amounts)
     over = np.arange(rank) if axes is None else constant(axes)
     if values is None or over is None:
         return None
@@ -145,7 +145,7 @@ def _padding(node: gs.Node) -> tuple[list[Pads], bool] | None:
     for i, axis in enumerate(over.tolist()):
         pads[axis % rank] = (int(values[i]), int(values[len(over) + i]))
     fill = given(node, 2)
-    value = node.attrs.get("value", 0.0) if fill is None else constant(fill)
+    value = np.zeros(()) if fill is None else constant(fill)
     return pads, value is not None and not np.any(value)
 
 

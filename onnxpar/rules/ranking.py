@@ -78,21 +78,17 @@ def arg_extremum(node: gs.Node) -> Rule:
         else:
             build.finish("Squeeze", [found], axes=[axis])
 
-    fields = communicating(node, [dims[axis]], [shape[axis]], lower, since=11)
+    fields = communicating(node, [dims[axis]], [shape[axis]], lower)
     return einsum(node, f"{dims_text(dims)} -> {dims_text(kept)}", **fields)
 
 
 @rule("Hardmax")
 def hardmax(node: gs.Node) -> Rule:
-    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split (before opset 13: all
-    dimensions from that axis on must stay whole, unless it is the last)."""
+    """`d0 d1 -> d0 d1`; the ranks communicate if the op's axis is split."""
     shape = tensor_shape(node.inputs[0]) or ()
     dims = names("d", len(shape))
     text = dims_text(dims)
-    since13 = node.attrs.get("onnxpar.opset", 13) >= 13
-    axis = node.attrs.get("axis", -1 if since13 else 1) % max(len(dims), 1)
-    if not since13 and axis != len(dims) - 1:
-        return einsum(node, f"{text} -> {text}", whole=dict.fromkeys(dims[axis:], _COMPARED))
+    axis = node.attrs.get("axis", -1) % max(len(dims), 1)
 
     def lower(build: Lowering) -> None:
         dtype = onnx.helper.np_dtype_to_tensor_dtype(dtype_of(build.local.node.outputs[0]))
@@ -103,7 +99,7 @@ def hardmax(node: gs.Node) -> Rule:
     return einsum(
         node,
         f"{text} -> {text}",
-        **communicating(node, [dims[axis]], [shape[axis]], lower, since=11),
+        **communicating(node, [dims[axis]], [shape[axis]], lower),
     )
 
 
@@ -118,11 +114,10 @@ def top_k(node: gs.Node) -> Rule:
     out = dims_text([*dims[:axis], "k", *dims[axis + 1 :]])
     text = f"{dims_text(dims)}{', _' * (len(node.inputs) - 1)} -> {out}; {out}"
     whole = {"k": "its elements are sorted"}
-    by_attribute = len(node.inputs) == 1
-    operand = None if by_attribute else constant(node.inputs[1])
-    if operand is None and not by_attribute:
+    operand = constant(node.inputs[1])
+    if operand is None:
         return einsum(node, text, whole=whole | {factor: "a data-dependent k"})
-    k = node.attrs["k"] if operand is None else int(operand.reshape(-1)[0])
+    k = int(operand.reshape(-1)[0])
     attrs = {key: node.attrs[key] for key in ("largest",) if key in node.attrs}
 
     def offered(local: Local) -> int:
@@ -150,6 +145,6 @@ def top_k(node: gs.Node) -> Rule:
         if build.local.node.outputs[1].name:
             build.finish("GatherElements", [places, chosen], 1, axis=axis)
 
-    fields = communicating(node, [factor], [shape[axis]], lower, since=11)
+    fields = communicating(node, [factor], [shape[axis]], lower)
     fields["whole"] = {**whole, **fields.get("whole", {})}
     return einsum(node, text, contiguous=frozenset({factor}), **fields)

@@ -253,10 +253,7 @@ class _Network:
 
     def _function(self, activation: Activation, x: gs.Tensor) -> gs.Tensor:
         for op, operands, attrs in activation.steps():
-            if op == "Clip":  # its operands were attributes before opset 11
-                x = self._op("Min", self._op("Max", x, like(x, operands[0])), like(x, operands[1]))
-            else:
-                x = self.build.add(op, [x, *(like(x, o) for o in operands)], **attrs)
+            x = self.build.add(op, [x, *(like(x, o) for o in operands)], **attrs)
         return x
 
     def _op(self, op: str, *operands: Any) -> gs.Variable:

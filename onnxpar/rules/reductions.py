@@ -42,8 +42,7 @@ _TOTALS = "the totals of shards would be reduced as floats, which round integers
 def reduced_axes(node: gs.Node) -> list[int] | None:
     """The axes that a Reduce op reduces; None if they are data-dependent."""
     rank = len(tensor_shape(node.inputs[0]) or ())
-    operand = given(node, 1)
-    values = node.attrs.get("axes")
+    operand, values = given(node, 1), None
     if operand is not None:
         found = constant(operand)
         if found is None:

@@ -23,7 +23,7 @@ _SCALED = "it is interpolated"
 _MODES = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "cubic": "cubic"}
 
 
-@rule("Resize Upsample")
+@rule("Resize")
 def resize(node: gs.Node) -> Rule:
     """`n c h w -> n c y x`: a dimension h that is interpolated is co-sharded with y, the dimension
     after it; dimensions of scale 1 stay the same factor.
@@ -113,7 +113,7 @@ def _refusal(node: gs.Node, resized: Collection[Scaling]) -> str | None:
 
 def _scaling(node: gs.Node, size: int, out: int, scale: float, region: Region) -> Scaling:
     mode = _MODES[node.attrs.get("mode", "nearest")]
-    return Scaling(size, out, scale, mode, node.attrs, region, len(node.inputs) < 3)
+    return Scaling(size, out, scale, mode, node.attrs, region)
 
 
 def _repeats(found: Taps, size: int) -> bool:
@@ -199,10 +199,8 @@ def _has_values(tensor: gs.Tensor | None) -> bool:
 def _scales(node: gs.Node, axes: Sequence[int]) -> list[float] | None:
     """The scale of every dimension as the node gives it, 1 for those not in `axes`; None if it is
     data-dependent."""
-    operand = given(node, 1 if len(node.inputs) == 2 else 2)
-    values = node.attrs.get("scales")
-    if values is None and operand is not None:
-        values = constant(operand)
+    operand = given(node, 2)
+    values = None if operand is None else constant(operand)
     if values is None:
         return None
     found = [1.0] * len(tensor_shape(node.inputs[0]) or ())

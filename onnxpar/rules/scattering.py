@@ -64,7 +64,7 @@ def scatter_padded(
     )
 
 
-@rule("ScatterElements Scatter")
+@rule("ScatterElements")
 def scatter_elements(node: gs.Node) -> Rule:
     """`v (d + r), i d, i d -> v (d + r)`, where r is not updated. If v is split, each rank skips
     the updates of other shards.
@@ -78,7 +78,7 @@ def scatter_elements(node: gs.Node) -> Rule:
     sizes = uncovered(dims, axis, data, index)
     rows = data[axis]
     fields = meeting_updates(node, ["i"])
-    if rows is None or node.op == "Scatter" or not can_pad(node.inputs[0]):
+    if rows is None or not can_pad(node.inputs[0]):
         fields["whole"] = {
             **fields.get("whole", {}),
             "v": "there is no room for the updates of other shards",

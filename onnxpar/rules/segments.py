@@ -81,14 +81,11 @@ def split(node: gs.Node) -> Rule:
         inputs = (stacked, *[None] * (len(node.inputs) - 1))
         return Rule(inputs, specs, each, whole=whole, **PERMUTES)
 
-    old = "split" in node.attrs or node.attrs.get("onnxpar.opset", 13) < 13
     return Rule(
         ((*dims[:axis], joined, *dims[axis + 1 :]), *[None] * (len(node.inputs) - 1)),
         tuple((*dims[:axis], s, *dims[axis + 1 :]) for s in segments),
         sizes,
-        local={"split": lambda local: parts(local).tolist()}
-        if old
-        else {1: parts, "num_outputs": _drop},
+        local={1: parts, "num_outputs": _drop},
         **PERMUTES,
     )
 
@@ -101,14 +98,11 @@ def slice_bounds(node: gs.Node) -> dict[int, tuple[int, int, int]] | None:
     """(start, stop, step) of a Slice by axis, clamped to the global sizes as in ONNX; None if they
     are not constant, or if the size of an axis is data-dependent."""
     shape = tensor_shape(node.inputs[0]) or ()
-    if "starts" in node.attrs:
-        parts: list[Any] = [node.attrs.get(k) for k in ("starts", "ends", "axes", "steps")]
-    else:
-        operands = [*node.inputs[1:], *[None] * (5 - len(node.inputs))]
-        parts = [constant(t) if t is not None and t.name else None for t in operands]
-        given = [t is not None and t.name for t in operands]
-        if any(g and p is None for g, p in zip(given, parts, strict=True)):
-            return None
+    operands = [*node.inputs[1:], *[None] * (5 - len(node.inputs))]
+    parts: list[Any] = [constant(t) if t is not None and t.name else None for t in operands]
+    given = [t is not None and t.name for t in operands]
+    if any(g and p is None for g, p in zip(given, parts, strict=True)):
+        return None
     starts, ends = (np.atleast_1d(p).tolist() for p in parts[:2])
     axes = range(len(starts)) if parts[2] is None else np.atleast_1d(parts[2]).tolist()
     steps = [1] * len(starts) if parts[3] is None else np.atleast_1d(parts[3]).tolist()
@@ -138,7 +132,7 @@ def slice_(node: gs.Node) -> Rule:
         (tuple(kept.right),),
         kept.sizes,
         whole=kept.whole,
-        local=kept.local_attributes() if "starts" in node.attrs else kept.local_operands(),
+        local=kept.local_operands(),
         lower=kept.lower,
         **tied_fields(kept.strided),
         **PERMUTES,
@@ -180,10 +174,6 @@ class _Kept:
         else:
             self.sizes |= {f"p{i}": start, f"q{i}": size - start - count}
             self.left.append(Cat((Var(f"p{i}"), Var(f"d{i}"), Var(f"q{i}"))))
-
-    def local_attributes(self) -> dict[str | int, Callable[[Local], Any]]:
-        """The attributes of a rank's Slice, before opset 10."""
-        return {"starts": self._starts, "ends": self._ends, "axes": lambda _: list(self.bounds)}
 
     def local_operands(self) -> dict[str | int, Callable[[Local], Any]]:
         """The operands of a rank's Slice."""

@@ -22,8 +22,6 @@ WINDOW = "windows need neighbouring elements"
 IN_PADDING = "some windows read only padding"
 NEGATIVE = "its padding is negative"
 SINGLE = "a single window covers it"
-_PADS_ARE_INPUT = 11
-"""The first opset in which nodes may compute the pads of a Pad."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Windows:
         a rank reads: those without padding, or where elements of value `blank` can stand for
         padding."""
         split = [i for i in self.split(builder.local) if builder.is_open(f"h{i}")]
-        can_pad = blank is not None and builder.opset >= _PADS_ARE_INPUT
+        can_pad = blank is not None
         return [i for i in split if self.tied[i].follows_size(can_pad)]
 
     def _fetch_padded(

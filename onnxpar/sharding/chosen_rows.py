@@ -93,12 +93,9 @@ def is_mask(node: gs.Node, shapes: Shapes) -> bool:
 def _sums_experts(node: gs.Node) -> bool:
     if node.op != "ReduceSum" or node.attrs.get("keepdims", 1):
         return False
-    axes = node.attrs.get("axes")
-    operand = given(node, 1)
-    if axes is None and operand is not None:
-        value = constant(operand)
-        axes = None if value is None else value.tolist()
-    return bool(axes == [0])
+    axes = given(node, 1)
+    value = None if axes is None else constant(axes)
+    return value is not None and bool(value.tolist() == [0])
 
 
 def _fill(
@@ -206,14 +203,11 @@ def axes_of(node: gs.Node, keeps: bool = True) -> list[int] | None:
         return None
     if node.op in ("Split", "Softmax"):
         return [int(node.attrs.get("axis", 0 if node.op == "Split" else -1)) % RANK]
-    axes = node.attrs.get("axes")
-    operand = given(node, 3 if node.op == "Slice" else 1)
-    if axes is None and operand is not None and isinstance(operand, gs.Constant):
-        axes = operand.values.reshape(-1).tolist()
+    axes = given(node, 3 if node.op == "Slice" else 1)
     removes = node.op.startswith("Reduce") and not node.attrs.get("keepdims", 1)
-    if axes is None or (keeps and removes):
+    if not isinstance(axes, gs.Constant) or (keeps and removes):
         return None
-    return [int(a) % RANK for a in axes]
+    return [int(a) % RANK for a in axes.values.reshape(-1)]
 
 
 @dataclass(frozen=True)

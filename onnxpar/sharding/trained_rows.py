@@ -253,7 +253,7 @@ class _Search:
             axis = int(node.attrs.get("axis", 0)) % RANK
             return axis == RANK - 1 and all(id(t) in zeros for t in node.inputs)
         if node.op in ("Squeeze", "Unsqueeze"):
-            axes = constant(node.inputs[1]) if given(node, 1) else node.attrs.get("axes")
+            axes = constant(node.inputs[1]) if given(node, 1) else None
             deep = max(map(len, rows))
             return axes is not None and all(int(axis) % deep > 1 for axis in axes)
         if node.op in _RESHAPES:

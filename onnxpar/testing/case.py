@@ -55,10 +55,7 @@ class Case:
         made = [gs.Variable(f"y{i}") for i in range(self.outputs)]
         for tensor, value in zip(made, results, strict=False):
             tensor.dtype, tensor.shape = value.dtype, _known_shape(value)
-        attrs = dict(self.attrs)
-        if self.opset < 13:
-            attrs["onnxpar.opset"] = self.opset
-        node = gs.Node(self.op, "node", attrs, feeds, made, domain=self.domain or None)
+        node = gs.Node(self.op, "node", dict(self.attrs), feeds, made, domain=self.domain or None)
         inputs = [t for t in feeds if isinstance(t, gs.Variable) and t.name]
         domains = [onnx.helper.make_opsetid("", self.opset)]
         domains += [onnx.helper.make_opsetid(self.domain, self.version)] if self.domain else []
@@ -145,8 +142,7 @@ def compiled(graph: gs.Graph) -> Program:
         for tensor in node.outputs:
             bare.setdefault(tensor.name, gs.Variable(tensor.name))
         outputs = [bare[t.name] for t in node.outputs]
-        attrs = {k: v for k, v in node.attrs.items() if k != "onnxpar.opset"}
-        nodes.append(gs.Node(node.op, node.name, attrs, inputs, outputs, node.domain))
+        nodes.append(gs.Node(node.op, node.name, dict(node.attrs), inputs, outputs, node.domain))
     copy = gs.Graph(
         nodes,
         operands,

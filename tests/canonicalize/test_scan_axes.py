@@ -28,6 +28,7 @@ def scan(axes: tuple[int, int], backwards: int) -> onnx.ModelProto:
                     e = Add(a, b)  c = Tanh(e)  d = Relu(c) }}>(h, x) }}""")
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("batch", [None, 1, 3])
 @pytest.mark.parametrize("split", [["tp", None], [None, "tp"]])
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op)
 def test_gradient(prove, case):
     prove(case)

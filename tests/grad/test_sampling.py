@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, [c.op, *c.attrs.values()])))
 def test_gradient(prove, case):
     wrt = [0] if case.op == "RoiAlign" or case.attrs.get("mode") == "nearest" else None

@@ -283,6 +283,7 @@ SPLITS: list[dict[str, list[str | None]]] = [
 ]
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("bound", ["Relu(h)", "Clip(h, low, high)"])
 @pytest.mark.parametrize("name", SMALL)

@@ -41,6 +41,7 @@ def agree(folder: Path, body: str, sizes: str, weights: dict[str, np.ndarray], s
             np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("split", ["x.1", "q.1", "w.0", "w.1", "y.0"])
 @pytest.mark.parametrize("weight", [np.uint8, np.int8])
 @pytest.mark.parametrize("activation", [np.uint8, np.int8])
@@ -53,6 +54,7 @@ def test_quantized_activations(tmp_path: Path, activation: type, weight: type, s
     agree(tmp_path, body, "2,2", weights, split)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("split", ["w.1", "y.1", "y.0"])
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4"])
 @pytest.mark.parametrize("block", [0, 16, 32])

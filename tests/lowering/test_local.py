@@ -100,21 +100,6 @@ def test_split_by_number_gets_sizes_and_loses_the_number():
     assert text(graph) == ["y0 = Split(x0, [2, 2]) axis=0"]
 
 
-def test_split_before_opset_13_keeps_its_sizes_as_an_attribute():
-    case = Case("Split", [(6, 4)], {"axis": 0}, outputs=2, opset=11)
-    graph, per_rank = localized(case, "s0")
-    assert text(graph) == ["y0 = Split(x0) axis=0 split=[2, 3]"]
-    assert per_rank.attributes["node", "split"](1) == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("opset", "axes"), [(12, "(x0) axes=[1]"), (13, "(x0, [1])"), (20, "(x0, [1])")]
-)
-def test_axes_are_given_as_the_opset_wants(opset, axes):
-    graph, _ = localized(Case("Squeeze", [(2, 1, 5)], opset=opset), "f0")
-    assert text(graph) == [f"y0 = Squeeze{axes}"]
-
-
 def test_a_lookup_masks_the_rows_that_others_hold():
     case = Case("Gather", [(7, 3), array([[6, 0], [3, 4]])], fed=[1])
     graph, per_rank = localized(case, "v")

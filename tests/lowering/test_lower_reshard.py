@@ -136,7 +136,7 @@ def lower(
         layouts = (layout(tensor, step.before, hand), layout(tensor, step.after, hand))
         reshard = Reshard(step.kind, step.axes, (layouts,))
         node = reshard_node(f"{step.kind}{i}", reshard, [tensors[i]], [tensors[i + 1]])
-        nodes += ReshardBuilder(node, mesh, per_rank, i + 1, 18).build()
+        nodes += ReshardBuilder(node, mesh, per_rank, i + 1).build()
     tensors[0].shape = [0, 0]
     tensors[-1].shape = [0, 0]
     graph = gs.Graph(nodes, [tensors[0]], [tensors[-1]], opset=18)

@@ -51,6 +51,7 @@ def check_sizes(model: onnx.ModelProto) -> None:
         assert walk.shape("y") == wanted, size
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("opset", [18, 21, 22])
 @pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "LpPool"])
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -85,6 +86,7 @@ def test_scaled_sizes(opset: int, scale: float) -> None:
         assert found == list(session.run(None, {"x": np.ones((1, 1, size), "f")})[0].shape)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dims", ["2,3,5", "2,3,13", "B,3,5", "B,3,N"])
 @pytest.mark.parametrize(

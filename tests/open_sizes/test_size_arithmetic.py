@@ -68,6 +68,7 @@ def _is_default(what: str, way: str) -> bool:
     return list(WAYS)[zlib.crc32(what.encode()) % len(WAYS)] == way
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("what", "way"),
     [

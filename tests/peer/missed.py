@@ -72,8 +72,7 @@ def as_rule_case(case: PeerCase) -> Case | None:
     ):
         return None
     fed = [i for i, t in enumerate(node.inputs) if isinstance(t, gs.Variable) and t.name]
-    attrs = {k: v for k, v in node.attrs.items() if k != "onnxpar.opset"}
-    return Case(node.op, operands, attrs, fed, len(node.outputs), graph.opset)
+    return Case(node.op, operands, dict(node.attrs), fed, len(node.outputs), graph.opset)
 
 
 def _is_number(value: object) -> bool:

@@ -248,7 +248,7 @@ def test_the_rewrites_of_the_loader_are_dumped(tmp_path: Path) -> None:
     ]
     read, inlined, upgraded, *_, imported = texts.values()
     assert "own.Double" in read and "own.Double" not in inlined and "Add" in inlined
-    assert '"" : 9' in inlined and '"" : 12' in upgraded
+    assert '"" : 9' in inlined and '"" : 18' in upgraded
     assert "Constant" in upgraded and "Constant" not in imported
 
 

@@ -48,10 +48,6 @@ CASES = [
         "d0 d1, d1, d1, d1, d1 -> d0 d1; d1; d1 {communicating: d0}",
     ),
     (
-        Case("BatchNormalization", [X, (4,), (4,), (4,), VARIANCE], outputs=5, opset=8),
-        "d0 d1 d2 d3, d1, d1, d1, d1 -> d0 d1 d2 d3; d1; d1; d1; d1 {whole: d0 d2 d3}",
-    ),
-    (
         Case("GroupNormalization", [(2, 6, 2, 2), (6,), (6,)], {"num_groups": 2}, opset=21),
         "n (g c) h0 h1, (g c), (g c) -> n (g c) h0 h1 {communicating: c h0 h1}",
     ),

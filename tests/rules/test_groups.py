@@ -207,6 +207,7 @@ def held_groups(groups: Array, part: Array) -> set[int]:
     return set(found.tolist())
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("given", CASES, ids=IDS)
 def test_no_group_is_cut(given: Groups) -> None:
     """A rank has the same groups in all operands, and of each the same share: that of its rows."""

@@ -95,6 +95,7 @@ CONTRIB = [
 """onnxruntime's own GatherND, which has no batch_dims."""
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("case", "text"), [*CASES, *CONTRIB], ids=[c.op for c, _ in (*CASES, *CONTRIB)]
 )

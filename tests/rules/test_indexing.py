@@ -46,7 +46,6 @@ CASES = [
         (Case("Gather", [TABLE.astype(d), INDEX], fed=[0, 1]), "v d1, i0 i1 -> i0 i1 d1 {sum: v}")
         for d in (np.int8, np.int16, np.float16)
     ),
-    (Case("Gather", [X, INDEX], opset=11, fed=[1]), "v d1 d2, i0 i1 -> i0 i1 d1 d2 {sum: v}"),
     (
         Case("GatherElements", [X, ROW_OF_EACH], {"axis": 0}, fed=[1]),
         "v d1 d2, i d1 d2 -> i d1 d2 {sum: v}",

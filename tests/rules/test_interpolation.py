@@ -40,8 +40,7 @@ def resizing(attributes: dict[str, str], by: str) -> ort.InferenceSession:
             numpy_helper.from_array(np.zeros(0, F), "none"),
         ],
     )
-    is_old = attributes["coordinate_transformation_mode"] == "tf_half_pixel_for_nn"
-    opset = helper.make_opsetid("", 11 if is_old else 19)
+    opset = helper.make_opsetid("", 19)
     model = helper.make_model(graph, opset_imports=[opset], ir_version=8)
     return ort.InferenceSession(model.SerializeToString())
 

@@ -18,6 +18,7 @@ MOVES = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("fed", [False, True])
 @pytest.mark.parametrize("type_", ["FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16"])
 @pytest.mark.parametrize("move", MOVES)

@@ -72,15 +72,7 @@ CASES = [
         ),
         "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 d3 {communicating: d2, co-sharded: d2 y2}",
     ),
-    (
-        Case("Pad", [X], {"pads": [0, 0, 1, 1, 0, 0, 0, 0], "mode": "reflect"}, opset=10),
-        "d0 d1 d2 d3 -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
-    ),
     (Case("Pad", [X, array([0] * 8)]), "d0 d1 d2 d3, _ -> d0 d1 d2 d3"),
-    (
-        Case("Pad", [X], {"pads": [0, 0, 1, 1, 0, 0, 0, 0], "value": 0.0}, opset=10),
-        "d0 d1 d2 d3 -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
-    ),
 ]
 
 

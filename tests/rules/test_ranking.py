@@ -18,7 +18,6 @@ DTYPES = (np.float16, np.int8, np.int32, np.int64)
 CASES = [
     (Case("ArgMax", [X], {"axis": 1}), "d0 d1 d2 -> d0 1 d2 {communicating: d1}"),
     (Case("ArgMin", [X], {"axis": -1, "keepdims": 0}), "d0 d1 d2 -> d0 d1 {communicating: d2}"),
-    (Case("ArgMax", [X], {"axis": 1}, opset=10), "d0 d1 d2 -> d0 1 d2 {whole: d1}"),
     *(
         (
             Case(op, [values.astype(dtype)], {"axis": 1, "select_last_index": last}, [0]),
@@ -36,8 +35,6 @@ CASES = [
     ),
     (Case("Hardmax", [(2, 4, 3)], {"axis": -2}), "d0 d1 d2 -> d0 d1 d2 {communicating: d1}"),
     (Case("Hardmax", [TIES], fed=[0]), "d0 d1 -> d0 d1 {communicating: d1}"),
-    (Case("Hardmax", [(3, 4)], opset=11), "d0 d1 -> d0 d1 {communicating: d1}"),
-    (Case("Hardmax", [(3, 4, 2)], opset=11), "d0 d1 d2 -> d0 d1 d2 {whole: d1 d2}"),
     *(
         (
             Case("TopK", [X, array([k])], {"axis": 1, "largest": largest}, outputs=2),
@@ -57,7 +54,6 @@ CASES = [
         Case("TopK", [X, array([2])], fed=[1], outputs=2),
         "d0 d1 d2, _ -> d0 d1 k; d0 d1 k {whole: k d2}",
     ),
-    (Case("TopK", [X], {"k": 2}, outputs=2, opset=9), "d0 d1 d2 -> d0 d1 k; d0 d1 k {whole: k d2}"),
 ]
 
 

@@ -96,7 +96,6 @@ CASES = {
             [X, *weights(1, 2), LENGTHS],
             {**BOTH, "activations": ["LeakyRelu", "Tanh"], "activation_alpha": [0.3], "clip": 1.0},
             outputs=2,
-            opset=10,
         ),
         text("RNN", ", b", "s i k d"),
     ),

@@ -35,16 +35,8 @@ CASES = [
         for op, join in JOIN.items()
     ),
     *(
-        (Case(op, [X], {"axes": [1]}, opset=11), f"d0 d1 d2 -> d0 1 d2 {{{join}: d1}}")
-        for op, join in JOIN.items()
-    ),
-    *(
         (Case(op, [POSITIVE, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {communicating: d1}")
         for op in ACROSS
-    ),
-    (
-        Case("ReduceMean", [X], {"axes": [1], "keepdims": 0}, opset=17),
-        "d0 d1 d2 -> d0 d2 {sum: d1}",
     ),
     (Case("ReduceSum", [X], {"keepdims": 0}), "d0 d1 d2 -> () {sum: d0, sum: d1, sum: d2}"),
     (Case("ReduceMean", [X]), "d0 d1 d2 -> 1 1 1 {sum: d0, sum: d1, sum: d2}"),
@@ -71,13 +63,6 @@ CASES = [
     (
         Case("ReduceLogSumExp", [INFINITE, array([1])], fed=[0]),
         "d0 d1, _ -> d0 1 {communicating: d1}",
-    ),
-    *(
-        (
-            Case(op, [POSITIVE], {"axes": [1], "keepdims": 0}, [0], opset=11),
-            "d0 d1 -> d0 {communicating: d1}",
-        )
-        for op in ACROSS
     ),
     (Case("ReduceMax", [INT, array([1])], fed=[0]), "d0 d1, _ -> d0 1 {max: d1}"),
     *(

@@ -47,10 +47,6 @@ CASES = [
         "d0 d1 d2 d3, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
-        Case("Resize", [X, scales(1, 1, 2, 2)], opset=10),
-        "d0 d1 d2 d3, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",
-    ),
-    (
         Case(
             "Resize",
             [(1, 2, 5), None, None, array([1, 2, 7])],
@@ -126,18 +122,6 @@ CASES = [
             {"axes": [2, 3], "keep_aspect_ratio_policy": "not_smaller"},
         ),
         "d0 d1 d2 d3, _, _, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
-    ),
-    (
-        Case("Upsample", [X, scales(1, 1, 2, 2)], opset=9),
-        "d0 d1 d2 d3, _ -> d0 d1 (d2 r2) (d3 r3) {whole: r2 r3}",
-    ),
-    (
-        Case("Upsample", [X], {"scales": [1.0, 1.0, 2.0, 1.0]}, opset=8),
-        "d0 d1 d2 d3 -> d0 d1 (d2 r2) d3 {whole: r2}",
-    ),
-    (
-        Case("Resize", [X, scales(1, 1, 2, 2)], {"mode": "linear"}, opset=10),
-        "d0 d1 d2 d3, _ -> d0 d1 y2 y3 {communicating: d2 d3, co-sharded: d2 y2, co-sharded: d3 y3}",
     ),
     (
         Case("DepthToSpace", [(2, 12, 2, 3)], {"blocksize": 2}),

@@ -46,10 +46,6 @@ CASES = [
         "d0 + r0 d1 v, d0 d1 i, d0 d1 i -> d0 + r0 d1 v {sum: i}",
     ),
     (
-        Case("Scatter", [X, PLACES, (2, 4, 3)], {"axis": 0}, opset=9),
-        "v d1 d2, i d1 d2, i d1 d2 -> v d1 d2 {whole: i v}",
-    ),
-    (
         Case("TensorScatter", [(2, 3, 6, 4), (2, 3, 2, 4), array([1, 3])], fed=[2], opset=24),
         "d0 d1 d2 d3, d0 d1 u d3, d0 -> d0 d1 d2 d3 {whole: u}",
     ),

@@ -25,18 +25,6 @@ CASES = [
         "d0 s0 + s1 d2 -> d0 s0 d2; d0 s1 d2",
     ),
     (
-        Case("Split", [X], {"axis": 1}, outputs=3, opset=13),
-        "d0 s0 + s1 + s2 d2 -> d0 s0 d2; d0 s1 d2; d0 s2 d2",
-    ),
-    (
-        Case("Split", [X], {"axis": 1}, outputs=3, opset=11),
-        "d0 s0 + s1 + s2 d2 -> d0 s0 d2; d0 s1 d2; d0 s2 d2",
-    ),
-    (
-        Case("Split", [X], {"axis": -2, "split": [4, 5]}, outputs=2, opset=11),
-        "d0 s0 + s1 d2 -> d0 s0 d2; d0 s1 d2",
-    ),
-    (
         Case("Slice", [X, array([2]), array([7]), array([1])]),
         "d0 p1 + d1 + q1 d2, _, _, _ -> d0 d1 d2",
     ),
@@ -61,10 +49,6 @@ CASES = [
         "d0 p1 + d1 + q1 d2, _, _, _, _ -> d0 d1 d2",
     ),
     (Case("Slice", [X, array([0, 1]), array([4, 9])]), "d0 p1 + d1 + q1 d2, _, _ -> d0 d1 d2"),
-    (
-        Case("Slice", [X], {"starts": [1, 0], "ends": [3, 8], "axes": [2, 1]}, opset=9),
-        "d0 p1 + d1 + q1 p2 + d2 + q2 -> d0 d1 d2",
-    ),
 ]
 
 

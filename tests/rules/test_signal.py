@@ -23,10 +23,6 @@ COMPLEX, REAL = (3, 6, 5, 2), (3, 6, 1)
 CASES = [
     (Case("DFT", [COMPLEX, None, array(1)]), "d0 t1 d2 k, _, _ -> d0 f1 d2 o {whole: t1 f1 k o}"),
     (Case("DFT", [COMPLEX, None, array(0)]), "t0 d1 d2 k, _, _ -> f0 d1 d2 o {whole: t0 f0 k o}"),
-    (
-        Case("DFT", [COMPLEX], {"axis": 1}, opset=17),
-        "d0 t1 d2 k -> d0 f1 d2 o {whole: t1 f1 k o}",
-    ),
     (Case("DFT", [REAL]), "d0 t1 k -> d0 f1 o {whole: t1 f1 k o}"),
     (
         Case("STFT", [(3, 32, 1), array(8), np.ones(16, np.float32), array(16)]),

@@ -165,6 +165,7 @@ def write(text: str, path: Path) -> None:
     onnx.save(model, path)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name: str, tmp_path: Path) -> None:
     text, layout, shard = CASES[name]
