@@ -118,7 +118,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--random-graphs",
         type=int,
-        default=80,
+        default=120,
         metavar="N",
         help="random graphs to shard and compare",
     )

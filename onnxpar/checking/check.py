@@ -42,7 +42,6 @@ from onnxpar.runtime.feeds import make_feeds, read_given
 from onnxpar.runtime.first_states import ZERO
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.symbols.symbols import Polynomial
-from onnxpar.trainer.data import Data
 from onnxpar.trainer.rates import check_rate
 from onnxpar.trainer.trainer import Trainer, check_step
 
@@ -298,7 +297,7 @@ def _trained(made: Plan) -> str:
 
 def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
     """Yields batches without end: those of the given data, epoch after epoch, or random ones."""
-    data = None if way.inputs is None else Data.given(way.inputs, trainer.data)
+    data = None if way.inputs is None else trainer.batches_of(way.inputs)
     specs = [s for s in trainer.bundle.input_specs if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
     for number in count():

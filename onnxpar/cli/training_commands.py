@@ -142,8 +142,8 @@ def _train(
     }
     with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer
-        data = Data.read(args.data, trainer.data)
-        held_out = Data.read(args.eval, trainer.data) if args.eval else None
+        data = trainer.batches_of(args.data)
+        held_out = trainer.batches_of(args.eval, trains=False) if args.eval else None
         data.check_batch(args.batch)
         try:
             if not trainer.leads:

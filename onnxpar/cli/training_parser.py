@@ -13,10 +13,11 @@ from onnxpar.cli.rank_options import (
     add_runtime,
     add_verify,
 )
+from onnxpar.ir.training_spec import IGNORED
 from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
 from onnxpar.training.batch_norm import STATISTICS
-from onnxpar.training.losses import IGNORED, LOSSES
+from onnxpar.training.losses import LOSSES
 from onnxpar.training.margins import FILTER, SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
 from onnxpar.training.precision import PRECISIONS

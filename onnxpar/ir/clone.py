@@ -59,13 +59,14 @@ def _tensor(tensor: gs.Tensor, prefix: str, copies: dict[int, gs.Tensor]) -> gs.
     return copy
 
 
-def needed(graph: gs.Graph, outputs: Collection[str]) -> list[gs.Node]:
-    """The nodes that compute these outputs, in order."""
+def needed(graph: gs.Graph, outputs: Collection[str], known: Collection[str] = ()) -> list[gs.Node]:
+    """The nodes that compute these outputs from the tensors `known`, in order."""
     wanted = set(outputs)
     found = []
     for node in reversed(graph.nodes):
         if any(t.name in wanted for t in node.outputs if t.name):
             wanted |= {t.name for t in node.inputs} | {t.name for t, _, _ in captured(node)}
+            wanted -= set(known)
             found.append(node)
     return found[::-1]
 

@@ -25,6 +25,13 @@ SCALE = "loss_scale"
 """Name of the input, and kind of the slot, of a dynamic loss scale."""
 SKIPPED = "skipped"
 """Name of the metric that is 1 if a gradient was not finite, so that nothing was updated."""
+IGNORED = -100
+"""A label that the loss and the accuracy skip, as in PyTorch."""
+SAMPLES = "samples"
+"""Name of the input that says how many samples of a batch count, if a loss cannot tell by its
+labels; by default, all."""
+WEIGHT = f"{EVALUATION}.weight"
+"""Name of the output that says which part of the elements of a batch an evaluation counts."""
 SEED = "seed"
 """Name of the input from which all random numbers of a step are derived."""
 
@@ -71,6 +78,10 @@ class Step:
     """The roles of a training step's inputs and outputs. Field names are part of the metadata.
 
     seed         input for random numbers; None if the step draws none
+    labels       input for class numbers, of which -100 does not count; None if the loss has none
+    target       input for what the loss compares the output with; None if it is no such loss
+    samples      input for the number of samples that count; None if the labels say so, or nothing
+    full_batches  True if each sample of a batch changes what the step does with the others
     turns        number of micro-batches that the step processes one after the other
     precision    dtype of computation; None for that of the parameters
     evaluation   outputs that measure the model without updating it; they can be computed alone
@@ -86,6 +97,10 @@ class Step:
     loss: str = "loss"
     rate: str = "learning_rate"
     seed: str | None = None
+    labels: str | None = None
+    target: str | None = None
+    samples: str | None = None
+    full_batches: bool = False
     turns: int = 1
     precision: str | None = None
     data: list[str] = field(default_factory=list)

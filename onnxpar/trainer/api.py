@@ -24,7 +24,6 @@ from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.ranks import StartRanks
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
-from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import Elastic
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run
@@ -246,9 +245,9 @@ def train(
         living(Path(par), run, elasticity, held, **options) as generations,
     ):
         trainer = generations.trainer
-        samples = Data.given(data, trainer.data)
+        samples = trainer.batches_of(data)
         samples.check_batch(batch)
-        held_out = None if eval is None else Data.given(eval, trainer.data)
+        held_out = None if eval is None else trainer.batches_of(eval, trains=False)
         steps = {record.total: record for record in generations.records(samples, held_out)}
         if profile is not None:
             trainer.session.end_profile(profile, warm_up=1)

@@ -12,31 +12,64 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
+from onnxpar.ir.training_spec import IGNORED, Step
 from onnxpar.runtime.feeds import read_npz
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How a step leaves out samples: by labels that do not count, or by an input for the number of
+    samples that do."""
+
+    labels: str | None
+    samples: str | None
+
+    @staticmethod
+    def of(step: Step, in_training: bool) -> Rest | None:
+        """Returns how a step, or else its evaluation, leaves out samples; None if it cannot."""
+        if (in_training and step.full_batches) or not (step.labels or step.samples):
+            return None
+        return Rest(step.labels, step.samples)
+
+    def without(self, batch: Mapping[str, Array], count: int) -> dict[str, Array]:
+        """Returns the inputs by which only the first `count` samples of a batch count."""
+        found = {self.samples: np.array(count, np.float32)} if self.samples else {}
+        if self.labels:
+            place = np.arange(len(batch[self.labels])) < count
+            kept = place.reshape(-1, *[1] * (batch[self.labels].ndim - 1))
+            found[self.labels] = np.where(kept, batch[self.labels], IGNORED)
+        return found
 
 
 @dataclass(frozen=True)
 class Data:
     """Training data by input: `samples`, arrays whose first dimension counts samples, and `fixed`
     arrays, which are the same in every batch. `batch` is the number of samples in a batch, `count`
-    in total."""
+    in total. `rest` says how a step leaves out samples that only fill a batch; None if it cannot,
+    so that the last samples of each epoch are not used."""
 
     samples: Mapping[str, Array]
     fixed: Mapping[str, Array]
     batch: int
     count: int
+    rest: Rest | None = None
 
     @staticmethod
-    def read(path: str | os.PathLike[str], ports: Sequence[Any]) -> Data:
+    def read(path: str | os.PathLike[str], ports: Sequence[Any], rest: Rest | None = None) -> Data:
         """Reads arrays for the inputs `ports` (`NodeArg`s) from an .npz file, by input name.
 
         Errors: InputError if an array is missing or has another shape or number of samples, or if
         there are fewer samples than in a batch.
         """
-        return Data.of(read_npz(Path(path)), ports, str(path))
+        return Data.of(read_npz(Path(path)), ports, str(path), rest)
 
     @staticmethod
-    def of(arrays: Mapping[str, Array], ports: Sequence[Any], source: str = "data") -> Data:
+    def of(
+        arrays: Mapping[str, Array],
+        ports: Sequence[Any],
+        source: str = "data",
+        rest: Rest | None = None,
+    ) -> Data:
         """Like `read`, but with arrays in memory, by input name; errors name them by `source`."""
         samples, fixed = {}, {}
         batch = int(ports[0].shape[0]) if ports and ports[0].shape else 1
@@ -64,17 +97,25 @@ class Data:
                 f"{source}: the arrays must have equal numbers of samples, but have {text}"
             )
         count = next(iter(counts.values()), 0)
-        if not samples or count < batch:
+        if rest is not None and rest.labels is not None and rest.labels not in samples:
+            rest = None
+        if not samples or count < (batch if rest is None else 1):
             raise InputError(
                 f"{source} has {count} samples, but a batch has {batch}; add samples, or write a "
                 "step for smaller batches with `onnxpar grad --dim`"
             )
-        return Data(samples, fixed, batch, count)
+        return Data(samples, fixed, batch, count, rest)
 
     @staticmethod
-    def given(data: str | os.PathLike[str] | Mapping[str, Array], ports: Sequence[Any]) -> Data:
+    def given(
+        data: str | os.PathLike[str] | Mapping[str, Array],
+        ports: Sequence[Any],
+        rest: Rest | None = None,
+    ) -> Data:
         """Like `read`, with an .npz file or with arrays by input name."""
-        return Data.of(data, ports) if isinstance(data, Mapping) else Data.read(data, ports)
+        if isinstance(data, Mapping):
+            return Data.of(data, ports, rest=rest)
+        return Data.read(data, ports, rest)
 
     def check_batch(self, batch: int | None) -> None:
         """Errors: InputError if the user expects another batch size; None expects nothing."""
@@ -86,12 +127,12 @@ class Data:
 
     @property
     def batches(self) -> int:
-        """Number of full batches; the remaining samples are dropped."""
-        return self.count // self.batch
+        """Number of batches in an epoch."""
+        return self.count // self.batch if self.rest is None else -(-self.count // self.batch)
 
     def left_out(self) -> str:
         """Says how many samples an epoch leaves out, and why; "" if none."""
-        left = self.count % self.batch
+        left = 0 if self.rest is not None else self.count % self.batch
         used = f"{self.count - left} of {self.count} samples, in {self.batches} batches"
         why = f"the other {left} do not fill a batch"
         return f"each epoch uses {used} of {self.batch}; {why}" if left else ""
@@ -104,4 +145,7 @@ class Data:
             order = np.random.default_rng([seed, number]).permutation(self.count)
         for i in range(first, self.batches):
             at = order[i * self.batch : (i + 1) * self.batch]
-            yield {**self.fixed, **{name: array[at] for name, array in self.samples.items()}}
+            batch = {name: array[np.resize(at, self.batch)] for name, array in self.samples.items()}
+            if self.rest is not None and len(at) < self.batch:
+                batch |= self.rest.without(batch, len(at))
+            yield {**self.fixed, **batch}

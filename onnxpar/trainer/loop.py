@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnxpar.errors import DivergenceError, InputError, StoppedError
-from onnxpar.ir.training_spec import SKIPPED
+from onnxpar.ir.training_spec import IGNORED, SKIPPED
 from onnxpar.trainer.checkpoint import Progress, checkpoints, warn
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.rates import Rate, check_rate
@@ -191,9 +191,16 @@ def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) ->
 
 
 def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
-    """Returns the metrics of the model, by name: means over the full batches of data."""
-    metrics = [trainer.evaluate(batch) for batch in data.epoch(0, None)]
-    return {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]}
+    """Returns the metrics of the model, by name: means over all that counts in the data. Errors:
+    InputError if nothing does."""
+    measured = [trainer.measure(batch) for batch in data.epoch(0, None)]
+    total = sum(weight for _, weight in measured)
+    if not total:
+        raise InputError(f"--eval: every label is {IGNORED}, which does not count; give labels")
+    return {
+        name: sum(each[name] * weight for each, weight in measured if weight) / total
+        for name in measured[0][0]
+    }
 
 
 def last_checkpoint(run: Run, goes_on: bool = False) -> str:

@@ -16,7 +16,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError, RankError
 from onnxpar.files.folder_lock import NAME as LOCK
 from onnxpar.files.folder_lock import FolderLock
-from onnxpar.ir.training_spec import EVALUATION, RESIDUAL, Step
+from onnxpar.ir.training_spec import EVALUATION, RESIDUAL, WEIGHT, Step
 from onnxpar.runtime.bundle import NodeArg
 from onnxpar.runtime.checks import check_array
 from onnxpar.runtime.closing import Closing
@@ -33,6 +33,7 @@ from onnxpar.trainer.checkpoint import (
     tell,
     warn,
 )
+from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.pending_checkpoint import PendingCheckpoint
 from onnxpar.trainer.together import Together
 from onnxpar.trainer.write_checkpoint import begin, discard, finish, remove
@@ -89,6 +90,13 @@ class Trainer(Closing):
         by_name = {port.name: port for port in self.session.get_inputs()}
         return [by_name[name] for name in self.spec.data]
 
+    def batches_of(
+        self, data: str | os.PathLike[str] | Mapping[str, Array], trains: bool = True
+    ) -> Data:
+        """Returns samples as batches for training, or for evaluation: an .npz file, or arrays by
+        input name. Errors: InputError."""
+        return Data.given(data, self.data, Rest.of(self.spec, trains))
+
     def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> dict[str, float]:
         """Takes one step on a global batch at learning rate `rate`; returns the loss before the
         update, and other metrics, by name. `seed` decides the random numbers of the step. Errors:
@@ -110,10 +118,15 @@ class Trainer(Closing):
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
         """Returns the loss and other metrics, by name, of the model in inference mode on a batch.
         Changes no state. Errors: InputError, RankError."""
+        return self.measure(batch)[0]
+
+    def measure(self, batch: Mapping[str, Array]) -> tuple[dict[str, float], float]:
+        """Like `evaluate`; also returns the weight of these means among those of other batches: the
+        part of the batch that counts."""
         names = self.spec.evaluation
-        values = self.session.run(names, batch)
-        start = len(EVALUATION) + 1
-        return {name[start:]: float(v) for name, v in zip(names, values, strict=True)}
+        values = dict(zip(names, map(float, self.session.run(names, batch)), strict=True))
+        weight = values.pop(WEIGHT, 1.0)
+        return {name[len(EVALUATION) + 1 :]: value for name, value in values.items()}, weight
 
     def hold(self, folder: str | os.PathLike[str]) -> None:
         """Creates a folder for checkpoints, if it does not exist, and locks it until `close`, so

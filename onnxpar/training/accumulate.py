@@ -8,12 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
+from onnx import numpy_helper
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.clone import clone_nodes, needed
+from onnxpar.ir.subgraphs import captured
 from onnxpar.ir.training_spec import SEED
 from onnxpar.training.backward import Backward
+from onnxpar.training.program import Program
 
 MOST = 1 << 20
 """The largest number of micro-batches in a step: the batch grows by this factor, and sizes must fit
@@ -28,10 +31,12 @@ def check_count(count: int) -> None:
         )
 
 
-def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int) -> Backward:
+def accumulate(
+    graph: gs.Graph, back: Backward, data: Sequence[str], count: int, program: Program
+) -> Backward:
     """Makes the graph process `count` micro-batches per step, in place; returns the loss and
     gradients of such a step. The batch dimension of the inputs `data` grows by the factor `count`,
-    loss and gradients become means over the micro-batches, and each micro-batch in turn updates the
+    loss and gradients become sums over the micro-batches, and each micro-batch in turn updates the
     running statistics. Random numbers differ between micro-batches.
 
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
@@ -47,25 +52,29 @@ def accumulate(graph: gs.Graph, back: Backward, data: Sequence[str], count: int)
         )
     batch = int(first.shape[0])
     split = [by_name[n] for n in data if by_name[n].shape and by_name[n].shape[0] == batch]
-    iterations = _Iterations(graph, split, by_name.get(SEED), count)
-    names = list(back.gradients)
+    iterations = _Iterations(graph, split, by_name.get(SEED), back.samples, count)
+    counts = [
+        program.summed(graph, total) for total in iterations.scan("count", list(back.counts), [])
+    ]
+    instead = [(a.tensor, b.tensor) for a, b in zip(back.counts, counts, strict=True)]
     sums = [back.loss, *back.gradients.values()]
-    results = iterations.scan("accumulate", sums, back.running)
+    results = iterations.scan("accumulate", sums, back.running, instead)
     running = [
         (before, value.tensor)
         for (before, _), value in zip(back.running, results[len(sums) :], strict=True)
     ]
-    evaluated = iterations.scan("evaluate", list(back.evaluated.values()), [])
+    evaluated = iterations.scan("evaluate", list(back.evaluated.values()), [], instead)
     iterations.finish()
-    means = [value * (1 / count) for value in results[: len(sums)]]
+    weight = None
+    if back.weight is not None:
+        weight = counts[back.counts.index(back.weight)]
     return replace(
         back,
-        loss=means[0],
-        gradients=dict(zip(names, means[1:], strict=True)),
-        evaluated={
-            name: value * (1 / count) for name, value in zip(back.evaluated, evaluated, strict=True)
-        },
+        loss=results[0],
+        gradients=dict(zip(back.gradients, results[1:], strict=False)),
+        evaluated=dict(zip(back.evaluated, evaluated, strict=True)),
         running=running,
+        weight=weight,
     )
 
 
@@ -77,11 +86,13 @@ class _Iterations:
         graph: gs.Graph,
         split: Sequence[gs.Variable],
         seed: gs.Variable | None,
+        samples: gs.Variable | None,
         count: int,
     ) -> None:
         self.graph = graph
         self.split = split
         self.seed = seed
+        self.samples = samples
         self.count = count
         self.nodes = list(graph.nodes)
         self.added: list[gs.Node] = []
@@ -95,37 +106,47 @@ class _Iterations:
         name: str,
         sums: Sequence[Value],
         running: Sequence[tuple[gs.Variable, gs.Variable]],
+        known: Sequence[tuple[gs.Tensor, gs.Tensor]] = (),
     ) -> list[Value]:
         """Adds a Scan that sums up the values `sums` over the micro-batches, and carries `running`,
-        pairs of a running statistic and its next value, from one iteration to the next. Returns the
-        totals and the last statistics."""
+        pairs of a running statistic and its next value, from one iteration to the next. `known` are
+        pairs of a tensor and what is read in its place. Returns the totals and the last statistics;
+        adds nothing if there are no sums."""
+        if not sums:
+            return []
         self.graph.nodes = list(self.nodes)
         targets = [v.tensor.name for v in sums] + [after.name for _, after in running]
         body = gs.Graph(name=name, opset=self.graph.opset)
         inside, outside = Builder(body, f"{name}/body"), Builder(self.graph, name)
-        old = needed(self.graph, targets)
+        old = needed(self.graph, targets, {t.name for t, _ in known})
+        read = {t.name for node in old for t in node.inputs} | {
+            t.name for n in old for t, _, _ in captured(n)
+        }
+        split = [t for t in self.split if t.name in read]
         self.graph.nodes = []
         totals = [outside.zeros(v.shape, v.dtype) for v in sums]
         given = [*totals, *(outside.value(before) for before, _ in running)]
         sequences = [
-            outside.value(long).reshape([self.count, *tensor.shape])
-            for tensor, long in zip(self.split, self.long.values(), strict=True)
+            outside.value(self.long[tensor.name]).reshape([self.count, *tensor.shape])
+            for tensor in split
         ]
         sequences.append(outside.constant(np.arange(self.count, dtype=np.int64)))
         shapes = [*(v.shape for v in given), *(v.shape[1:] for v in sequences)]
         for value, shape in zip((*given, *sequences), shapes, strict=True):
             body.inputs.append(gs.Variable(inside.fresh("given"), value.dtype, list(shape)))
         states, elements = body.inputs[: len(given)], body.inputs[len(given) :]
-        instead: dict[int, gs.Tensor] = {
-            id(tensor): element for tensor, element in zip(self.split, elements, strict=False)
-        }
+        instead: dict[int, gs.Tensor] = {id(tensor): other for tensor, other in known}
+        instead |= {id(tensor): element for tensor, element in zip(split, elements, strict=False)}
         instead |= {
             id(before): state
             for (before, _), state in zip(running, states[len(sums) :], strict=True)
         }
+        iteration = inside.value(elements[-1])
         if self.seed is not None:
-            iteration = inside.value(self.seed) * self.count + inside.value(elements[-1])
-            instead[id(self.seed)] = iteration.tensor
+            instead[id(self.seed)] = (inside.value(self.seed) * self.count + iteration).tensor
+        if self.samples is not None:  # a micro-batch has those behind the ones before it
+            before = iteration.cast(np.float32) * float(self.split[0].shape[0])
+            instead[id(self.samples)] = (inside.value(self.samples) - before).tensor
         instead |= self._read_inside(inside, old, instead)
         copies, tensors = clone_nodes(old, f"{name}/", instead)
         body.nodes.extend(copies)
@@ -162,3 +183,6 @@ class _Iterations:
             node.outputs.clear()
         self.graph.nodes = self.added
         self.graph.inputs = [self.long.get(t.name, t) for t in self.graph.inputs]
+        if self.samples is not None:
+            whole = np.array(self.split[0].shape[0] * self.count, np.float32)
+            self.samples.onnx_default = numpy_helper.from_array(whole, self.samples.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
@@ -17,15 +16,16 @@ from onnxpar.grad.vjp import is_message
 from onnxpar.ir.clone import needed
 from onnxpar.ir.lazy_values import stored_proto
 from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
-from onnxpar.ir.training_spec import EVALUATION, SCALE, SEED
+from onnxpar.ir.training_spec import EVALUATION, SAMPLES, SCALE, SEED
 from onnxpar.load.load import Model
+from onnxpar.model.interchange import default_of
 from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient, sampled_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
-from onnxpar.training.losses import LossSettings, Targets, add_loss, check_loss
+from onnxpar.training.losses import LossSettings, Mean, Targets, add_loss, check_loss
 from onnxpar.training.margins import DEFAULT_MARGIN, Margin
 from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
@@ -110,6 +110,10 @@ class Backward:
     scale       the factor by which gradients must be divided
     rows        the looked-up rows, by lazily trained table; the gradient of such a table is by slot
     sample      the sampled classes, if the loss is that of a sample
+    targets     the inputs that the loss compares the output with, by what they are
+    counts      by what means over labels are divided: in a graph for one of several micro-batches,
+                its own part, in place of which `accumulate` puts the sum over all
+    weight      that of the means of an evaluation; None if all labels count
     """
 
     loss: Value
@@ -121,12 +125,24 @@ class Backward:
     scale: Value | None = None
     rows: Mapping[str, Rows] = field(default_factory=dict)
     sample: Sample | None = None
+    targets: Mapping[str, gs.Variable] = field(default_factory=dict)
+
+    counts: Sequence[Value] = ()
+    weight: Value | None = None
+
+    @property
+    def samples(self) -> gs.Variable | None:
+        """The input that says how many samples count, if there is one."""
+        return self.targets.get(SAMPLES)
 
 
-def add_backward(model: Model, options: LossOptions, program: Program | None = None) -> Backward:
+def add_backward(
+    model: Model, options: LossOptions, program: Program | None = None, turns: int = 1
+) -> Backward:
     """Appends a loss and its gradients with respect to the trained weights to the graph of a model
-    that was loaded for training; the graph's outputs do not change. Returns the appended values.
-    Errors: StrategyError, ModelError."""
+    that was loaded for training; the graph's outputs do not change. Returns the appended values: of
+    one of `turns` micro-batches, and of one of the program's ranks. Errors: StrategyError,
+    ModelError."""
     graph = model.graph
     program = program or Program()
     _check(model, options, program)
@@ -149,38 +165,80 @@ def add_backward(model: Model, options: LossOptions, program: Program | None = N
     apart = {id(node) for node in nodes_within(graph.nodes[count:])}
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, norms, options.statistics, options.groups)
-    targets = Targets(graph)
+    targets = Targets(graph, batch=_batch_of(graph, program))
     outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.settings
     sample = None
     if is_sampled:
         trained = [t.tensor for t in weights.trained]
         sample = sample_loss(graph, outputs, *which, trained, targets, options.sampling)
-    of_sample = replace(targets, sampled=sample.labels) if sample else targets
-    metrics = add_loss(Builder(graph, "loss"), outputs, *which, of_sample)
-    loss = metrics.loss
+    of_step = replace(targets, sampled=sample.labels) if sample else targets
+    if running:  # statistics are over whole batches
+        of_step = replace(of_step, batch=None)
+    metrics = add_loss(Builder(graph, "loss"), outputs, *which, of_step)
+    means = _Means(graph, program, turns)
+    loss = means.of(metrics.loss)
     if used is not None:
         used = {renamed.get(name, name): t for name, t in used.items()}
         metrics = add_loss(Builder(graph, "evaluation"), used, *which, targets)
-    evaluated = {} if has_messages else {"loss": metrics.loss, **metrics.others}
-    results = [loss.tensor, *(v.tensor for v in evaluated.values()), *(t for _, t in running)]
+    measured = {} if has_messages else {"loss": metrics.loss, **metrics.others}
+    evaluated = {name: means.of(mean) for name, mean in measured.items()}
+    weight = means.count_of(metrics.loss) if measured else None
+    counts = list(dict.fromkeys(means.counts.values()))
+    results = [*(v.tensor for v in (loss, *evaluated.values(), *counts)), *(t for _, t in running)]
     drop_unread_rows(graph, results, {t.name for t in weights.trained})
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in weights.trained]
-    share = loss.builder.constant(np.full((), 1 / program.count, loss.dtype))
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
-    if scale is not None:
-        share = scale.cast(loss.dtype) * share
+    seed = loss.builder.constant(1, loss.dtype) if scale is None else scale.cast(loss.dtype)
     lazy = lazy_lookups(weights.trained, options.lazy, parameters, sample, apart)
-    values, rows = _add_gradients(graph, loss.tensor, share, parameters, options, lazy, sample)
+    values, rows = _add_gradients(graph, loss.tensor, seed, parameters, options, lazy, sample)
     weights = _settle_lost(graph, weights, values, parts)
     parameters = [p for p in parameters if p.name in values]
     of_rows = [value for each in rows.values() for value in each.values()]
-    results = [loss, *evaluated.values(), *values.values(), *of_rows]
+    results = [loss, *evaluated.values(), *counts, *values.values(), *of_rows]
     merge_equal(graph, [*(v.tensor for v in results), *(after for _, after in running)])
     befores = {before.name: before for before, _ in running}  # nodes may share one
     inputs = {name: _as_input(graph, before) for name, before in befores.items()}
     kept = [(inputs[before.name], after) for before, after in running]
-    return Backward(loss, evaluated, weights, parameters, values, kept, scale, rows, sample)
+    return Backward(
+        loss,
+        evaluated,
+        weights,
+        parameters,
+        values,
+        kept,
+        scale,
+        rows,
+        sample,
+        targets.made,
+        counts,
+        weight,
+    )
+
+
+class _Means:
+    """Divides the sums of a batch, or of one of `turns` micro-batches, by how much counts on all
+    ranks of a program."""
+
+    def __init__(self, graph: gs.Graph, program: Program, turns: int) -> None:
+        self.graph, self.program = graph, program
+        self.turns = turns
+        self.counts: dict[int, Value] = {}
+
+    def of(self, mean: Mean) -> Value:
+        """Returns the share of the batch in the mean."""
+        return mean.of(self.count_of(mean), self.turns * self.program.count)
+
+    def count_of(self, mean: Mean) -> Value | None:
+        """Returns by what the sum is divided; None if all counts."""
+        if mean.count is None:
+            return None
+        key = id(mean.count)
+        if key not in self.counts:
+            is_whole = self.turns == 1
+            over_ranks = self.program.summed(self.graph, mean.count) if is_whole else mean.count
+            self.counts[key] = over_ranks
+        return self.counts[key]
 
 
 def _check(model: Model, options: LossOptions, program: Program) -> None:
@@ -193,6 +251,13 @@ def _check(model: Model, options: LossOptions, program: Program) -> None:
         raise ModelError(
             f"{model.path}: these sizes are open: {symbols}; set each with --dim NAME=SIZE"
         )
+
+
+def _batch_of(graph: gs.Graph, program: Program) -> int | None:
+    """Returns the number of samples in a batch; None if each rank of a program has samples of its
+    own, or if there is no batch."""
+    data = [t for t in graph.inputs if default_of(t) is None][:1]
+    return int(data[0].shape[0]) if program.count == 1 and data and data[0].shape else None
 
 
 def _add_gradients(

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
+from onnx import numpy_helper
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.tensors import is_float
+from onnxpar.ir.training_spec import IGNORED, SAMPLES
 from onnxpar.training.margins import DEFAULT_MARGIN, MARGINS, Margin
 from onnxpar.training.probabilities import is_probability, scores_behind
 
 BY_CLASS = ("softmax-cross-entropy", "nll", *MARGINS)
 _LEAST = 1e-30
 """A probability up to this counts as 0: the gradient of its logarithm is near what floats hold."""
-IGNORED = -100
-"""A label that the loss and the accuracy skip, as in PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,13 @@ class Targets:
     """Graph inputs for labels and targets; each is added to the graph on first use.
 
     sampled  the labels among the sampled classes, if the scores are those of a sampled head
+    batch    number of samples in a batch, if a batch may have fewer, by the input SAMPLES
     """
 
     graph: gs.Graph
     made: dict[str, gs.Variable] = field(default_factory=dict)
     sampled: gs.Tensor | None = None
+    batch: int | None = None
 
     def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
         """Returns the input for `name`. Its name in the graph has underscores appended if another
@@ -56,13 +58,42 @@ class Targets:
             self.graph.inputs.append(self.made[name])
         return self.made[name]
 
+    def mean(self, each: Value) -> Mean:
+        """Returns the mean of a number for each element of the target, over the samples of a batch
+        that may have fewer than the graph has room for."""
+        if self.batch is None or each.shape[:1] != (self.batch,):
+            return Mean(each.mean())
+        # a float: integers may decide shapes, so they could not be fed
+        given = self.tensor(SAMPLES, np.float32, [])
+        given.onnx_default = numpy_helper.from_array(np.array(self.batch, np.float32), given.name)
+        samples = each.builder.value(given)
+        place = each.builder.arange(self.batch, np.float32).reshape([-1] + [1] * (each.rank - 1))
+        share = samples.op("Max", 0.0).op("Min", float(self.batch)) * (1 / self.batch)
+        return Mean((place < samples).where(each, 0.0).mean(), share)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over those elements of a batch that count: `total` is their sum, and `count` their
+    number, both divided by the number of all elements of the batch; 1 if all count."""
+
+    total: Value
+    count: Value | None = None
+
+    def of(self, count: Value | None, parts: int) -> Value:
+        """Returns the share of the batch in the mean over a larger batch of so many parts, which
+        are added up; `count` is the sum of the counts of all parts. NaN if nothing counts."""
+        if count is None:
+            return self.total if parts == 1 else self.total * (1 / parts)
+        return self.total / count.cast(self.total.dtype)
+
 
 @dataclass(frozen=True)
 class Metrics:
     """The mean loss over the samples, and other metrics by name."""
 
-    loss: Value
-    others: Mapping[str, Value]
+    loss: Mean
+    others: Mapping[str, Mean]
 
 
 def add_loss(
@@ -88,7 +119,7 @@ def add_loss(
                 f"loss {kind!r}: this output has the shape {list(value.shape)}, but a loss must be "
                 "a single number; choose another output, or reduce this one in the model"
             )
-        return Metrics(value.reshape([]), {})
+        return Metrics(Mean(value.reshape([])), {})
     made = builder.value(outputs[output] if output else next(iter(outputs.values())))
     if not is_float(made.tensor):
         raise StrategyError(
@@ -157,7 +188,8 @@ def _by_class(kind: str, op: str) -> LossFunction:
         shape = [y.shape[a] for a in rest]
         given = targets.sampled or targets.tensor("labels", np.int64, shape)
         labels = y.builder.value(given)
-        accuracy = _accuracy(y, labels, axis)
+        counts = labels.equal(IGNORED).op("Not").cast(np.float32).mean()
+        right = y.op("ArgMax", axis=axis, keepdims=0).equal(labels).cast(np.float32).mean()
         scores = None if kind in MARGINS else scores_behind(y, "Softmax", axis)
         if scores is not None:
             y = scores if kind != "nll" else scores.op("LogSoftmax", axis=axis)
@@ -167,23 +199,16 @@ def _by_class(kind: str, op: str) -> LossFunction:
             y = y.transpose([rest[0], axis, *rest[1:]])
         if kind in MARGINS:
             y = settings.margin.logits(kind, y, labels)
-        value = y.op(op, labels, ignore_index=IGNORED, reduction="mean")
-        return Metrics(value, {"accuracy": accuracy})
+        total = y.wide().op(op, labels, ignore_index=IGNORED, reduction="sum")
+        loss = Mean(total * (1 / max(labels.size, 1)), counts)
+        return Metrics(loss, {"accuracy": Mean(right, counts)})
 
     return loss
 
 
-def _accuracy(y: Value, labels: Value, axis: int) -> Value:
-    """Returns the fraction of samples whose label has the highest score; samples with IGNORED
-    labels do not count."""
-    right = y.op("ArgMax", axis=axis, keepdims=0).equal(labels).cast(np.float32)
-    counts = labels.equal(IGNORED).where(0.0, y.builder.constant(1, np.float32))
-    return right.sum() / counts.sum().op("Max", 1.0)
-
-
 def _mean_square(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
-    difference = y - y.builder.value(targets.tensor("target", y.dtype, y.shape))
-    return Metrics((difference * difference).mean(), {})
+    difference = (y - y.builder.value(targets.tensor("target", y.dtype, y.shape))).wide()
+    return Metrics(targets.mean(difference * difference), {})
 
 
 def _binary(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
@@ -200,7 +225,8 @@ def _binary(y: Value, settings: LossSettings, targets: Targets) -> Metrics:
         # log(1 + exp(x)) - t x, but only with exponentials of numbers that are not positive
         value = scores.op("Relu") - scores * target + (1.0 + (-scores.op("Abs")).exp()).log()
         right = (scores > 0.0).op("Equal", target > 0.5)
-    return Metrics(value.mean(), {"accuracy": right.cast(np.float32).mean()})
+    accuracy = targets.mean(right.cast(np.float32))
+    return Metrics(targets.mean(value.wide()), {"accuracy": accuracy})
 
 
 def _log(p: Value) -> Value:

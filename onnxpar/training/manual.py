@@ -62,9 +62,13 @@ class RankProgram(Program):
         """Returns the shape of a rank's shard of a weight. Errors: StrategyError."""
         return self.manual.part_shape(name, shape)
 
+    def summed(self, graph: gs.Graph, value: Value) -> Value:
+        """Returns the sum of a number over all ranks."""
+        return _sum(Builder(graph, "ranks"), value, self.manual.copies_over(""), self.manual.mesh)
+
     def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
-        """Appends AllReduces, and returns the loss, gradients and statistics of all ranks: mean
-        loss and metrics, summed gradients, mean statistics."""
+        """Appends AllReduces, and returns the loss, gradients and statistics of all ranks: summed
+        losses, metrics and gradients, which are the ranks' shares of a mean; mean statistics."""
         builder, everywhere = Builder(graph, "ranks"), self.manual.copies_over("")
 
         def summed(value: Value, over: Axes) -> Value:
@@ -78,8 +82,8 @@ class RankProgram(Program):
 
         return replace(
             back,
-            loss=mean(back.loss, everywhere),
-            evaluated={n: mean(value, everywhere) for n, value in back.evaluated.items()},
+            loss=summed(back.loss, everywhere),
+            evaluated={name: summed(value, everywhere) for name, value in back.evaluated.items()},
             gradients={n: summed(value, copies(n)) for n, value in back.gradients.items()},
             running=[
                 (before, mean(builder.value(after), copies(before.name)).tensor)

@@ -17,10 +17,10 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.training_spec import SEED
+from onnxpar.ir.training_spec import IGNORED, SEED
 from onnxpar.training.class_groups import ClassGroups
 from onnxpar.training.draws import integers_of
-from onnxpar.training.losses import BY_CLASS, IGNORED, LossSettings, Targets
+from onnxpar.training.losses import BY_CLASS, LossSettings, Targets
 from onnxpar.training.sampled_head import Head, find_head
 
 _MOST = 64

@@ -27,6 +27,7 @@ from onnxpar.ir.training_spec import (
     SCALE,
     SEED,
     SKIPPED,
+    WEIGHT,
     Slot,
     Step,
 )
@@ -92,18 +93,21 @@ def make_step(
     cautions = list(cautions_of_batch_norm(model, loss.statistics))
     for of_loss in (cautions_of_cosines, cautions_of_probabilities):
         cautions += of_loss(graph, loss.loss, loss.output)
-    back = add_backward(model, loss, program)
+    back = add_backward(model, loss, program, options.accumulate)
     fed = [t.name for t in graph.inputs if default_of(t) is None]
+    names = {what: str(tensor.name) for what, tensor in back.targets.items()}
     step = Step(
         seed=SEED if SEED in fed else None,
         precision=loss.precision,
+        **names,  # type: ignore[arg-type]
+        full_batches=bool(back.running),
         data=[name for name in fed if name != SEED],
         cautions=[*cautions, *cautions_of(model, back.weights)],
         sampled={back.sample.table: list(back.sample.sizes)} if back.sample else {},
     )
     graph.outputs = []
     if options.accumulate != 1:
-        back = accumulate(graph, back, step.data, options.accumulate)
+        back = accumulate(graph, back, step.data, options.accumulate, program)
         step.turns = options.accumulate
     back = program.over_ranks(graph, back)
     for name, gradient in back.gradients.items():
@@ -114,6 +118,9 @@ def make_step(
     for name, value in back.evaluated.items():
         step.evaluation.append(f"{EVALUATION}.{name}")
         add_output(graph, value, step.evaluation[-1])
+    if back.weight is not None:
+        step.evaluation.append(WEIGHT)
+        add_output(graph, back.weight * (1 / (options.accumulate * program.count)), WEIGHT)
     check_names(graph, "the training step")
     if any(is_message(node) for node in graph.nodes):
         drop_unread(graph)

@@ -9,7 +9,7 @@ import pytest
 
 from onnxpar.errors import InputError
 from onnxpar.runtime.bundle import NodeArg
-from onnxpar.trainer.data import Data
+from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.rates import Rate
 
 PORTS = [NodeArg("x", "tensor(float)", [4, 2]), NodeArg("labels", "tensor(int64)", [4])]
@@ -42,6 +42,19 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
     assert order(data, 2, 1, first=1) == orders[5][4:]
     dropped = {i for epoch in range(20) for i in {*range(11)} - {*order(data, epoch, 0)}}
     assert dropped == {*range(11)}  # none is left out for good
+
+
+@pytest.mark.parametrize("count", [11, 3])
+def test_samples_that_fill_the_last_batch_do_not_count(count: int) -> None:
+    data = Data.of(arrays(count), PORTS, rest=Rest("labels", "samples"))
+    assert data.batches == -(-count // 4) and not data.left_out()
+    *whole, last = data.epoch(0, None)
+    assert all("samples" not in batch for batch in whole)
+    np.testing.assert_array_equal(last["labels"][3:], -100)
+    np.testing.assert_array_equal(last["x"][:3, 0], 2 * last["labels"][:3])
+    assert {*last["x"][:, 0]} == {*last["x"][:3, 0]} and last["samples"] == 3
+    kept = [i for i in order(data, 0, 5) if i >= 0]
+    assert sorted(kept) == list(range(count))
 
 
 def test_what_has_no_samples_is_fed_as_it_is() -> None:

@@ -46,6 +46,39 @@ def test_as_one_large_batch(parts: int, tmp_path: Path) -> None:
             np.testing.assert_allclose(a[name], b[name], rtol=1e-10, atol=1e-14, err_msg=name)
 
 
+AFFINE = """m (float[4,6] x, float[6,5] w) => (float[4,5] y) { y = MatMul(x, w) }"""
+
+
+@pytest.mark.parametrize("layout", [None, "data-parallel 2", "tensor-parallel 3"])
+def test_each_label_counts_alike(layout: str | None, tmp_path: Path) -> None:
+    """Also if parts have different numbers of labels, or none: in a closed form."""
+    step = write_step(AFFINE, tmp_path, accumulate=4)
+    x, labels = DRAW.standard_normal((16, 6)).astype(np.float32), DRAW.integers(0, 5, 16)
+    labels[1:8] = -100
+    labels[9] = -100
+    feeds = {"x": x, "labels": labels}
+    (before, _) = run_unsplit(step, [feeds], [0.0])
+    w, counts = np.float64(before[0]["w.next"]), labels != -100
+    scores = x @ w
+    p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    losses = -np.log(p[np.arange(16), labels * counts])
+    gradient = x.T @ ((p - np.eye(5)[labels * counts]) * counts[:, None]) / counts.sum()
+    if layout is None:
+        (found,), _ = run_unsplit(step, [feeds], [1.0])
+        evaluated = {"loss": found["evaluation.loss"], "accuracy": found["evaluation.accuracy"]}
+    else:
+        par, _ = shard(step, layout)
+        with ThreadTrainer(par) as trainer:
+            evaluated = trainer.evaluate(feeds)
+            loss, after = trainer.run(["loss", "w.next"], feeds, 1.0)
+        found = {"loss": loss, "w.next": after}
+    np.testing.assert_allclose(found["loss"], losses[counts].mean(), rtol=1e-5)
+    np.testing.assert_allclose(w - found["w.next"], gradient, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(evaluated["loss"], losses[counts].mean(), rtol=1e-5)
+    right = (scores.argmax(1) == labels)[counts].mean()
+    np.testing.assert_allclose(evaluated["accuracy"], right, rtol=1e-6)
+
+
 def test_statistics_run_through_the_parts(tmp_path: Path) -> None:
     """As two steps of which the first updates nothing else."""
     small = write_step(CONV, tmp_path, batch_norm="global", accumulate=2)
@@ -103,7 +136,9 @@ def test_gradients_are_summed_over_ranks_once_a_step(tmp_path: Path) -> None:
     """The sums stay pending while the parts are taken."""
     plan = plan_of(write_step(MLP, tmp_path, accumulate=4), "data-parallel 2")
     (one,) = [c for c in plan.collectives if c.bytes > 64]
-    assert one.kind == "AllReduce" and one.bytes == (6 * 9 + 9 + 9 * 5 + 5) * 4
+    assert (
+        one.kind == "AllReduce" and one.bytes == (6 * 9 + 9 + 9 * 5 + 5) * 4
+    )  # and of the labels
     port = next(p for p in plan.inputs if p.name == "x")
     assert port.shape == (32, 6)
 

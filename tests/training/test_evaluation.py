@@ -22,6 +22,7 @@ from training.steps import (
 
 from onnxpar.cli.command_line import main
 from onnxpar.runtime.threads import ThreadSession
+from onnxpar.trainer.loop import evaluate
 
 
 def accuracy(scores: Array, labels: Array) -> float:
@@ -67,6 +68,54 @@ def test_accuracy_of_yes_and_no(ends_in_sigmoid: bool, tmp_path: Path) -> None:
     with ThreadTrainer(par) as trainer:
         told = trainer.evaluate(batch)
     assert told["accuracy"] == pytest.approx((said == (batch["target"] > 0)).mean())
+
+
+HEAD = """m (float[8,6] x, float[6,5] w) => (float[8,5] y) { y = MatMul(x, w) }"""
+
+
+@pytest.mark.parametrize("layout", ["data-parallel 3", "tensor-parallel 2"])
+@pytest.mark.parametrize("loss", ["softmax-cross-entropy", "mse", "bce"])
+def test_all_samples_of_the_data_count(loss: str, layout: str, tmp_path: Path) -> None:
+    """In an evaluation and in an epoch, those of the last batch too, and each label alike."""
+    random = np.random.default_rng(3)
+    step = write_step(HEAD, tmp_path, loss, accumulate=2)
+    par, _ = shard(step, layout)
+    x = random.standard_normal((53, 6)).astype(np.float32)
+    with ThreadTrainer(par) as trainer:
+        w = np.float64(trainer.session.states.read("w"))
+        scores = x @ w
+        if loss == "softmax-cross-entropy":
+            labels = random.integers(0, 5, 53)
+            labels[random.permutation(53)[:20]] = -100
+            data, counts = {"labels": labels}, labels >= 0
+            each = (np.log(np.exp(scores).sum(1)) - scores[np.arange(53), labels * counts])[counts]
+        else:
+            target = random.integers(0, 2, (53, 5)).astype(np.float32)
+            data, counts = {"target": target}, np.ones(53, bool)
+            log = np.log1p(np.exp(scores)) - target * scores
+            each = (scores - target) ** 2 if loss == "mse" else log
+        batches = trainer.batches_of({"x": x, **data}, trains=False)
+        assert evaluate(trainer, batches)["loss"] == pytest.approx(each.mean(), rel=1e-5)
+        rows = batches.batch
+        told = [trainer.step(batch, 0.0)["loss"] for batch in batches.epoch(0, None)]
+        of_batch = np.split(counts, range(rows, 53, rows))
+        ends = np.cumsum([c.sum() for c in of_batch])[:-1]
+        np.testing.assert_allclose(told, [e.mean() for e in np.split(each, ends)], rtol=1e-5)
+
+
+def test_samples_change_statistics_of_a_batch(tmp_path: Path) -> None:
+    """So a step leaves out the last ones of an epoch, unlike an evaluation."""
+    step = write_step(CONV, tmp_path, batch_norm="global")
+    par, _ = shard(step, "data-parallel 2")
+    x = np.random.default_rng(2).standard_normal((11, 2, 6, 6)).astype(np.float32)
+    data = {"x": x, "labels": np.arange(11) % 3}
+    with ThreadTrainer(par) as trainer:
+        assert trainer.batches_of(data).left_out().startswith("each epoch uses 8 of 11 samples")
+        batches = trainer.batches_of(data, trains=False)
+        told = evaluate(trainer, batches)["loss"]
+        twice = {name: np.concatenate([a] * 8) for name, a in data.items()}  # fills batches
+        wanted = evaluate(trainer, trainer.batches_of(twice, trains=False))["loss"]
+    assert not batches.left_out() and told == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_regression_has_a_loss_alone(tmp_path: Path) -> None:
