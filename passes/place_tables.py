@@ -55,6 +55,8 @@ class PlaceTables(Pass):
         const  lazy/w/ConstantOfShape.29: float32 1x1 [-, -]
         const  ReduceSum_y.grad/Reshape.2: float32 1x1 [-, -]
         const  lazy/w/constant.31: int64 2 [-]
+        const  update/w/constant.6: int64 2 [-] = [0, 1]
+        const  update/w/constant.8: int64 1 [-]
         r: float32 1x1 [-, -] = Gather(w, i)
         y: float32 scalar [] = ReduceSum(r) {keepdims=0}
         lazy/w/Less.2: bool 1 [-] = Less(i, lazy/w/constant.1)
@@ -87,8 +89,15 @@ class PlaceTables(Pass):
                 {allowzero=1}
         update/w/ScatterND.5: float32 3x1 [-, -] = ScatterND(w, lazy/w/Reshape.32, update/w/Sub.4)
         w.next: float32 3x1 [-, -] = Identity(update/w/ScatterND.5)
+        update/w/ReduceL1.7: float32 scalar [] = ReduceL1(update/w/ScatterND.5, update/w/constant.6)
+                {keepdims=0}
+        update/w/Reshape.9: float32 1 [-] = Reshape(update/w/ReduceL1.7, update/w/constant.8)
+                {allowzero=1}
+        update/Concat.1: float32 1 [-] = Concat(update/w/Reshape.9) {axis=0}
+        magnitudes: float32 1 [-] = Identity(update/Concat.1)
         output loss: float32 scalar []
         output w.next: float32 3x1 [-, -]
+        output magnitudes: float32 1 [-]
 
     After:
 
@@ -112,6 +121,8 @@ class PlaceTables(Pass):
         const  lazy/w/ConstantOfShape.29: float32 1x1 [-, -]
         const  ReduceSum_y.grad/Reshape.2: float32 1x1 [-, -]
         const  lazy/w/constant.31: int64 2 [-]
+        const  update/w/constant.6: int64 2 [-] = [0, 1]
+        const  update/w/constant.8: int64 1 [-]
         r: float32 1x1 [-, -] = Gather(w, i)
         y: float32 scalar [] = ReduceSum(r) {keepdims=0}
         lazy/w/Less.2: bool 1 [-] = Less(i, lazy/w/constant.1)
@@ -142,11 +153,19 @@ class PlaceTables(Pass):
         update/w/Sub.4: float32 1x1 [-, -] = Sub(update/w/Gather.1, update/w/Mul.3)
         lazy/w/Reshape.32: int64 1x1 [-, -] = Reshape(lazy/w/TopK.7:0, lazy/w/constant.31)
                 {allowzero=1}
+        update/w/ScatterND.5: float32 3x1 [-, -] = ScatterND(w, lazy/w/Reshape.32, update/w/Sub.4)
+        update/w/ReduceL1.7: float32 scalar [] = ReduceL1(update/w/ScatterND.5, update/w/constant.6)
+                {keepdims=0}
+        update/w/Reshape.9: float32 1 [-] = Reshape(update/w/ReduceL1.7, update/w/constant.8)
+                {allowzero=1}
+        update/Concat.1: float32 1 [-] = Concat(update/w/Reshape.9) {axis=0}
+        magnitudes: float32 1 [-] = Identity(update/Concat.1)
         w.next.indices: int64 ? whole = Identity(lazy/w/Reshape.32)
         w.next.rows: float32 ? whole = Identity(update/w/Sub.4)
         output loss: float32 scalar []
         output w.next.indices: int64 ? whole
         output w.next.rows: float32 ? whole
+        output magnitudes: float32 1 [-]
     """
 
     name: ClassVar[str] = "place-tables"

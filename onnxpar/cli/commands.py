@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from onnxpar.api import compare_strategies, compare_with_trace, output_of, saver_of, timed, watched
 from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
+from onnxpar.base.json_text import json_text
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
 from onnxpar.checking.check import Way, check_model
@@ -141,7 +141,7 @@ def _explain(args: argparse.Namespace, options: Options) -> int:
 
 
 def _print(result: Candidates | Comparison | SavedPlan | StrategyCosts, as_json: bool) -> int:
-    print(json.dumps(result.to_json(), indent=1) if as_json else result)
+    print(json_text(result.to_json(), 1) if as_json else result)
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from onnxpar.base.interrupts import Terminated
+from onnxpar.base.json_text import json_text
 from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
 from onnxpar.errors import RankError, RunError, StoppedError
@@ -205,7 +206,7 @@ def _add_row(metrics: Path, record: Record) -> None:
     if record.evaluation is not None:
         row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
     with writing(metrics), metrics.open("a", encoding="utf-8") as sink:
-        line = json.dumps({**row, **record.values, "seconds": round(record.seconds, 6)})
+        line = json_text({**row, **record.values, "seconds": round(record.seconds, 6)})
         sink.write(f"{line}\n")
 
 

@@ -23,6 +23,8 @@ GRADIENT = ".grad"
 """Suffix of the names of outputs that are gradients."""
 SCALE = "loss_scale"
 """Name of the input, and kind of the slot, of a dynamic loss scale."""
+LEAST_SCALE = 1.0
+"""The least dynamic loss scale: where gradients are not finite then, the scale is not the cause."""
 SKIPPED = "skipped"
 """Name of the metric that is 1 if a gradient was not finite, so that nothing was updated."""
 IGNORED = -100
@@ -32,6 +34,9 @@ SAMPLES = "samples"
 labels; by default, all."""
 WEIGHT = f"{EVALUATION}.weight"
 """Name of the output that says which part of the elements of a batch an evaluation counts."""
+MAGNITUDES = "magnitudes"
+"""Name of the output that has the sum of the absolute values of each parameter after the update: a
+parameter that is not finite has a sum that is not."""
 SEED = "seed"
 """Name of the input from which all random numbers of a step are derived."""
 
@@ -85,6 +90,7 @@ class Step:
     turns        number of micro-batches that the step processes one after the other
     precision    dtype of computation; None for that of the parameters
     evaluation   outputs that measure the model without updating it; they can be computed alone
+    magnitudes   the parameters in the order of the output MAGNITUDES; empty if there is none
     gradients    tensors of the graph that are gradients of the loss, by parameter
     rows         sums of the gradients of looked-up rows, by lazily trained table
     deal         sharding of the tensors, if the step is a program per rank
@@ -107,6 +113,7 @@ class Step:
     metrics: list[str] = field(default_factory=list)
     evaluation: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
+    magnitudes: list[str] = field(default_factory=list)
     gradients: dict[str, str] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
     deal: StepSharding | None = None

@@ -96,8 +96,12 @@ class WeightCover:
         """Records the collectives that splitting each atom causes at this node."""
         if op.node.name in self.recurrences.ops:
             self.times["reduce", op.node.name] = self.recurrences.collectives(op)
+        is_number = (
+            numel(tensor_shape(op.node.outputs[0]) or ()) == 1
+        )  # a norm costs next to nothing
         for i, leaf in enumerate(op.leaves):
-            if op.reduction(i) or leaf.factor in op.rule.communicating:
+            reduces = op.reduction(i) and not is_number
+            if reduces or leaf.factor in op.rule.communicating:
                 self.events[leaf.atom].add(("reduce", op.node.name))
             for j, other in enumerate(op.leaves if is_contraction(op) else ()):
                 if i != j and leaf.atom != other.atom and (i, j) not in op.apart:

@@ -89,6 +89,10 @@ class ActorRanks:
         """Forgets all states."""
         self._ask("reset", "the reset of states", None)
 
+    def undo_states(self) -> None:
+        """Returns to the states before the last run."""
+        self._ask("undo", "undoing a run", None)
+
     def end_profile(self) -> Sequence[Record]:
         """Ends the recording, and returns the record of each rank."""
         return [answer.result for answer in self._ask("profile", "the profile", None)]

@@ -118,7 +118,8 @@ class RankActor:
         """Calls a method of this rank with this rank's shards of inputs and with `given`. An error
         interrupts the call on all ranks; the rank is usable again after `renew`."""
         self._calls += 1
-        self._executor.settle()
+        if do != "undo":
+            self._executor.settle()
         try:
             result, kept = getattr(self, f"_{do}")(feeds, *given), {}
             if do == "run":
@@ -173,6 +174,9 @@ class RankActor:
 
     def _reset(self, _: Any) -> None:
         self._executor.reset_states()
+
+    def _undo(self, _: Any) -> None:
+        self._executor.undo()
 
     def _save(self, _: Any, folder: str, sizes: Sizes) -> dict[str, Digests]:
         return self._executor.save_states(self._seen(folder), sizes)

@@ -102,6 +102,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "load_states": LaunchedRank.load_states,
     "write_log": _write_log,
     "reset_states": LaunchedRank.reset_states,
+    "undo_states": LaunchedRank.undo_states,
     "end_profile": LaunchedRank.end_profile,
 }
 """The calls of a session that rank 0 may order."""

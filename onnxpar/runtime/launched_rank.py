@@ -181,6 +181,10 @@ class LaunchedRank:
         self._executor.settle()
         self._executor.reset_states()
 
+    def undo_states(self) -> None:
+        """Returns to the states before the last run."""
+        self._executor.undo()
+
     def end_profile(self) -> Sequence[Record]:
         """Ends the recording. Returns the records of all ranks on rank 0, and only the own record
         on other ranks."""

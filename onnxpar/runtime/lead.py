@@ -241,6 +241,10 @@ class LedRanks:
         """Forgets all states."""
         self._do("reset_states", (), self._own.reset_states)
 
+    def undo_states(self) -> None:
+        """Returns to the states before the last run."""
+        self._do("undo_states", (), self._own.undo_states)
+
     def end_profile(self) -> Sequence[Record]:
         """Ends the recording, and returns the record of each rank."""
         return self._do("end_profile", (), self._own.end_profile)

@@ -95,6 +95,9 @@ class Server:
         if message is not None and message["do"] == "renew":
             self._executor.undo()
             return {"reason": self._world.renew()}
+        if message is not None and message["do"] == "undo":
+            self._executor.undo()
+            return {}
         self._executor.settle()
         try:
             self._outputs.clear()

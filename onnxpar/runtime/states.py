@@ -166,6 +166,12 @@ class States:
             session._ranks.load_states(os.path.abspath(folder), names, sizes, origin)
             session._kept.update(shapes)
 
+    def undo(self) -> None:
+        """Returns to the values before the last run, if it was the last call."""
+        session = self._session
+        with session._lock:
+            session._ranks.undo_states()
+
     def reset(self) -> None:
         """Forgets all kept values: states return to their initial values, or must be fed."""
         session = self._session

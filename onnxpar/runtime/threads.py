@@ -148,6 +148,11 @@ class ThreadRanks:
         """Forgets all states."""
         self._all(lambda r: self._executors[r].reset_states(), "the reset of states")
 
+    def undo_states(self) -> None:
+        """Returns to the states before the last run."""
+        for executor in self._executors:
+            executor.undo()
+
     def end_profile(self) -> Sequence[Record]:
         """Ends the recording, and returns the record of each rank."""
         return self._all(lambda r: self._executors[r].end_profile(), "the profile")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from onnxpar.base.arrays import Array
 from onnxpar.errors import DivergenceError, InputError, StoppedError
-from onnxpar.ir.training_spec import IGNORED, SKIPPED
+from onnxpar.ir.training_spec import IGNORED
 from onnxpar.trainer.checkpoint import Progress, checkpoints, warn
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.rates import Rate, check_rate
@@ -140,10 +141,10 @@ def records(
         for batch in data.epoch(epoch, order, progress.in_epoch):
             at = rate.at(progress.step)
             start = time.perf_counter()
-            values = trainer.step(batch, at, run.seed * _STRIDE + progress.step)
-            seconds = time.perf_counter() - start
             number = progress.in_epoch + 1
-            _check_loss(values[trainer.spec.loss], values, epoch + 1, number)
+            with _named(trainer, batch, f"epoch {epoch + 1}, step {number}"):
+                values = trainer.step(batch, at, run.seed * _STRIDE + progress.step)
+            seconds = time.perf_counter() - start
             progress = progress.after_step(data.batches)
             evaluation = None
             if held_out is not None and number == data.batches:
@@ -181,13 +182,23 @@ def _finish_save(trainer: Trainer, run: Run) -> None:
         trainer.keep(run.checkpoint, finished, run.keep)
 
 
-def _check_loss(loss: float, values: dict[str, float], epoch: int, step: int) -> None:
-    """Errors: DivergenceError if the loss is not finite, unless the step skipped the update."""
-    if not math.isfinite(loss) and not values.get(SKIPPED):
+@contextmanager
+def _named(trainer: Trainer, batch: Mapping[str, Array], step: str) -> Iterator[None]:
+    """Makes a DivergenceError in its block say in which step, and what helps."""
+    try:
+        yield
+    except DivergenceError as error:
+        labels = batch.get(trainer.spec.labels or "")
+        if labels is not None and (labels == IGNORED).all():
+            raise InputError(
+                f"{step}: the batch has no label: all of {trainer.spec.labels!r} are {IGNORED}, "
+                "which does not count; leave such samples out, or give larger batches with "
+                "`onnxpar grad --dim` or --accumulate"
+            ) from None
         raise DivergenceError(
-            f"epoch {epoch}, step {step}: the loss is {loss}; resume from an earlier checkpoint "
+            f"{step}: {error}; look at the samples of this step, resume from an earlier checkpoint "
             "with a lower --lr or a longer --warmup, or write the step again with --clip-norm"
-        )
+        ) from None
 
 
 def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:

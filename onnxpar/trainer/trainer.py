@@ -7,16 +7,26 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError, RankError
+from onnxpar.errors import DivergenceError, InputError, ModelError, RankError
 from onnxpar.files.folder_lock import NAME as LOCK
 from onnxpar.files.folder_lock import FolderLock
-from onnxpar.ir.training_spec import EVALUATION, RESIDUAL, WEIGHT, Step
+from onnxpar.ir.training_spec import (
+    EVALUATION,
+    LEAST_SCALE,
+    MAGNITUDES,
+    RESIDUAL,
+    SCALE,
+    SKIPPED,
+    WEIGHT,
+    Step,
+)
 from onnxpar.runtime.bundle import NodeArg
 from onnxpar.runtime.checks import check_array
 from onnxpar.runtime.closing import Closing
@@ -100,10 +110,33 @@ class Trainer(Closing):
     def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> dict[str, float]:
         """Takes one step on a global batch at learning rate `rate`; returns the loss before the
         update, and other metrics, by name. `seed` decides the random numbers of the step. Errors:
-        InputError, RankError."""
+        InputError, RankError; DivergenceError if the loss or a parameter is not finite: all states
+        are then as before. (A dynamic loss scale adapts to gradients that are not finite, until it
+        has its least value.)"""
         names = [self.spec.loss, *self.spec.metrics]
-        values = self.run(names, batch, rate, seed)
-        return {name: float(value) for name, value in zip(names, values, strict=True)}
+        more = [MAGNITUDES] if self.spec.magnitudes else []
+        values = dict(
+            zip([*names, *more], self.run([*names, *more], batch, rate, seed), strict=True)
+        )
+        found = {name: float(values[name]) for name in names}
+        problem = self._problem(found, values.get(MAGNITUDES, np.zeros(0)))
+        if problem:
+            self.session.states.undo()
+            raise DivergenceError(problem)
+        return found
+
+    def _problem(self, metrics: Mapping[str, float], magnitudes: Array) -> str:
+        """Says what is not finite after a step; "" if nothing is."""
+        odd = [n for n, v in zip(self.spec.magnitudes, magnitudes, strict=True) if not isfinite(v)]
+        if odd:
+            others = f" and of {len(odd) - 1} other parameters" if len(odd) > 1 else ""
+            return f"the update of {odd[0]!r}{others} is not finite, and was not applied"
+        loss = metrics[self.spec.loss]
+        if metrics.get(SKIPPED):
+            is_least = float(self.session.states.read(SCALE)) <= LEAST_SCALE
+            what = f"gradients are not finite at the least loss scale, {LEAST_SCALE:g}"
+            return what if is_least else ""
+        return "" if isfinite(loss) else f"the loss is {loss}, and the update was not applied"
 
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int = 0

@@ -16,7 +16,7 @@ from onnxpar.grad.vjp import is_message
 from onnxpar.ir.clone import needed
 from onnxpar.ir.lazy_values import stored_proto
 from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
-from onnxpar.ir.training_spec import EVALUATION, SAMPLES, SCALE, SEED
+from onnxpar.ir.training_spec import EVALUATION, MAGNITUDES, SAMPLES, SCALE, SEED
 from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
 from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
@@ -35,7 +35,7 @@ from onnxpar.training.rewrite import as_constant
 from onnxpar.training.sampling import ALL_CLASSES, Sample, Sampling, sample_loss
 
 LOSS = "loss"
-PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD)
+PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD, MAGNITUDES)
 ENDINGS = (".next", ".grad", ".again", f"{EVALUATION}.loss", f"{EVALUATION}.accuracy")
 """Suffixes of the names of tensors that a training step adds to a model."""
 

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.training_spec import SCALE
+from onnxpar.ir.training_spec import LEAST_SCALE, SCALE
 
 GOOD = f"{SCALE}.good_steps"
 """The name of the input that counts the steps with finite gradients since the factor last
@@ -23,7 +23,8 @@ class LossScale:
     """The factor by which the loss is multiplied before it is differentiated.
 
     dynamic   True if a step with infinite or NaN gradients halves the factor and skips the update,
-              and `interval` steps in a row with finite gradients double the factor
+              and `interval` steps in a row with finite gradients double the factor; it is not
+              halved below LEAST_SCALE
     """
 
     initial: float = 65536.0
@@ -63,7 +64,7 @@ class LossScale:
         enough = (good + 1).op("GreaterOrEqual", self.interval)
         grown = enough.where(factor * 2.0, factor)
         count = enough.where(0, good + 1)
-        return finite.where(grown, factor * 0.5), finite.where(count, 0)
+        return finite.where(grown, (factor * 0.5).op("Max", LEAST_SCALE)), finite.where(count, 0)
 
 
 def is_finite(total: Value) -> Value:

@@ -96,16 +96,21 @@ class RankProgram(Program):
         parameter's shards."""
         return _OfParts(graph, prefix, self.manual.split_over(parameter), self.manual.mesh)
 
-    def total(self, builder: Builder, sums: Mapping[str, Value]) -> Value:
-        """Returns the total of `sums`, one sum per parameter over this rank's shard, over all
-        parameters and ranks. Counts each shard once."""
-        found: dict[Axes, Value] = {}
+    def totals(self, builder: Builder, sums: Mapping[str, Value]) -> tuple[list[str], Value]:
+        """Returns sums over each whole parameter as a vector, and the parameters in its order;
+        given the sums over this rank's shards. Counts each shard once."""
+        apart: dict[Axes, dict[str, Value]] = {}
         for name, value in sums.items():
-            over = self.manual.split_over(name)
-            found[over] = found[over] + value if over in found else value
-        mesh = self.manual.mesh
-        whole = {str(over): _sum(builder, value, over, mesh) for over, value in found.items()}
-        return super().total(builder, whole)
+            apart.setdefault(self.manual.split_over(name), {})[name] = value
+        each = [
+            _sum(
+                builder, super(RankProgram, self).totals(builder, named)[1], over, self.manual.mesh
+            )
+            for over, named in apart.items()
+        ]
+        return [name for named in apart.values() for name in named], builder.add(
+            "Concat", *each, axis=0
+        )
 
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
         """Records in `step` how the tensors of its graph are sharded, and gives inputs with

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING
 
 import onnx_graphsurgeon as gs
@@ -49,9 +47,10 @@ class Program:
         """Returns a builder for the update of a parameter."""
         return Builder(graph, prefix)
 
-    def total(self, builder: Builder, sums: Mapping[str, Value]) -> Value:
-        """Returns the total of `sums`, one sum per parameter."""
-        return reduce(add, sums.values())
+    def totals(self, builder: Builder, sums: Mapping[str, Value]) -> tuple[list[str], Value]:
+        """Returns sums over each whole parameter as a vector, and the parameters in its order;
+        given the sums over what the graph has of them."""
+        return list(sums), builder.add("Concat", *(v.reshape([1]) for v in sums.values()), axis=0)
 
     def finish(self, graph: gs.Graph, step: Step, shapes: Mapping[str, Sequence[int]]) -> None:
         """Records in `step` how the tensors of its graph are sharded. `shapes` are the shapes of

@@ -23,6 +23,7 @@ from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.training_spec import (
     EVALUATION,
     GRADIENT,
+    MAGNITUDES,
     METADATA,
     SCALE,
     SEED,
@@ -162,13 +163,23 @@ class _Update:
         """Adds outputs for the next values of parameters, statistics and optimizer state."""
         optimizer = self.options.optimizer
         if self.scale is not None:
-            self._unscale(self.scale)
+            of = self.scale.tensor
+            self.gradients = {
+                n: g / self.builder.value(of).cast(g.dtype) for n, g in self.gradients.items()
+            }
+        if self._is_dynamic or self.options.clip_norm is not None:
+            squares = {
+                n: _norm(g, "ReduceSumSquare", self.number) for n, g in self.gradients.items()
+            }
+            total = self.program.totals(self.builder, squares)[1].sum()
+        if self._is_dynamic:
+            self._adapt_scale(is_finite(total))
         for before, after in {
             before.name: (before, after) for before, after in self.running
         }.values():
             self._slot(self.builder.value(before), self.builder.value(after), "statistic", "")
         if self.options.clip_norm is not None:
-            self._clip(self.options.clip_norm)
+            self._clip(self.options.clip_norm, total.sqrt())
         if optimizer is None:
             for name, gradient in self.gradients.items():
                 add_output(self.graph, gradient, f"{name}{GRADIENT}")
@@ -179,6 +190,7 @@ class _Update:
             before = self._input("step", np.int64, [])
             count = (before + 1).cast(np.float64)
             self._slot(before, before + 1, "step", "")
+        lengths: dict[str, Value] = {}
         for parameter in self.parameters:
             name = parameter.name
             p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
@@ -193,8 +205,11 @@ class _Update:
                 update = self._lazily(lazy_form(optimizer), rows)
                 following, changed = update(p, g, state, rate.cast(p.dtype), count)
             self._add_slot(p, following, "parameter", name)
+            lengths[name] = _norm(following, "ReduceL1", self.number)
             for slot, value in changed.items():
                 self._add_slot(state[slot], value, slot, name)
+        self.step.magnitudes, each = self.program.totals(self.builder, lengths)
+        add_output(self.graph, each, MAGNITUDES)
 
     def _lazily(self, optimizer: Optimizer, rows: Rows) -> Callable[..., Update]:
         """Returns the update of a table and its state that changes only these rows."""
@@ -211,30 +226,24 @@ class _Update:
 
         return update
 
-    def _unscale(self, scale: Value) -> None:
-        """Divides all gradients by the loss scale, and adds the update of a dynamic scale."""
-        self.gradients = {
-            n: g / self.builder.value(scale.tensor).cast(g.dtype) for n, g in self.gradients.items()
-        }
-        if self.loss_scale is None or not self.loss_scale.dynamic:
-            return
-        self.finite = is_finite(self._squares())
+    @property
+    def _is_dynamic(self) -> bool:
+        return self.loss_scale is not None and self.loss_scale.dynamic
+
+    def _adapt_scale(self, finite: Value) -> None:
+        """Adds the update of a dynamic loss scale, given whether all gradients are finite."""
+        assert self.loss_scale is not None and self.scale is not None
+        self.finite = finite
         good = self._input(GOOD, np.int64, [])
-        factor = self.builder.value(scale.tensor)
+        factor = self.builder.value(self.scale.tensor)
         following, count = self.loss_scale.following(factor, good, self.finite)
         self._add_slot(factor, following, SCALE, "")
         self._add_slot(good, count, GOOD, "")
         add_output(self.graph, self.finite.op("Not").cast(np.float32), SKIPPED)
         self.step.metrics.append(SKIPPED)
 
-    def _squares(self) -> Value:
-        """Returns the sum of the squares of all gradients."""
-        squares = {n: (g * g).sum().cast(self.number) for n, g in self.gradients.items()}
-        return self.program.total(self.builder, squares)
-
-    def _clip(self, most: float) -> None:
-        """Scales all gradients so that their norm is at most `most`."""
-        norm = self._squares().sqrt()
+    def _clip(self, most: float, norm: Value) -> None:
+        """Scales all gradients so that `norm`, that of all together, is at most `most`."""
         factor = (most / (norm + 1e-6)).op("Min", 1.0)
         self.gradients = {n: g * factor.cast(g.dtype) for n, g in self.gradients.items()}
         add_output(self.graph, norm, "gradient_norm")
@@ -265,3 +274,9 @@ class _Update:
         add_output(self.graph, after, f"{name}.next")
         default = getattr(before.tensor, "onnx_default", None) is not None
         self.step.slots.append(Slot(name, f"{name}.next", kind, of, default))
+
+
+def _norm(x: Value, op: str, dtype: np.dtype[Any]) -> Value:
+    """Returns the number to which `op` reduces a tensor."""
+    x = x.wide() if x.rank else x.wide().reshape([1])
+    return x.op(op, np.arange(x.rank), keepdims=0).cast(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -20,8 +21,10 @@ from runtime.bundles import is_alive, wait_until
 from training.steps import MLP, newest, shard, write_model, write_step
 
 from onnxpar.cli.command_line import main
+from onnxpar.cli.training_commands import _add_row
 from onnxpar.runtime.log import Log
 from onnxpar.trainer.checkpoint import Checkpoint, checkpoints, damage
+from onnxpar.trainer.loop import Record
 from onnxpar.trainer.merge import merge
 from onnxpar.trainer.together import ALONE
 
@@ -291,6 +294,16 @@ def test_the_log_of_each_rank_has_the_losses(
         assert log_of(tmp_path, rank) == lines
 
 
+def test_rows_of_metrics_are_json(tmp_path: Path) -> None:
+    """Also where a number is not finite."""
+    values = {"loss": 0.5, "gradient_norm": math.inf}
+    record = Record(1, 1, 1, 0.1, 0.2, values, {"loss": math.nan, "accuracy": 0.5})
+    _add_row(tmp_path / "metrics.jsonl", record)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda word: pytest.fail(word))
+    assert row["gradient_norm"] is None and row["eval_loss"] is None and row["loss"] == 0.5
+
+
 PYTHON = """
 import sys
 import onnxpar.training
@@ -356,7 +369,8 @@ def test_a_loss_that_is_no_number_ends_the_run(
     more = ["--data", str(tmp_path / "bad.npz"), "--no-shuffle", "--every", "1"]
     assert main(arguments(made, tmp_path, *more)) == 2
     error = capsys.readouterr().err
-    assert "onnxpar: error: epoch 1, step 5: the loss is nan; resume from an earlier" in error
+    start = "onnxpar: error: epoch 1, step 5: the update of 'w1' and of 3 other parameters is not"
+    assert start in error and "and was not applied; look at the samples of this step" in error
     assert newest(tmp_path / "c") == tmp_path / "c" / "step_00000004"
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
 

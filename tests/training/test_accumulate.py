@@ -136,9 +136,7 @@ def test_gradients_are_summed_over_ranks_once_a_step(tmp_path: Path) -> None:
     """The sums stay pending while the parts are taken."""
     plan = plan_of(write_step(MLP, tmp_path, accumulate=4), "data-parallel 2")
     (one,) = [c for c in plan.collectives if c.bytes > 64]
-    assert (
-        one.kind == "AllReduce" and one.bytes == (6 * 9 + 9 + 9 * 5 + 5) * 4
-    )  # and of the labels
+    assert one.kind == "AllReduce" and one.bytes == (6 * 9 + 9 + 9 * 5 + 5) * 4  # and of the labels
     port = next(p for p in plan.inputs if p.name == "x")
     assert port.shape == (32, 6)
 

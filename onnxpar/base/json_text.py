@@ -1,0 +1,21 @@
+"""JSON that any reader takes: without NaN and infinities, which Python writes as words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Returns a value as JSON, with null for numbers that are not finite."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
