@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from reprlib import repr as shortly
-from typing import Any, NoReturn
+from typing import Any
 
-from onnxpar.errors import InputError, ModelError
+from onnxpar.errors import ModelError
 from onnxpar.files.read_bounded import read_bounded
 from onnxpar.model.model_folder import read_config
 
 Messages = Sequence[Mapping[str, Any]]
 """A chat: objects with `role` and `content`."""
+_SPECIALS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+"""The names by which templates know special tokens."""
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of a character become while some of them are missing."""
+"""What the bytes of a character become while some of them are missing, or if they are none."""
+_MOST_WAITING = 3
+"""Most bytes that can wait for the rest of a character, and most `_UNFINISHED` that they become."""
+_MOST_TOKENS = 32
+"""Most tokens whose text is not complete before those in their middle are forgotten."""
+_FIRST, _LAST = 4, 12
+"""Those that stay: after four bytes, it is known that they are no character."""
 
 
 class Tokenizer:
@@ -25,6 +32,8 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         try:
             import tokenizers
+
+            from onnxpar.llm.chat_template import ChatTemplate, read_template
         except ImportError:
             raise ModelError(
                 "text needs the packages tokenizers and jinja2: pip install 'onnxpar[llm]'"
@@ -41,10 +50,13 @@ class Tokenizer:
             raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = folder / "tokenizer_config.json"
-        self._config = read_config(config) if config.exists() else {}
-        self._template = _template(folder, self._config)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._specials = frozenset(token for token, found in added.items() if found.special)
+        self._config = _configuration(folder)
         self._folder = folder
+        template = read_template(folder, self._config)
+        specials = {name: text for name in _SPECIALS if (text := self.special(name)) is not None}
+        self._template = None if template is None else ChatTemplate(template, specials)
 
     def encode(self, text: str, specials: bool = True) -> list[int]:
         """Returns the tokens of a text; with `specials`, also those that begin each text."""
@@ -61,6 +73,11 @@ class Tokenizer:
         """Returns the text of tokens, without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def has_text(self, token: int) -> bool:
+        """Returns False for what `decode` leaves out: special tokens, and ids that there are
+        not."""
+        return token not in self._specials and self._tokenizer.id_to_token(token) is not None
 
     def as_json(self) -> str:
         """Returns tokenizer.json for other libraries, without limits on lengths."""
@@ -83,112 +100,94 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def chat(self, messages: Messages) -> list[int]:
-        """Returns the tokens of a chat and of the beginning of the answer to it. Errors: InputError
-        for messages without a role or a text, or that the template refuses; ModelError if there is
-        no template."""
+    def chat(self, messages: Messages, **options: Any) -> list[int]:
+        """Returns the tokens of a chat and of the beginning of the answer to it. Options and errors
+        as of `ChatTemplate.render`; also ModelError if there is no template."""
         if self._template is None:
             raise ModelError(
                 f"{self._folder} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give a text instead of a chat"
             )
-        for number, message in enumerate(messages, 1):
-            _check_message(message, f"message {number} of the chat")
-        return self.encode(_rendered(self._template, messages, self), specials=False)
+        return self.encode(self._template.render(messages, **options), specials=False)
 
 
 class Stream:
-    """The text of tokens that come one by one."""
+    """The text of tokens that come one by one: the same that `Tokenizer.decode` gives for all of
+    them. Only bytes that turn out to be no character may differ, if some tokenizers would then
+    replace characters before them, too, which have been sent already.
+
+    Text is complete where it does not end within a character. A decoder reads the tokens since the
+    last such place, and some before it: at the beginning of a text, many leave out a space.
+    `DecodeStream` of tokenizers does the same, but it has no end, sends bytes that are no character
+    only with the next one that is, and fails where bytes behind a character are none.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = 0
-        self._done = ""
+        self._context: list[list[int]] = []
+        """The last tokens whose text is complete, in the pieces in which it became so."""
+        self._before = ""
+        """The text of `_context`."""
+        self._tokens: list[int] = []
+        """Those that followed."""
+        self._sent = 0
+        """How many characters of their text are sent."""
+        self.waiting = ""
+        """What would be sent if no token followed."""
 
     def add(self, token: int) -> str:
         """Adds a token; returns the text that is complete now. Bytes of an unfinished character
-        wait for the next token."""
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(_UNFINISHED) or not text.startswith(self._done):
+        wait for the next tokens."""
+        if not self._tokenizer.has_text(token):
             return ""
-        return self._move(text)
+        self._tokens.append(token)
+        text = self._text()
+        if len(text) < self._sent + len(self.waiting):
+            return self.end()  # several bytes became one character, perhaps `_UNFINISHED` itself
+        begun = min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_WAITING)
+        return self._send(text, len(text) - begun)
 
     def end(self) -> str:
         """Returns the text of what still waits."""
-        return self._move(self._tokenizer.decode(self._ids[self._start :]))
+        text = self._text()
+        return self._send(text, len(text))
 
-    def _move(self, text: str) -> str:
-        new = text[len(self._done) :]
-        self._done = text
-        if len(self._ids) - self._start > 16:  # so that the time of a token does not grow
-            self._start = len(self._ids) - 8
-            self._done = self._tokenizer.decode(self._ids[self._start :])
+    def _text(self) -> str:
+        """The text of the tokens behind the context."""
+        alone = self._tokenizer.decode(self._tokens)
+        text = self._tokenizer.decode([*chain(*self._context), *self._tokens])
+        unfinished = self._before.count(_UNFINISHED) + alone.count(_UNFINISHED)
+        if text.startswith(self._before) and text.count(_UNFINISHED) == unfinished:
+            return text[len(self._before) :]
+        # Byte fallback decodes all bytes in a row or none: here also those of the context.
+        return alone
+
+    def _send(self, text: str, end: int) -> str:
+        """Sends the text up to a character."""
+        new, self.waiting = text[self._sent : end], text[max(end, self._sent) :]
+        self._sent = max(self._sent, end)
+        if text and not self.waiting:
+            self._begin_behind()
+        elif len(self._tokens) > _MOST_TOKENS:  # so that the time of a token does not grow
+            del self._tokens[_FIRST:-_LAST]
+            self._sent = max(len(self._text()) - len(self.waiting), 0)
         return new
 
-
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the chat template of a folder. Errors: ModelError."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        try:
-            return read_bounded(file).decode("utf-8", "replace")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    def _begin_behind(self) -> None:
+        """Makes the tokens the context, with as few before them as have some text: one without any
+        would not count as a beginning."""
+        self._context.append(self._tokens)
+        while len(self._context) > 1 and self._tokenizer.decode([*chain(*self._context[1:])]):
+            del self._context[0]
+        self._before = self._tokenizer.decode([*chain(*self._context)])
+        self._tokens, self._sent = [], 0
 
 
-def _check_message(message: object, name: str) -> None:
-    """Errors: InputError for a message without a role or without text. One that calls tools needs
-    no text."""
-    if not isinstance(message, Mapping):
-        raise InputError(f"{name} is no object; give it a role and a content")
-    role, content = message.get("role"), message.get("content")
-    calls_tools = content is None and bool(message.get("tool_calls"))
-    checks = (
-        ("role", role, isinstance(role, str)),
-        ("content", content, calls_tools or _is_text(content)),
-    )
-    for key, value, is_right in checks:
-        if not is_right:
-            found = f"no {key!r}" if value is None else f"{shortly(value)} as {key!r}"
-            raise InputError(f"{name} has {found}; give a text")
-
-
-def _is_text(content: object) -> bool:
-    """True for a text, or a list of parts that have texts."""
-    if not isinstance(content, list | tuple):
-        return isinstance(content, str)
-    return all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content)
-
-
-def _rendered(template: str, messages: Messages, tokenizer: Tokenizer) -> str:
-    """The text of a chat, by a template that runs in Jinja's sandbox."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def as_json(value: object, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    specials = {name: tokenizer.special(name) or "" for name in names}
-    try:
-        return environment.from_string(template).render(
-            messages=list(messages), add_generation_prompt=True, **specials
-        )
-    except jinja2.TemplateError as error:
-        raise InputError(f"the chat template refuses the messages: {error}") from None
+def _configuration(folder: Path) -> Mapping[str, Any]:
+    """What a folder says of its tokenizer; older ones name special tokens in a file of their own.
+    Errors: ModelError."""
+    main, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    found = dict(read_config(main)) if main.exists() else {}
+    if "added_tokens_decoder" not in found and older.exists():
+        found |= read_config(older)
+    return found

@@ -1,0 +1,187 @@
+"""Writes chats as the text of a prompt, by the template of a model, as Transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from reprlib import repr as shortly
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from onnxpar.errors import InputError, ModelError
+from onnxpar.files.read_bounded import read_bounded
+from onnxpar.llm.tokenizer import Messages
+
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""What templates are given anyway."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Members of a message that are thoughts before its text. Transformers gives the first one that
+there is to templates, under the first two names."""
+_CUT = "onnxpar continues here"
+"""Marks the end of the message that an answer continues."""
+
+
+class ChatTemplate:
+    """The template of a model, which runs in Jinja's sandbox.
+
+    specials  texts of special tokens, by names such as eos_token
+    """
+
+    def __init__(self, template: str, specials: Mapping[str, str]) -> None:
+        self._template, self._specials = template, specials
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **others: Any,
+    ) -> str:
+        """Returns the text of a chat.
+
+        add_generation_prompt   the answer is begun
+        continue_final_message  the text ends where the last message does, which the answer
+                                continues: no answer is begun then
+        others                  what else templates may ask for
+
+        Errors: InputError for messages without a role or a text, or that the template refuses.
+        """
+        for number, message in enumerate(messages, 1):
+            _check_message(message, f"message {number} of the chat")
+        chat = [_with_thoughts(message) for message in messages]
+        if continue_final_message:
+            chat = _marked(chat)
+        given = {"tools": None, "documents": None, **self._specials, **others}
+        given["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        try:
+            text = _ENVIRONMENT.from_string(self._template).render(messages=chat, **given)
+        except jinja2.TemplateError as error:
+            raise InputError(f"the chat template refuses the messages: {error}") from None
+        except Exception as error:  # a template is a program, which may fail in any way
+            raise InputError(f"the chat template fails on the messages: {error}") from None
+        return _cut(text) if continue_final_message else text
+
+
+def read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the chat template of a folder. Errors: ModelError."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            return read_bounded(file).decode("utf-8", "replace")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {error}; copy it again") from None
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _check_message(message: object, name: str) -> None:
+    """Errors: InputError for a message without a role or without text. One that calls tools needs
+    no text."""
+    if not isinstance(message, Mapping):
+        raise InputError(f"{name} is no object; give it a role and a content")
+    role, content = message.get("role"), message.get("content")
+    calls_tools = content is None and bool(message.get("tool_calls"))
+    checks = (
+        ("role", role, isinstance(role, str)),
+        ("content", content, calls_tools or _is_text(content)),
+    )
+    for key, value, is_right in checks:
+        if not is_right:
+            found = f"no {key!r}" if value is None else f"{shortly(value)} as {key!r}"
+            raise InputError(f"{name} has {found}; give a text")
+
+
+def _is_text(content: object) -> bool:
+    """True for a text, or a list of parts that have texts."""
+    if not isinstance(content, list | tuple):
+        return isinstance(content, str)
+    return all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content)
+
+
+def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its thoughts, if any, under the names that templates know."""
+    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    if thoughts is None:
+        return dict(message)
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat with a mark at the end of its last text. Errors: InputError if there is none."""
+    content = chat[-1].get("content") if chat else None
+    if not content:
+        raise InputError("the chat has no text in its last message that an answer could continue")
+    # A template that cuts white space at the end of a message cuts it behind the mark, too.
+    if isinstance(content, str):
+        content += f"{_CUT} "
+    else:
+        content = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_CUT} "}]
+    return [*chat[:-1], {**chat[-1], "content": content}]
+
+
+def _cut(text: str) -> str:
+    """A text up to the mark; also without white space before it, if that behind it is gone. Errors:
+    InputError if the template has dropped the mark."""
+    before, mark, after = text.rpartition(_CUT)
+    if not mark:
+        raise InputError("the chat template drops the end of the last message; do not continue it")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+class _Generation(jinja2.ext.Extension):
+    """The block `generation`, in which templates say what an assistant has written: for training,
+    and without effect here."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Returns what is in the block, whose variables end with it."""
+        line = next(parser.stream).lineno
+        inner = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(inner, lineno=line)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _as_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """A value as JSON; unlike Jinja's own, < and > stay as they are."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Where templates run, as in Transformers."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    made.filters["tojson"] = _as_json
+    made.globals["raise_exception"] = _refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+_ENVIRONMENT = _environment()
