@@ -10,7 +10,7 @@ from onnxpar.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder
-from onnxpar.llm.requests import End, Event, Failure, Token, tell
+from onnxpar.llm.requests import End, Event, Failure, PromptTokens, Token, tell
 from onnxpar.llm.scheduler import Piece, Scheduler, Step, Text
 
 Choice = tuple[Text, Token | Failure | None]
@@ -94,6 +94,7 @@ class Batching:
         complete = [piece.text for piece in step.pieces if piece.is_last]
         whole = any(text.has_missed or text.limits.needs_all for text in complete)
         steps = self._decoder.run(step.pieces, whole, step.times)
+        steps = [_without_told(step.pieces, steps[0]), *steps[1:]]
         found = list(self._choose(complete, steps[0]))
         again = [text for text, token in found if token is None]
         found += self._following(complete, steps, found)
@@ -144,6 +145,8 @@ class Batching:
                 self.end(text, token)
                 continue
             self.done.generated_tokens += 1
+            if text.limits.tells_prompt and not text.step:
+                tell(text, PromptTokens(text.told))
             text.tokens.append(token.id)
             tell(text, token)
             if text.is_cancelled:
@@ -162,10 +165,26 @@ class Batching:
             self.done.prompt_tokens += text.prompt
 
 
+def _without_told(pieces: Sequence[Piece], candidates: Sequence[Candidates]) -> list[Candidates]:
+    """Notes the tokens of prompts that are told; returns the candidates of those that are
+    chosen."""
+    chosen = []
+    picks = [(piece, place) for piece in pieces for place in piece.picks]
+    for (piece, place), each in zip(picks, candidates, strict=True):
+        text = piece.text
+        if place + 1 == len(text.tokens):
+            chosen.append(each)
+        else:
+            token, top = text.tokens[place + 1], each.logprobs(text.limits.top_logprobs)
+            text.told.append(Token(token, each.logprob(token), top))
+    return chosen
+
+
 def _goes_on(piece: Piece) -> bool:
     """True if a piece is the last token of a text that goes on with the likeliest one."""
     text = piece.text
-    return piece.is_last and piece.count == 1 and text.limits.is_plain and not text.has_missed
+    is_plain = text.limits.is_plain and text.step >= text.limits.min_new_tokens
+    return piece.is_last and piece.count == 1 and is_plain and not text.has_missed
 
 
 def _is_token(token: Token | Failure | None, id_: int) -> bool:

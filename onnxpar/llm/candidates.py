@@ -50,6 +50,10 @@ class Candidates:
         log_total, floor, first = float(logits[0]) + total, float(logits[-1]), int(tokens[0])
         return Candidates(each, values, log_total, False, floor, cooled, first)
 
+    def logprob(self, token: int) -> float:
+        """Returns the natural logarithm of the probability of one of the tokens."""
+        return float(self.logits[np.searchsorted(self.tokens, token)]) - self.log_total
+
     def logprobs(self, count: int) -> list[tuple[int, float]]:
         """Returns the likeliest tokens, and the natural logarithms of their probabilities."""
         best = np.argsort(-self.logits, kind="stable")[:count] if count else ()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from reprlib import repr as shortly
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -43,7 +44,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **others: Any,
+        others: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Returns the text of a chat.
 
@@ -62,7 +63,7 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **self._specials, **others}
         given["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            text = _ENVIRONMENT.from_string(self._template).render(messages=chat, **given)
+            text = _ENVIRONMENT.from_string(self._template).render({**given, "messages": chat})
         except jinja2.TemplateError as error:
             raise InputError(f"the chat template refuses the messages: {error}") from None
         except Exception as error:  # a template is a program, which may fail in any way

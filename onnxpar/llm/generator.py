@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
 from reprlib import repr as shortly
@@ -128,7 +128,9 @@ class Generator(Closing):
         where that is given. The rows of an array of token ids are prompts, too.
 
         max_new_tokens  most tokens to generate for a prompt; or `max_length`, prompt included
-        stop_strings    texts that end an answer, which then has the text before them
+        min_new_tokens  least tokens before one that ends the text; default 0
+        stop_strings    texts that end an answer, which then has the text before them; or special
+                        tokens, which are no text
         eos_token_id    ids of tokens that end a text; default: those of the model
         language, task  of a speech model: the language that is spoken (default: the likeliest), and
                         "transcribe" or "translate"; `language` of a translator: the special token
@@ -233,7 +235,9 @@ class Generator(Closing):
         sampling = Sampling(**{n: options.pop(n) for n in _SAMPLING & options.keys()})
         sampling.check(self.model.vocabulary)
         most_new, most = options.pop("max_new_tokens", None), options.pop("max_length", None)
-        for name, value in (("max_new_tokens", most_new), ("max_length", most)):
+        least = options.pop("min_new_tokens", None)
+        numbers = {"max_new_tokens": most_new, "max_length": most, "min_new_tokens": least}
+        for name, value in numbers.items():
             if value is not None and not isinstance(value, Integral):
                 raise InputError(f"{name} is {value!r}; it must be a whole number")
         ends = options.pop("eos_token_id", None)
@@ -245,7 +249,7 @@ class Generator(Closing):
         if options:
             raise InputError(
                 f"generate has no option {next(iter(options))!r}; it has max_new_tokens, "
-                "max_length, stop_strings, eos_token_id, num_return_sequences, "
+                "max_length, min_new_tokens, stop_strings, eos_token_id, num_return_sequences, "
                 + ("language, task, " if self._encoded else "")
                 + ", ".join(sorted(_SAMPLING))
             )
@@ -270,7 +274,12 @@ class Generator(Closing):
                 "or prompts of similar lengths"
             )
         ended = frozenset([ends] if isinstance(ends, int) else ends)
-        return [Limits(sampling, room, ended, row=i) for i, room in enumerate(rooms)], stops
+        if stops:
+            ended |= self.tokenizer.special_ids(stops)
+        ended = frozenset(token for token in ended if token < self.model.vocabulary)
+        limits = Limits(sampling, ends=ended, min_new_tokens=least or 0)
+        each = [replace(limits, max_new_tokens=n, row=row) for row, n in enumerate(rooms)]
+        return each, stops
 
     def _within(self, prompt: Sequence[int], room: int) -> int:
         """How many of `room` new tokens the context and the caches have room for. Errors:

@@ -75,21 +75,40 @@ class PagedDecoder:
         self, pieces: Sequence[Piece], whole: bool = False, times: int = 1
     ) -> list[list[Candidates]]:
         """Computes pieces, and as many steps as `times` says, in which texts go on with their
-        likeliest tokens. Returns, for each step, the candidates for the next token of each text
-        that is complete with its piece, in order: all tokens if `whole`, else the likeliest ones,
-        so that the logits stay on their ranks."""
+        likeliest tokens. Returns, for each step, the candidates for the token behind each of the
+        `picks` of the pieces, in order: all tokens if `whole`, else the likeliest ones, so that the
+        logits stay on their ranks."""
         tokens = sum(piece.count for piece in pieces)
+        picks = [(piece, place) for piece in pieces for place in piece.picks]
+        self._feed(pieces, tokens, picks)
+        feeds = self._feeds
+        if whole:
+            (logits,) = self._session.run([self._model.logits], feeds, keep_states=True)
+            return [[Candidates.all(row) for row in logits[0][: len(picks)]]]
+        start = time.perf_counter()
+        if self._carried and tokens == len(picks):
+            steps = self._session.run_steps(_TOLD, feeds, self._carried, times)
+        else:
+            steps = [self._session.run(_TOLD, feeds, keep_states=True)]
+        took = (time.perf_counter() - start) / times
+        self._seconds[tokens] = min(self._seconds.get(tokens, math.inf), took)
+        each = [zip(s[0], s[1], feeds[ASKED], *s[2:], strict=True) for s in steps]
+        return [
+            [Candidates.best(*row) for _, row in zip(picks, rows, strict=False)] for rows in each
+        ]
+
+    def _feed(
+        self, pieces: Sequence[Piece], tokens: int, picks: Sequence[tuple[Piece, int]]
+    ) -> None:
+        """Writes what the ranks read into the arrays."""
         widest = max(len(piece.text.pages) for piece in pieces)
-        complete = [piece.text for piece in pieces if piece.is_last]
-        asked = [text.changed for text in complete]
+        asked = [piece.asked(place) for piece, place in picks]
         most = max(map(len, asked), default=0)
         # Rounded up, so that a text may grow for some time without another shape.
-        self._resize(tokens, len(pieces), _rounded(widest), max(len(complete), 1), _rounded(most))
+        self._resize(tokens, len(pieces), _rounded(widest), max(len(picks), 1), _rounded(most))
         feeds, model = self._feeds, self._model
-        for pick, text in enumerate(complete):
-            feeds[TEMPERATURES][pick] = text.limits.sampling.temperature or 1
-            feeds[ASKED][pick, : len(asked[pick])] = asked[pick]
-        at = pick = 0
+        begins: dict[Piece, int] = {}
+        at = 0
         for row, piece in enumerate(pieces):
             text, part = piece.text, slice(at, at + piece.count)
             positions = np.arange(piece.begin, piece.begin + piece.count)
@@ -98,24 +117,12 @@ class PagedDecoder:
             if model.positions is not None:
                 feeds[model.positions][0, part] = positions
             feeds[TABLE][row, : len(text.pages)] = text.pages
+            begins[piece] = at
             at += piece.count
-            if piece.is_last:
-                feeds[PICKS][pick] = at - 1
-                pick += 1
-        if whole:
-            (logits,) = self._session.run([model.logits], feeds, keep_states=True)
-            return [[Candidates.all(row) for row in logits[0][: len(complete)]]]
-        start = time.perf_counter()
-        if self._carried and tokens == len(complete):
-            steps = self._session.run_steps(_TOLD, feeds, self._carried, times)
-        else:
-            steps = [self._session.run(_TOLD, feeds, keep_states=True)]
-        took = (time.perf_counter() - start) / times
-        self._seconds[tokens] = min(self._seconds.get(tokens, math.inf), took)
-        each = [zip(s[0], s[1], feeds[ASKED], *s[2:], strict=True) for s in steps]
-        return [
-            [Candidates.best(*row) for _, row in zip(complete, rows, strict=False)] for rows in each
-        ]
+        for pick, (piece, place) in enumerate(picks):
+            feeds[PICKS][pick] = begins[piece] + place - piece.begin
+            feeds[TEMPERATURES][pick] = piece.text.limits.sampling.temperature or 1
+            feeds[ASKED][pick, : len(asked[pick])] = asked[pick]
 
     def _resize(self, *sizes: int) -> None:
         """Makes arrays for so many tokens, texts, pages of a text, picks and tokens that are asked

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -51,8 +52,10 @@ class Limits:
 
     sampling        how each token is chosen
     max_new_tokens  most new tokens, at least 1
+    min_new_tokens  least new tokens before one that ends the text
     ends            ids of tokens that end the text
     top_logprobs    how many of the likeliest tokens are told with each token
+    tells_prompt    True if the tokens of the prompt are told, too, before the first new one
     row             tells requests of one seed apart, which then draw different tokens
     constraint      which tokens may come next; None: all
     """
@@ -63,6 +66,8 @@ class Limits:
     top_logprobs: int = 0
     row: int = 0
     constraint: Constraint | None = None
+    min_new_tokens: int = 0
+    tells_prompt: bool = False
 
     @property
     def needs_all(self) -> bool:
@@ -72,22 +77,49 @@ class Limits:
 
     @property
     def is_plain(self) -> bool:
-        """True if the likeliest token is chosen, whatever the text has."""
+        """True if the likeliest token is chosen, whatever the text has; after `min_new_tokens`."""
         return self.sampling.is_plain and not self.needs_all
+
+    def sampling_at(self, step: int) -> Sampling:
+        """Returns how a token is chosen, of which `step` new ones are before it."""
+        if step >= self.min_new_tokens:
+            return self.sampling
+        bias = {**self.sampling.logit_bias, **dict.fromkeys(self.ends, -math.inf)}
+        return replace(self.sampling, logit_bias=bias)
 
     def choose(self, candidates: Candidates, tokens: Sequence[int], step: int) -> Token | None:
         """Returns the next token of a text with these tokens, of which the last `step` were
         generated; None if it takes all logits to tell. Errors: ModelError for logits that are not
         numbers."""
+        sampling = self.sampling_at(step)
         if self.constraint is not None:
-            allowed = self.constraint.allowed()
+            allowed = self._allowed(self.constraint, step)
             candidates = Candidates.all(np.where(allowed, candidates.logits, -np.inf))
-        found = self.sampling.choose(candidates, tokens, self.row, step)
+            sampling = self.sampling
+        found = sampling.choose(candidates, tokens, self.row, step)
         if found is None:
             return None
         if self.constraint is not None:
             self.constraint.accept(found[0])
         return Token(*found, candidates.logprobs(self.top_logprobs))
+
+    def _allowed(self, constraint: Constraint, step: int) -> Array:
+        """The tokens that a constraint allows, without those that would end the text too soon,
+        unless there are no others."""
+        allowed = constraint.allowed()
+        if step >= self.min_new_tokens:
+            return allowed
+        others = allowed.copy()
+        others[list(self.ends)] = False
+        return others if others.any() else allowed
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of a prompt but the first, each with the logarithm of its probability behind those
+    before it, as `Limits.tells_prompt` asks."""
+
+    tokens: Sequence[Token]
 
 
 @dataclass(frozen=True)
@@ -106,7 +138,7 @@ class Failure:
     error: OnnxparError
 
 
-Event = Token | End | Failure
+Event = Token | PromptTokens | End | Failure
 Listener = Callable[[Event], None]
 """Called with each event of a request, in order, in the engine's own thread. It must return soon. A
 request whose listener raises an error is cancelled."""

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from onnxpar.base.arrays import Array
 from onnxpar.llm.page_pool import PagePool
-from onnxpar.llm.requests import Limits, Listener
+from onnxpar.llm.requests import Limits, Listener, Token
 
 
 @dataclass(eq=False)
@@ -21,6 +23,7 @@ class Text:
     pages     its pages of the caches, in order
     done      how many of its tokens are in the caches
     cached    how many of them an earlier text had put there when it began
+    told      the tokens of its prompt but the first, as far as they are computed, if they are told
     is_counted  True once the tokens of its prompt are counted
     has_missed  True once a token could be told only with the logits of all tokens
     losses    how often ranks died while it ran
@@ -34,6 +37,7 @@ class Text:
     pages: list[int] = field(default_factory=list)
     done: int = 0
     cached: int = 0
+    told: list[Token] = field(default_factory=list)
     is_counted: bool = False
     has_missed: bool = False
     losses: int = 0
@@ -45,9 +49,14 @@ class Text:
         return len(self.tokens) - self.prompt
 
     @property
+    def is_telling(self) -> bool:
+        """True if more tokens of its prompt are to be told."""
+        return self.limits.tells_prompt and len(self.told) < self.prompt - 1
+
+    @property
     def changed(self) -> Array:
         """The tokens whose logits are changed before the next one is chosen."""
-        return self.limits.sampling.changed(self.tokens, self.step)
+        return self.limits.sampling_at(self.step).changed(self.tokens, self.step)
 
     @property
     def left(self) -> int:
@@ -72,6 +81,19 @@ class Piece:
     def is_last(self) -> bool:
         """True if the text then is complete, so that its next token can be chosen."""
         return self.begin + self.count == len(self.text.tokens)
+
+    @property
+    def picks(self) -> list[int]:
+        """The places of those tokens behind which one is chosen, or is told as one of the
+        prompt."""
+        text, end = self.text, self.begin + self.count
+        told = range(len(text.told), min(end, text.prompt - 1)) if text.is_telling else ()
+        return [*told, *([end - 1] if self.is_last else [])]
+
+    def asked(self, place: int) -> Array:
+        """Returns the tokens whose logits are needed behind a pick, ascending."""
+        following = self.text.tokens[place + 1 : place + 2]
+        return np.array(following) if following else self.text.changed
 
 
 @dataclass(frozen=True)
@@ -167,7 +189,8 @@ class Scheduler:
 
     def _admitted(self, text: Text, room: int) -> Piece | None:
         """Lets a waiting text begin, if there are pages for its tokens and the next one."""
-        text.pages = self.pool.beginning(text.tokens)
+        if not text.is_telling:  # whose tokens must be computed
+            text.pages = self.pool.beginning(text.tokens)
         text.done = len(text.pages) * self.pool.page_size
         if not self._extend(text, text.left + 1):
             self._release(text)

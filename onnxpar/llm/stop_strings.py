@@ -8,11 +8,12 @@ from collections.abc import Sequence
 class StopStrings:
     """The text of an answer that comes in pieces, and ends before the first stop string in it.
 
+    shows  True if the text ends behind the stop string
     found  True once there was a stop string; what follows is dropped
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    def __init__(self, stops: Sequence[str], shows: bool = False) -> None:
+        self._stops, self._shows = stops, shows
         self._waiting = ""
         self.found = False
 
@@ -22,10 +23,11 @@ class StopStrings:
         if self.found:
             return ""
         text = self._waiting + text
-        cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
-        if cut is not None:
+        found = [(at, len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
             self.found, self._waiting = True, ""
-            return text[:cut]
+            at, length = min(found)
+            return text[: at + length if self._shows else at]
         keep = 0 if is_last else _begun(text, self._stops)
         self._waiting = text[len(text) - keep :]
         return text[: len(text) - keep]

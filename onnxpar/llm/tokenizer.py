@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ Messages = Sequence[Mapping[str, Any]]
 """A chat: objects with `role` and `content`."""
 _SPECIALS = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 """The names by which templates know special tokens."""
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What the bytes of a character become while some of them are missing, or if they are none."""
 _MOST_WAITING = 3
-"""Most bytes that can wait for the rest of a character, and most `_UNFINISHED` that they become."""
+"""Most bytes that can wait for the rest of a character, and most `UNFINISHED` that they become."""
 _MOST_TOKENS = 32
 """Most tokens whose text is not complete before those in their middle are forgotten."""
 _FIRST, _LAST = 4, 12
@@ -69,20 +69,30 @@ class Tokenizer:
         found = self._tokenizer.encode(first, second)
         return found.ids, found.type_ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of tokens, without special tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], specials: bool = False) -> str:
+        """Returns the text of tokens; with `specials`, that of special tokens, too."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not specials)
         return text
 
-    def has_text(self, token: int) -> bool:
-        """Returns False for what `decode` leaves out: special tokens, and ids that there are
-        not."""
-        return token not in self._specials and self._tokenizer.id_to_token(token) is not None
+    def has_text(self, token: int, specials: bool = False) -> bool:
+        """Returns False for what `decode` leaves out: ids that there are not and, unless asked for,
+        special tokens."""
+        is_left_out = token in self._specials and not specials
+        return not is_left_out and self._tokenizer.id_to_token(token) is not None
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Returns the ids of those texts that are special tokens."""
+        return self._specials.intersection(map(self.id_of, texts))
 
     def as_json(self) -> str:
         """Returns tokenizer.json for other libraries, without limits on lengths."""
         found = json.loads(self._tokenizer.to_str())
         return json.dumps({**found, "truncation": None, "padding": None})
+
+    @property
+    def size(self) -> int:
+        """The number of ids, of which some may be of no token."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def has_chat(self) -> bool:
@@ -113,8 +123,8 @@ class Tokenizer:
 
 class Stream:
     """The text of tokens that come one by one: the same that `Tokenizer.decode` gives for all of
-    them. Only bytes that turn out to be no character may differ, if some tokenizers would then
-    replace characters before them, too, which have been sent already.
+    them, with special tokens if asked for. Only bytes that turn out to be no character may differ,
+    where a tokenizer would then replace characters before them, too, which have been sent already.
 
     Text is complete where it does not end within a character. A decoder reads the tokens since the
     last such place, and some before it: at the beginning of a text, many leave out a space.
@@ -122,8 +132,8 @@ class Stream:
     only with the next one that is, and fails where bytes behind a character are none.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, specials: bool = False) -> None:
+        self._tokenizer, self._specials = tokenizer, specials
         self._context: list[list[int]] = []
         """The last tokens whose text is complete, in the pieces in which it became so."""
         self._before = ""
@@ -135,16 +145,20 @@ class Stream:
         self.waiting = ""
         """What would be sent if no token followed."""
 
+    def has_text(self, token: int) -> bool:
+        """Returns False for a token that adds nothing to the text."""
+        return self._tokenizer.has_text(token, self._specials)
+
     def add(self, token: int) -> str:
         """Adds a token; returns the text that is complete now. Bytes of an unfinished character
         wait for the next tokens."""
-        if not self._tokenizer.has_text(token):
+        if not self.has_text(token):
             return ""
         self._tokens.append(token)
         text = self._text()
         if len(text) < self._sent + len(self.waiting):
-            return self.end()  # several bytes became one character, perhaps `_UNFINISHED` itself
-        begun = min(len(text) - len(text.rstrip(_UNFINISHED)), _MOST_WAITING)
+            return self.end()  # several bytes became one character, perhaps `UNFINISHED` itself
+        begun = min(len(text) - len(text.rstrip(UNFINISHED)), _MOST_WAITING)
         return self._send(text, len(text) - begun)
 
     def end(self) -> str:
@@ -152,12 +166,15 @@ class Stream:
         text = self._text()
         return self._send(text, len(text))
 
+    def _decode(self, tokens: Iterable[int]) -> str:
+        return self._tokenizer.decode([*tokens], self._specials)
+
     def _text(self) -> str:
         """The text of the tokens behind the context."""
-        alone = self._tokenizer.decode(self._tokens)
-        text = self._tokenizer.decode([*chain(*self._context), *self._tokens])
-        unfinished = self._before.count(_UNFINISHED) + alone.count(_UNFINISHED)
-        if text.startswith(self._before) and text.count(_UNFINISHED) == unfinished:
+        alone = self._decode(self._tokens)
+        text = self._decode(chain(*self._context, self._tokens))
+        unfinished = self._before.count(UNFINISHED) + alone.count(UNFINISHED)
+        if text.startswith(self._before) and text.count(UNFINISHED) == unfinished:
             return text[len(self._before) :]
         # Byte fallback decodes all bytes in a row or none: here also those of the context.
         return alone
@@ -177,9 +194,9 @@ class Stream:
         """Makes the tokens the context, with as few before them as have some text: one without any
         would not count as a beginning."""
         self._context.append(self._tokens)
-        while len(self._context) > 1 and self._tokenizer.decode([*chain(*self._context[1:])]):
+        while len(self._context) > 1 and self._decode(chain(*self._context[1:])):
             del self._context[0]
-        self._before = self._tokenizer.decode([*chain(*self._context)])
+        self._before = self._decode(chain(*self._context))
         self._tokens, self._sent = [], 0
 
 

@@ -44,7 +44,7 @@ class Answering(Visiting):
             self._service.settings.model_name,
             wanted,
             self._service.grammars.bytes_of,
-            prepared.echoes,
+            len(prepared.echoes),
         )
         with Answers(self._service, wanted, prepared) as answers:
             if wanted.is_stream:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from onnxpar.errors import InputError, OnnxparError
-from onnxpar.llm.requests import Busy, End, Event, Failure, Token
+from onnxpar.llm.requests import Busy, End, Event, Failure, PromptTokens, Token
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Stream
 from onnxpar.serve.api_error import ApiError
+from onnxpar.serve.placed_text import PlacedText, PlacedToken
 from onnxpar.serve.prompts import Prepared, limits_of
 from onnxpar.serve.served_engine import ServedGeneration
 from onnxpar.serve.service import GeneratingService, failed
@@ -26,13 +27,13 @@ class Piece:
 
     index   the number of the answer
     text    new text, which may be empty
-    token   the new token; None if there is none, or if it ended the text
+    tokens  those whose probabilities are told
     finish  why the answer ended: "stop" or "length"; None if it goes on
     """
 
     index: int
     text: str
-    token: Token | None = None
+    tokens: Sequence[PlacedToken] = ()
     finish: str | None = None
 
 
@@ -48,8 +49,12 @@ class Usage:
 class _Answer:
     """One answer: its text, and what is known of its generation."""
 
-    def __init__(self, text: Stream, stops: StopStrings) -> None:
-        self.text, self.stops = text, stops
+    def __init__(
+        self, text: Stream, placed: PlacedText | None, stops: StopStrings, echo: str
+    ) -> None:
+        self.text, self.placed, self.stops = text, placed, stops
+        self.echo = echo
+        """The text of the prompt, as long as it is to be told."""
         self.generation: ServedGeneration | None = None
         self.new, self.cached = 0, 0
         self.last = 0.0
@@ -57,6 +62,14 @@ class _Answer:
         """Its text is complete."""
         self.has_ended = False
         """The engine tells nothing more of it."""
+
+    def add(self, token: Token) -> tuple[str, list[PlacedToken]]:
+        """Adds a token; returns the text that is complete now, and the token where its probability
+        is told."""
+        if self.placed is None:
+            return self.text.add(token.id), []
+        text, begin = self.placed.add(token.id)
+        return text, [PlacedToken.of(token, begin)]
 
 
 class Answers:
@@ -67,14 +80,10 @@ class Answers:
 
     def __init__(self, service: GeneratingService, wanted: Wanted, prepared: Prepared) -> None:
         self._service, self._wanted, self._prepared = service, wanted, prepared
-        self._ends = service.engine.model.ends
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._start = time.perf_counter()
-        tokenizer = service.engine.tokenizer
-        self._answers = [
-            _Answer(Stream(tokenizer), StopStrings(wanted.stops)) for _ in prepared.echoes
-        ]
+        self._answers = [self._new_answer(echo) for echo in prepared.echoes]
 
     def __enter__(self) -> Answers:
         """Submits all. Errors: ApiError if the engine does not take one of them."""
@@ -114,7 +123,9 @@ class Answers:
                 left -= 1
                 answer.has_ended, answer.cached = True, event.cached
             if not answer.is_done:
-                yield self._piece(index, answer, event)
+                piece = self._piece(index, answer, event)
+                yield replace(piece, text=answer.echo + piece.text)
+                answer.echo = ""
 
     @property
     def usage(self) -> Usage:
@@ -135,8 +146,18 @@ class Answers:
         with suppress(RuntimeError):  # the loop has ended, and with it the request
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    def _piece(self, index: int, answer: _Answer, event: Token | End) -> Piece:
+    def _new_answer(self, echo: str) -> _Answer:
+        wanted = self._wanted
+        stream = Stream(self._service.engine.tokenizer, wanted.shows_specials)
+        placed = None
+        if wanted.logprobs is not None:
+            placed = PlacedText(stream, self._service.grammars.bytes_of, len(echo))
+        return _Answer(stream, placed, StopStrings(wanted.stops, wanted.shows_stop), echo)
+
+    def _piece(self, index: int, answer: _Answer, event: Token | PromptTokens | End) -> Piece:
         """What an event adds to an answer that is not complete."""
+        if isinstance(event, PromptTokens):
+            return Piece(index, "", self._of_prompt(index, event))
         if isinstance(event, End):
             if event.reason not in ("stop", "length"):
                 raise self._service.busy()  # the engine ended it
@@ -144,18 +165,37 @@ class Answers:
                 self._prepared.constraints[index].check()
             text = answer.stops.add(answer.text.end(), is_last=True)
             answer.is_done = True
-            return Piece(index, text, None, "stop" if answer.stops.found else event.reason)
+            reason = "length" if self._wanted.max_tokens == 0 else event.reason
+            return Piece(index, text, (), "stop" if answer.stops.found else reason)
         self._measure(answer)
+        if self._wanted.max_tokens == 0:
+            return Piece(index, "")  # the engine has computed one all the same
         answer.new += 1
-        if event.id in self._ends:
-            return Piece(index, "")
-        text = answer.stops.add(answer.text.add(event.id))
+        if event.id in self._prepared.ends and not self._wanted.shows_stop:
+            return Piece(index, "", self._last(answer, event))
+        text, tokens = answer.add(event)
+        if answer.new > self._wanted.min_tokens:
+            text = answer.stops.add(text)
         if not answer.stops.found:
-            return Piece(index, text, event)
+            return Piece(index, text, tokens)
         answer.is_done = True
         assert answer.generation is not None, "an answer has tokens after it was submitted"
         answer.generation.cancel()
-        return Piece(index, text, event, "stop")
+        return Piece(index, text, tokens, "stop")
+
+    def _last(self, answer: _Answer, token: Token) -> Sequence[PlacedToken]:
+        """The token that ends an answer, which is told where clients count those of the prompt."""
+        if answer.placed is None or not self._wanted.tells_prompt:
+            return ()
+        return [PlacedToken.of(token, answer.placed.length)]
+
+    def _of_prompt(self, index: int, told: PromptTokens) -> list[PlacedToken]:
+        """The tokens of a prompt."""
+        first = self._prepared.prompts[index // self._wanted.number][0]
+        stream = Stream(self._service.engine.tokenizer)
+        text = PlacedText(stream, self._service.grammars.bytes_of)
+        found = [PlacedToken(first, None, (), text.add(first)[1])]
+        return found + [PlacedToken.of(token, text.add(token.id)[1]) for token in told.tokens]
 
     def _measure(self, answer: _Answer) -> None:
         """Measures the time of a token."""

@@ -136,12 +136,14 @@ class Fields:
             self.refuse(name, f"is {quoted(value)}; it must be from {least} to {most}")
         return int(value)
 
-    def flag(self, name: str) -> bool:
-        """Returns true or false; False if there is none."""
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Returns true or false."""
         value = self.get(name)
-        if value is not None and not isinstance(value, bool):
+        if value is None:
+            return default
+        if not isinstance(value, bool):
             self.refuse(name, f"must be true or false, not {quoted(value)}")
-        return bool(value)
+        return value
 
     def inner(self, name: str) -> Fields | None:
         """Returns the fields of an object; None if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from onnxpar.llm.chat_template import GIVEN
 from onnxpar.serve.api_error import quoted
 from onnxpar.serve.body import Fields
 from onnxpar.serve.settings import Settings
@@ -18,7 +19,7 @@ def chat_request(fields: Fields, settings: Settings) -> Wanted:
     """Returns what a request wants. Errors: ApiError."""
     check_model(fields, settings)
     _refuse_unsupported(fields)
-    messages = _messages(fields)
+    messages = messages_of(fields)
     top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
     wants_logprobs = fields.flag("logprobs")
     if top is not None and not wants_logprobs:
@@ -30,6 +31,7 @@ def chat_request(fields: Fields, settings: Settings) -> Wanted:
         max_tokens=most[1] if most[0] is None else most[0],
         logprobs=(top or 0) if wants_logprobs else None,
         schema=_schema(fields),
+        chat=template_options(fields),
         **common(fields, settings, 1),
     )
 
@@ -49,8 +51,8 @@ def _refuse_unsupported(fields: Fields) -> None:
         fields.refuse("audio", "is not supported; the model writes text")
 
 
-def _messages(fields: Fields) -> list[dict[str, str]]:
-    """The messages of the chat, with one text each."""
+def messages_of(fields: Fields) -> list[dict[str, str]]:
+    """Returns the messages of the chat, with one text each."""
     found = fields.array("messages")
     if not found:
         fields.refuse("messages", "is missing or empty; give at least one message")
@@ -82,6 +84,23 @@ def _part(message: Fields, at: int, found: object) -> str:
     if not isinstance(found, dict) or found.get("type") != "text":
         message.refuse(name, "is no text; the model reads parts of type text")
     return message.valid_text(name, found.get("text"))
+
+
+def template_options(fields: Fields) -> dict[str, Any]:
+    """Returns what the chat template is given besides the messages."""
+    is_continued = fields.flag("continue_final_message")
+    begins = fields.flag("add_generation_prompt", default=not is_continued)
+    if is_continued and begins:
+        fields.refuse("continue_final_message", "begins no answer: leave add_generation_prompt out")
+    others = fields.inner("chat_template_kwargs")
+    for name in GIVEN:
+        if others is not None and others.get(name) is not None:
+            others.refuse(name, "is no option of the template; leave it out")
+    return {
+        "add_generation_prompt": begins,
+        "continue_final_message": is_continued,
+        "others": fields.get("chat_template_kwargs") or {},
+    }
 
 
 def _schema(fields: Fields) -> Mapping[str, Any] | None:

@@ -22,9 +22,7 @@ def completion_request(fields: Fields, settings: Settings) -> Wanted:
     prompts = texts_or_ids(fields, "prompt")
     logprobs = fields.whole("logprobs", 0, MOST_LOGPROBS)
     echo = fields.flag("echo")
-    if echo and logprobs is not None:
-        fields.refuse("echo", "is not supported with logprobs; ask for one of them")
-    most = max_tokens(fields, "max_tokens", settings)
+    most = max_tokens(fields, "max_tokens", settings, 0 if echo else 1)
     if most is None:
         most = min(_DEFAULT_TOKENS, settings.max_tokens or _DEFAULT_TOKENS)
     shared = common(fields, settings, len(prompts))

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from onnxpar.llm.requests import Token
 from onnxpar.serve.answers import Piece, Usage
+from onnxpar.serve.placed_text import PlacedToken
 from onnxpar.serve.wanted import Wanted
 
 _LEAST_LOGPROB = -9999.0
 """What OpenAI sends for less; JSON has no infinity."""
 
 
-_new_decoder = codecs.getincrementaldecoder("utf-8")
-"""Makes decoders of bytes, whose characters may be spread over several tokens."""
-
-
 class Format(ABC):
     """How answers are written.
 
     bytes_of  the bytes of a token
-    echoes    the text in front of each answer
+    number    how many answers there are
     """
 
     prefix: ClassVar[str]
@@ -34,34 +29,31 @@ class Format(ABC):
     chunk_kind: ClassVar[str]
 
     def __init__(
-        self, model: str, wanted: Wanted, bytes_of: Callable[[int], bytes], echoes: Sequence[str]
+        self, model: str, wanted: Wanted, bytes_of: Callable[[int], bytes], number: int
     ) -> None:
-        self._wanted, self._bytes_of, self._echoes = wanted, bytes_of, echoes
+        self._wanted, self._bytes_of = wanted, bytes_of
         made = {"created": int(time.time()), "model": model}
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind, **made}
-        self._texts = [""] * len(echoes)
-        self._tokens: list[list[Token]] = [[] for _ in echoes]
-        self._finishes: list[str | None] = [None] * len(echoes)
-        self._offsets = [0] * len(echoes)
-        self._decoders = [_new_decoder("replace") for _ in echoes]
+        self._texts = [""] * number
+        self._tokens: list[list[PlacedToken]] = [[] for _ in range(number)]
+        self._finishes: list[str | None] = [None] * number
 
-    @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
         """Returns the chunks in front of all others."""
+        return []
 
     @abstractmethod
-    def _delta(self, index: int, text: str, tokens: Sequence[Token], is_end: bool) -> Any:
+    def _delta(self, index: int, text: str, tokens: Sequence[PlacedToken], is_end: bool) -> Any:
         """The choice of a chunk, without its reason to end."""
 
     @abstractmethod
-    def _choice(self, index: int, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         """The choice of a whole answer, without its reason to end."""
 
     def add(self, piece: Piece) -> None:
         """Adds a piece to a whole answer."""
         self._texts[piece.index] += piece.text
-        if piece.token is not None:
-            self._tokens[piece.index].append(piece.token)
+        self._tokens[piece.index] += piece.tokens
         self._finishes[piece.index] = piece.finish
 
     def whole(self, usage: Usage) -> dict[str, Any]:
@@ -75,11 +67,9 @@ class Format(ABC):
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """Returns the chunks of a piece, of which there may be none."""
-        has_logprobs = self._wanted.logprobs is not None and piece.token is not None
         found = []
-        if piece.text or has_logprobs:
-            tokens = [piece.token] if piece.token is not None else []
-            found.append(self._chunk(piece.index, piece.text, tokens))
+        if piece.text or piece.tokens:
+            found.append(self._chunk(piece.index, piece.text, piece.tokens))
         if piece.finish is not None:
             found.append(self._chunk(piece.index, "", (), piece.finish))
         return found
@@ -89,7 +79,7 @@ class Format(ABC):
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": _usage(usage)}
 
     def _chunk(
-        self, index: int, text: str, tokens: Sequence[Token], finish: str | None = None
+        self, index: int, text: str, tokens: Sequence[PlacedToken], finish: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, **self._delta(index, text, tokens, finish is not None)}
         found = {**self._head, "object": self.chunk_kind}
@@ -123,14 +113,14 @@ class ChatFormat(Format):
             chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
         return made
 
-    def _delta(self, index: int, text: str, tokens: Sequence[Token], is_end: bool) -> Any:
+    def _delta(self, index: int, text: str, tokens: Sequence[PlacedToken], is_end: bool) -> Any:
         return {"delta": {} if is_end else {"content": text}, "logprobs": self._logprobs(tokens)}
 
-    def _choice(self, index: int, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(tokens, is_whole=True)}
 
-    def _logprobs(self, tokens: Sequence[Token], is_whole: bool = False) -> Any:
+    def _logprobs(self, tokens: Sequence[PlacedToken], is_whole: bool = False) -> Any:
         if self._wanted.logprobs is None or not (tokens or is_whole):
             return None
         content = [
@@ -142,7 +132,7 @@ class ChatFormat(Format):
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {
             "token": self._text_of(token),
             "logprob": _finite(logprob),
@@ -156,42 +146,32 @@ class CompletionFormat(Format):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def begin(self) -> list[dict[str, Any]]:
-        """Returns the chunks of the prompts, if these are asked for."""
-        each = enumerate(self._echoes)
-        return [self._chunk(index, echo, ()) for index, echo in each if echo]
+    def _delta(self, index: int, text: str, tokens: Sequence[PlacedToken], is_end: bool) -> Any:
+        return {"text": text, "logprobs": self._logprobs(tokens)}
 
-    def _delta(self, index: int, text: str, tokens: Sequence[Token], is_end: bool) -> Any:
-        return {"text": text, "logprobs": self._logprobs(index, tokens)}
+    def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
+        return {"text": text, "logprobs": self._logprobs(tokens, is_whole=True)}
 
-    def _choice(self, index: int, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
-        logprobs = self._logprobs(index, tokens, is_whole=True)
-        return {"text": self._echoes[index] + text, "logprobs": logprobs}
-
-    def _logprobs(self, index: int, tokens: Sequence[Token], is_whole: bool = False) -> Any:
+    def _logprobs(self, tokens: Sequence[PlacedToken], is_whole: bool = False) -> Any:
         if self._wanted.logprobs is None or not (tokens or is_whole):
             return None
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            text = self._decoders[index].decode(self._bytes_of(token.id))
-            self._offsets[index] += len(text)
         return {
             "tokens": [self._key_of(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {
-                    self._key_of(each): _finite(logprob)
-                    for each, logprob in (*token.top, (token.id, token.logprob))
-                }
-                for token in tokens
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [self._likeliest(token) for token in tokens],
+            "text_offset": [token.begin for token in tokens],
         }
 
+    def _likeliest(self, token: PlacedToken) -> dict[str, float | None] | None:
+        """The likeliest tokens and the one that there is; None for the first of a prompt."""
+        if token.logprob is None:
+            return None
+        each = (*token.top, (token.id, token.logprob))
+        return {self._key_of(token): _finite(logprob) for token, logprob in each}
 
-def _finite(logprob: float) -> float:
-    return max(float(logprob), _LEAST_LOGPROB)
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(_LEAST_LOGPROB, float(logprob))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import llguidance
@@ -17,20 +17,23 @@ _DEEPEST = 64
 """Most objects and arrays inside each other in a schema."""
 _MOST_TOKENS = 1 << 24
 """Tokens of a vocabulary; more means that their number is unknown."""
-_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,20}", "lenient": False}
-"""A model may not write white space for ever. What the library does not know of a schema is an
+_OPTIONS: Any = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?", "lenient": False}
+"""A model may not write white space for ever: between two values, a space, or a line that is
+indented. What the library does not know of a schema is an
 error, not ignored."""
 
 
 class JsonConstraint:
     """Allows the tokens that continue a text of a JSON schema; see `Constraint`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, sorted(ends)
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int, ends: Iterable[int]) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._ends = sorted(end for end in ends if end < vocabulary)
 
     def allowed(self) -> Array:
         """True for each token that may come next, (vocabulary,)."""
         mask: Array = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) != 0
+        mask = mask[: self._vocabulary]  # a tokenizer may have more tokens than the model
         # The library knows one token that ends texts. It allows none at all where the text is
         # complete, or the schema is beyond its limits.
         if mask[self._ends].any() or not mask.any():
@@ -68,10 +71,11 @@ class Grammars:
                 )
             if self._made is None:
                 ends = sorted(self._engine.model.ends)
-                text = self._engine.tokenizer.as_json()
+                tokenizer = self._engine.tokenizer
+                size = max(self._engine.vocabulary, tokenizer.size)
                 try:
                     self._made = llguidance.LLTokenizer(
-                        text, n_vocab=self._engine.vocabulary, eos_token=ends[0] if ends else None
+                        tokenizer.as_json(), n_vocab=size, eos_token=ends[0] if ends else None
                     )
                 except Exception as error:  # the library raises several kinds
                     raise ApiError(
@@ -83,13 +87,16 @@ class Grammars:
     def bytes_of(self, token: int) -> bytes:
         """Returns the bytes of a token's text."""
         found: bytes = self.load().decode_bytes([token])
+        text = self._engine.tokenizer.decode([token], specials=True)
+        if len(text) > len(found.decode("utf-8", "replace")):
+            return b"\xff" + found  # with which the library marks special tokens, and leaves out
         return found
 
     def constraints(self, schema: Mapping[str, Any], number: int) -> list[JsonConstraint]:
         """Returns as many constraints for a schema. Errors: ApiError if it is wrong, or uses what
         the library lacks."""
         _check_depth(schema)
-        vocabulary, ends = self.load(), self._engine.model.ends
+        vocabulary = self.load()
         try:
             text = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_OPTIONS)
         except (ValueError, UnicodeError) as error:
@@ -99,7 +106,8 @@ class Grammars:
             raise _wrong(matcher.get_error())
         if not any(matcher.compute_logit_bias()):
             raise _wrong("NoExtension")
-        return [JsonConstraint(matcher.deep_copy(), ends) for _ in range(number)]
+        own = self._engine.vocabulary, self._engine.model.ends
+        return [JsonConstraint(matcher.deep_copy(), *own) for _ in range(number)]
 
 
 def _wrong(why: str) -> ApiError:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from onnxpar.errors import InputError
 from onnxpar.llm.requests import Limits
 from onnxpar.llm.tokenizer import Messages
-from onnxpar.serve.api_error import ApiError
+from onnxpar.serve.api_error import ApiError, quoted
 from onnxpar.serve.grammar import JsonConstraint
 from onnxpar.serve.service import GeneratingService
 from onnxpar.serve.wanted import Prompt, Wanted
@@ -23,12 +23,14 @@ class Prepared:
     echoes       the text in front of each answer
     rooms        the most new tokens after each prompt
     constraints  of each answer, where its form is asked for
+    ends         the tokens that end an answer
     """
 
     prompts: Sequence[Sequence[int]]
     echoes: Sequence[str]
     rooms: Sequence[int]
     constraints: Sequence[JsonConstraint]
+    ends: frozenset[int]
 
 
 def prepare(service: GeneratingService, wanted: Wanted) -> Prepared:
@@ -38,7 +40,7 @@ def prepare(service: GeneratingService, wanted: Wanted) -> Prepared:
         wanted.sampling.check(service.engine.vocabulary)
     except InputError as error:
         raise ApiError(str(error)) from None
-    prompts = [_tokens(service, prompt) for prompt in wanted.prompts]
+    prompts = [_tokens(service, wanted, prompt) for prompt in wanted.prompts]
     rooms = [_room(service, wanted, prompt) for prompt in prompts]
     number = len(prompts) * wanted.number
     echoes = [""] * len(prompts)
@@ -51,30 +53,31 @@ def prepare(service: GeneratingService, wanted: Wanted) -> Prepared:
         constraints = service.grammars.constraints(wanted.schema, number)
     if wanted.logprobs is not None:
         service.grammars.load()
-    return Prepared(
-        prompts, [echoes[index // wanted.number] for index in range(number)], rooms, constraints
-    )
+    of_each = [echoes[index // wanted.number] for index in range(number)]
+    return Prepared(prompts, of_each, rooms, constraints, _ends(service, wanted))
 
 
 def limits_of(service: GeneratingService, wanted: Wanted, prepared: Prepared, index: int) -> Limits:
     """Returns the engine's limits of an answer, by its number."""
     return Limits(
         sampling=wanted.sampling,
-        max_new_tokens=prepared.rooms[index // wanted.number],
-        ends=service.engine.model.ends,
+        max_new_tokens=max(prepared.rooms[index // wanted.number], 1),
+        min_new_tokens=wanted.min_tokens,
+        ends=prepared.ends,
+        tells_prompt=wanted.tells_prompt,
         top_logprobs=wanted.logprobs or 0,
         row=index,
         constraint=prepared.constraints[index] if prepared.constraints else None,
     )
 
 
-def _tokens(service: GeneratingService, prompt: Prompt) -> Sequence[int]:
+def _tokens(service: GeneratingService, wanted: Wanted, prompt: Prompt) -> Sequence[int]:
     """The tokens of a prompt."""
     engine = service.engine
     if isinstance(prompt, str):
         found: Sequence[int] = engine.tokenizer.encode(prompt)
     elif prompt and not isinstance(prompt[0], int):
-        found = _chat_tokens(service, cast(Messages, prompt))
+        found = chat_tokens(service, cast(Messages, prompt), wanted.chat)
     else:
         found = cast(Sequence[int], prompt)
     if not found and engine.model.begin is not None:
@@ -87,8 +90,10 @@ def _tokens(service: GeneratingService, prompt: Prompt) -> Sequence[int]:
     return found
 
 
-def _chat_tokens(service: GeneratingService, messages: Messages) -> Sequence[int]:
-    """The tokens of a chat."""
+def chat_tokens(
+    service: GeneratingService, messages: Messages, options: Mapping[str, Any]
+) -> Sequence[int]:
+    """Returns the tokens of a chat, by options of its template. Errors: ApiError."""
     tokenizer = service.engine.tokenizer
     if not tokenizer.has_chat:
         raise ApiError(
@@ -97,7 +102,7 @@ def _chat_tokens(service: GeneratingService, messages: Messages) -> Sequence[int
             code="no_chat_template",
         )
     try:
-        return tokenizer.chat(messages)
+        return tokenizer.chat(messages, **options)
     except InputError as error:
         raise ApiError(str(error), param="messages") from None
 
@@ -105,7 +110,11 @@ def _chat_tokens(service: GeneratingService, messages: Messages) -> Sequence[int
 def _room(service: GeneratingService, wanted: Wanted, prompt: Sequence[int]) -> int:
     """The most new tokens after a prompt."""
     longest = service.engine.longest
-    most = wanted.max_tokens or service.settings.max_tokens or longest
+    most = service.settings.max_tokens or longest
+    most = most if wanted.max_tokens is None else wanted.max_tokens
+    if wanted.min_tokens > most:
+        text = f"min_tokens is {wanted.min_tokens}, and at most {most} may be new; ask for fewer"
+        raise ApiError(text, param="min_tokens")
     if len(prompt) >= longest:
         raise ApiError(
             f"the prompt has {len(prompt)} tokens, and the model has room for {longest}; give a "
@@ -113,3 +122,16 @@ def _room(service: GeneratingService, wanted: Wanted, prompt: Sequence[int]) -> 
             code="context_length_exceeded",
         )
     return min(most, longest - len(prompt))
+
+
+def _ends(service: GeneratingService, wanted: Wanted) -> frozenset[int]:
+    """The tokens that end an answer: of the model, those that are asked for, and stop strings that
+    are special tokens, which no text has. Errors: ApiError for a token that there is not."""
+    vocabulary = range(service.engine.vocabulary)
+    for token in wanted.stop_tokens:
+        if token not in vocabulary:
+            text = f"stop_token_ids has {quoted(token)}; ids are from 0 to {vocabulary[-1]}"
+            raise ApiError(text, param="stop_token_ids")
+    own = frozenset() if wanted.ignore_eos else service.engine.model.ends
+    named = service.engine.tokenizer.special_ids(wanted.stops)
+    return frozenset(t for t in own | named | wanted.stop_tokens if t in vocabulary)

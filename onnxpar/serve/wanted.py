@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onnxpar.llm.sampling import Sampling
@@ -37,6 +37,12 @@ class Wanted:
     wants_usage    True if a stream ends with the numbers of tokens
     echo           True if each answer begins with its prompt
     schema         the JSON schema of answers; None: any text
+    stop_tokens    further tokens that end an answer
+    ignore_eos     True if those of the model do not
+    min_tokens     least new tokens before one that ends an answer, or a stop string
+    shows_stop     True if an answer has the stop string or token that ends it
+    shows_specials  True if the text of an answer has its special tokens
+    chat           options for the template of a chat
     """
 
     prompts: Sequence[Prompt]
@@ -49,6 +55,17 @@ class Wanted:
     wants_usage: bool
     echo: bool = False
     schema: Mapping[str, Any] | None = None
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    shows_stop: bool = False
+    shows_specials: bool = False
+    chat: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """True if the probabilities of the prompt's tokens are asked for."""
+        return self.echo and self.logprobs is not None
 
 
 def check_model(fields: Fields, settings: Settings) -> None:
@@ -80,6 +97,11 @@ def common(fields: Fields, settings: Settings, prompts: int) -> dict[str, Any]:
         "number": number,
         "sampling": _sampling(fields),
         "stops": _stops(fields),
+        "stop_tokens": _stop_tokens(fields),
+        "ignore_eos": fields.flag("ignore_eos"),
+        "min_tokens": fields.whole("min_tokens", 0, 2**31) or 0,
+        "shows_stop": fields.flag("include_stop_str_in_output"),
+        "shows_specials": not fields.flag("skip_special_tokens", default=True),
         "is_stream": is_stream,
         "wants_usage": options is not None and options.flag("include_usage"),
     }
@@ -135,6 +157,19 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return stops
 
 
-def max_tokens(fields: Fields, name: str, settings: Settings) -> int | None:
+def _stop_tokens(fields: Fields) -> frozenset[int]:
+    """The ids of tokens that end an answer."""
+    found = fields.array("stop_token_ids") or ()
+    if len(found) > _MOST_BIASES:
+        fields.refuse(
+            "stop_token_ids", f"has {len(found)} tokens; at most {_MOST_BIASES} are allowed"
+        )
+    for token in found:
+        if isinstance(token, bool) or not isinstance(token, int):
+            fields.refuse("stop_token_ids", f"has {quoted(token)}, which is no id of a token")
+    return frozenset(found)
+
+
+def max_tokens(fields: Fields, name: str, settings: Settings, least: int = 1) -> int | None:
     """Returns the most new tokens, of a field of this name."""
-    return fields.whole(name, 1, settings.max_tokens or 2**31)
+    return fields.whole(name, least, settings.max_tokens or 2**31)

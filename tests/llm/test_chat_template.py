@@ -43,8 +43,8 @@ TEMPLATES = (  # what each makes of CHAT
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"add_generation_prompt": False},
     {"continue_final_message": True},
-    {"enable_thinking": False},
-    {"date_string": "1 May", "bos_token": "[B]"},
+    {"others": {"enable_thinking": False}},
+    {"others": {"date_string": "1 May", "bos_token": "[B]"}},
 )
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content CUT }}</>{% endfor %}"
@@ -66,6 +66,7 @@ def transformers_text(template: str, options: dict[str, Any], chat: Any = CHAT) 
     module = pytest.importorskip("transformers.utils.chat_template_utils")
     is_continued = options.get("continue_final_message", False)
     given = {**SPECIALS, "add_generation_prompt": not is_continued, **options}
+    given |= given.pop("others", {})
     (text,), _ = module.render_jinja_template([chat], chat_template=template, **given)
     assert isinstance(text, str)
     return text

@@ -153,9 +153,9 @@ def tokenizer(made: Any, tmp_path: Path) -> Tokenizer:
     return Tokenizer(tmp_path)
 
 
-def streamed(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+def streamed(tokenizer: Tokenizer, tokens: Sequence[int], specials: bool = False) -> list[str]:
     """What comes with each token, and at the end."""
-    stream = Stream(tokenizer)
+    stream = Stream(tokenizer, specials)
     return [*map(stream.add, tokens), stream.end()]
 
 
@@ -180,6 +180,15 @@ def test_special_tokens_within_a_text(made: Any, tokenizer: Tokenizer) -> None:
         for _ in range(5):
             tokens.insert(chosen.randrange(len(tokens) + 1), chosen.choice(specials))
         assert "".join(streamed(tokenizer, tokens)) == made.decode(tokens)
+
+
+def test_special_tokens_may_be_shown(made: Any, tokenizer: Tokenizer) -> None:
+    chosen = random.Random(0)
+    for _ in range(50):
+        texts = [made.encode(text_of(chosen)).ids for _ in range(3)]
+        tokens = [made.token_to_id("<s>"), *texts[0], made.token_to_id("</s>"), *texts[1]]
+        shown = "".join(streamed(tokenizer, tokens, specials=True))
+        assert shown == made.decode(tokens, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("made", ["byte-level BPE"], indirect=True)
@@ -215,7 +224,12 @@ def test_few_tokens_are_decoded_for_each(
 ) -> None:
     lengths: list[int] = []
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+
+    def noted(ids: Sequence[int], specials: bool = False) -> str:
+        lengths.append(len(ids))
+        return decode(ids, specials)
+
+    monkeypatch.setattr(tokenizer, "decode", noted)
     chosen = random.Random(0)
     size = made.get_vocab_size()
     for tokens in (

@@ -16,7 +16,7 @@ from committed import MODELS
 
 from onnxpar.errors import RankError
 from onnxpar.llm.engine import Counts
-from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener, Token
+from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener, PromptTokens, Token
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.runtime.closing import Closing
 
@@ -54,6 +54,9 @@ class Generation:
             return self._end(End("cancelled", 2))
         if fails:
             return self._end(Failure(RankError("rank 1 has ended")))
+        if self.limits.tells_prompt and not self.number:
+            each = enumerate(self.prompt[1:], 1)
+            self.listen(PromptTokens([self._told(token, -0.25 * at) for at, token in each]))
         token = next(self.tokens, END)
         constraint = self.limits.constraint
         if constraint is not None:
@@ -61,14 +64,17 @@ class Generation:
             token = int(allowed[(token * 7919 + self.number * 31) % len(allowed)])
             constraint.accept(token)
         self.number += 1
-        others = [t for t in range(3, 330) if t != token][: max(self.limits.top_logprobs - 1, 0)]
-        top = [(token, -0.5), *((other, -float("inf")) for other in others)]
-        self.listen(Token(token, -0.5, top[: self.limits.top_logprobs]))
+        self.listen(self._told(token, -0.5))
         if token in self.limits.ends:
             return self._end(End("stop", 2))
         if self.number == self.limits.max_new_tokens:
             return self._end(End("length", 2))
         return True
+
+    def _told(self, token: int, logprob: float) -> Token:
+        others = [t for t in range(3, 330) if t != token][: max(self.limits.top_logprobs - 1, 0)]
+        top = [(token, logprob), *((other, -float("inf")) for other in others)]
+        return Token(token, logprob, top[: self.limits.top_logprobs])
 
     def _end(self, event: End | Failure) -> bool:
         self.ended.set()

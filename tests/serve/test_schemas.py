@@ -70,3 +70,23 @@ def test_schemas_that_cannot_be_followed(served: Served, schema: Any, named: str
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == "response_format" and named in error["message"]
+
+
+@pytest.mark.parametrize("begin", ["{", '{"a"', '{"a":', '{"a":[', '{"a":[1,', '{"a":1', '{"a":{}'])
+def test_white_space_ends(served: Served, begin: str) -> None:
+    """Between two values, a model may write a space, or one or two ends of lines and an indentation
+    of at most 20 characters, as that of llama.cpp; whatever the schema says."""
+    loose = {"type": "object", "x-guidance": {"whitespace_pattern": "\\s*"}}
+    encode = served.engine.tokenizer.encode
+    for text, count in (("\n", 2), (" ", 1), ("\n ", 21), ("\n\n\t", 22)):
+        (constraint,) = served.service.grammars.constraints(loose, 1)
+        for token in encode(begin, specials=False):
+            assert constraint.allowed()[token]
+            constraint.accept(token)
+        found = 0
+        for token in [*encode(text, specials=False), *encode(text[-1], specials=False) * 100]:
+            if not constraint.allowed()[token]:
+                break
+            constraint.accept(token)
+            found += 1
+        assert found == count
