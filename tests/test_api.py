@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
         [onnxpar.InferenceSession, Settings],
         {
             *("par", "host", "port", "api_key", "api_key_file", "drain_timeout"),
-            *("kv_memory", "max_running", "max_waiting", "step_tokens"),
+            *("kv_memory", "max_running", "max_waiting", "step_tokens", "config"),
         },
     ),
     # starts commands, which Python programs are

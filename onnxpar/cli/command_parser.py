@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from onnxpar.cli.config_file import FLAG, with_options_of_file
+from onnxpar.errors import InputError
+
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, with three differences: an error is one line on standard error, with exit
-    status 2; a group of commands prints its help if no command is given; and a positional argument
-    that may be left out may follow flags."""
+    """argparse's parser, with four differences: an error is one line on standard error, with exit
+    status 2; a command may read options from a file; a group of commands prints its help if no
+    command is given; and a positional argument that may be left out may follow flags."""
 
     commands: Any = None
     siblings: Mapping[str, argparse.ArgumentParser] = {}
@@ -44,6 +47,7 @@ class CommandParser(argparse.ArgumentParser):
         if self.commands is not None and not args:
             self.print_help()
             self.exit(0)
+        args = self._with_file(args)
         self._check_names(args)
         found, rest = super().parse_known_args(args, namespace)
         late = [a for a in self._actions if a.nargs == "?" and not a.option_strings]
@@ -53,6 +57,15 @@ class CommandParser(argparse.ArgumentParser):
         if rest:
             self.error(f"unexpected argument {rest[0]!r}; leave it out")
         return found, rest
+
+    def _with_file(self, args: Sequence[str]) -> Sequence[str]:
+        """The arguments, with those of a file for commands that read one."""
+        if FLAG not in self._option_string_actions:
+            return args
+        try:
+            return with_options_of_file(self, args)
+        except InputError as error:
+            self.error(str(error))
 
     def _check_names(self, args: Sequence[str]) -> None:
         """Reports an unknown flag or command before argparse reports what is missing."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.quick_imports import quick_imports
+from onnxpar.cli.config_file import add_config
 from onnxpar.cli.rank_options import add_cores, add_runtime, add_verify
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.launch import launched_rank
@@ -30,13 +31,15 @@ def add_serve(to: Any) -> None:
         "serve",
         help=text,
         description="Serve a sharded language model over HTTP, in the API of OpenAI: "
-        "/v1/chat/completions and /v1/completions; of an embedding model /v1/embeddings, of a "
-        "reranker /v1/rerank; /v1/models, /health and /metrics; a page to chat at /. SIGTERM "
-        "and SIGINT end it once running requests are finished; a second one ends it at once. "
+        "/v1/chat/completions, /v1/completions, /tokenize and /detokenize; of an embedding model "
+        "/v1/embeddings, of a reranker /v1/rerank; /v1/models, /health and /metrics; a page to "
+        "chat at /. SIGTERM and SIGINT end it once running requests are finished; a second one "
+        "ends it at once. "
         "Under a launcher such as `onnxpar launch`, each process is one rank, and rank 0 serves.",
     )
     command.set_defaults(command=serve)
     command.add_argument("par", metavar="model.par", help="folder that shard wrote")
+    add_config(command)
     _add_address(command)
     _add_limits(command)
     _add_engine(command)
@@ -86,6 +89,12 @@ def _add_address(command: Any) -> None:
         metavar="ORIGIN",
         help="let pages of this origin, such as https://chat.example.com, use the server; '*': of "
         "any",
+    )
+    command.add_argument(
+        "--no-access-log",
+        action="store_false",
+        dest="access_log",
+        help="print no line for each request",
     )
 
 
@@ -182,6 +191,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
         model_name=args.model_name or Path(args.par).resolve().name.removesuffix(".par"),
         api_keys=keys,
         cors_origins=tuple(args.cors_origins),
+        access_log=args.access_log,
         **{limit: getattr(args, limit) for limit in _LIMITS},
     )
     bound = bind(args.host, args.port)

@@ -80,6 +80,11 @@ class Tokenizer:
         is_left_out = token in self._specials and not specials
         return not is_left_out and self._tokenizer.id_to_token(token) is not None
 
+    def token(self, token: int) -> str | None:
+        """Returns a token as the vocabulary writes it; None for an id that there is not."""
+        found: str | None = self._tokenizer.id_to_token(token)
+        return found
+
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Returns the ids of those texts that are special tokens."""
         return self._specials.intersection(map(self.id_of, texts))
@@ -110,15 +115,16 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def chat(self, messages: Messages, **options: Any) -> list[int]:
-        """Returns the tokens of a chat and of the beginning of the answer to it. Options and errors
-        as of `ChatTemplate.render`; also ModelError if there is no template."""
+    def chat(self, messages: Messages, specials: bool = False, **options: Any) -> list[int]:
+        """Returns the tokens of a chat and of the beginning of the answer to it; with `specials`,
+        also those that begin each text, which templates write themselves. Options and errors as of
+        `ChatTemplate.render`; also ModelError if there is no template."""
         if self._template is None:
             raise ModelError(
                 f"{self._folder} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give a text instead of a chat"
             )
-        return self.encode(self._template.render(messages, **options), specials=False)
+        return self.encode(self._template.render(messages, **options), specials)
 
 
 class Stream:

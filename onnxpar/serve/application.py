@@ -25,11 +25,13 @@ from onnxpar.serve.metrics import CONTENT_TYPE
 from onnxpar.serve.served_engine import Served, ServedEmbedder
 from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
+from onnxpar.serve.tokenizing import Tokenizing, detokenized, tokenized
 from onnxpar.serve.visiting import Visiting
 from onnxpar.serve.wanted import unknown_model
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
 def application(engine: Served, settings: Settings) -> Starlette:
@@ -45,11 +47,13 @@ def application(engine: Served, settings: Settings) -> Starlette:
         Route("/v1/models/{name:path}", pages.model),
         *(
             Route(path, answering.get(path, pages.elsewhere), methods=["POST"])
-            for path in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK)
+            for path in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, TOKENIZE, DETOKENIZE)
         ),
     ]
     paths = [route.path for route in routes]
-    middleware = [Middleware(Measured, metrics=service.metrics, routes=paths)]
+    middleware = [
+        Middleware(Measured, metrics=service.metrics, routes=paths, log=settings.access_log)
+    ]
     if settings.cors_origins:
         middleware.append(
             Middleware(
@@ -77,6 +81,8 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
         return service, {
             CHAT: Answering(service, chat_request, ChatFormat),
             COMPLETIONS: Answering(service, completion_request, CompletionFormat),
+            TOKENIZE: Tokenizing(service, tokenized),
+            DETOKENIZE: Tokenizing(service, detokenized),
         }
     own = EmbeddingService(engine, settings)
     if engine.model.pooling is None:

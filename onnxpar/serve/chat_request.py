@@ -97,6 +97,7 @@ def template_options(fields: Fields) -> dict[str, Any]:
         if others is not None and others.get(name) is not None:
             others.refuse(name, "is no option of the template; leave it out")
     return {
+        "specials": fields.flag("add_special_tokens"),
         "add_generation_prompt": begins,
         "continue_final_message": is_continued,
         "others": fields.get("chat_template_kwargs") or {},

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onnxpar.serve.api_error import ApiError
-from onnxpar.serve.log import log_error
+from onnxpar.serve.log import log_error, log_request
 from onnxpar.serve.metrics import Metrics
 from onnxpar.serve.settings import Settings
 
@@ -26,10 +26,13 @@ class Measured:
     """Counts requests and their time. A bug becomes a response with status 500.
 
     routes  the paths that are told apart
+    log     True if a line is printed for each request
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[str]) -> None:
-        self._app, self._metrics, self._routes = app, metrics, routes
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, routes: Sequence[str], log: bool = False
+    ) -> None:
+        self._app, self._metrics, self._routes, self._log = app, metrics, routes, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
@@ -51,9 +54,12 @@ class Measured:
                 response = ApiError("the server has failed; its log says more", 500).response()
                 await response(scope, receive, noted)
         finally:
+            seconds = time.perf_counter() - start
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.requests.labels(route, str(status)).inc()
-            self._metrics.duration.labels(route).observe(time.perf_counter() - start)
+            self._metrics.duration.labels(route).observe(seconds)
+            if self._log:
+                log_request(scope, status, seconds)
 
 
 class Guards:

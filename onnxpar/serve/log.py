@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from datetime import datetime
+from typing import Any
 
 from onnxpar.errors import OnnxparError, wants_traceback
+
+_LONGEST_PATH = 200
+Scope = MutableMapping[str, Any]
+"""What an ASGI server says of a request."""
 
 
 def log_error(error: BaseException) -> None:
@@ -22,6 +28,16 @@ def log_error(error: BaseException) -> None:
     text = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
     kind = "" if isinstance(error, OnnxparError) else f"{type(error).__name__}: "
     tell(f"error: a request failed: {kind}{text}")
+
+
+def log_request(scope: Scope, status: int, seconds: float) -> None:
+    """Prints a line about a request that has ended, on standard output, as other servers do."""
+    host, port = scope.get("client") or ("-", 0)
+    path = scope["raw_path"].decode("latin-1")[:_LONGEST_PATH]  # as it came: without control codes
+    now = datetime.now().isoformat(" ", "milliseconds")
+    line = f'{now} {host}:{port} "{scope["method"]} {path}" {status} {seconds:.3f} s\n'
+    sys.stdout.write(line)
+    sys.stdout.flush()
 
 
 def tell(text: str) -> None:

@@ -17,6 +17,7 @@ class Settings:
                      is any
     only_loopback    refuse requests to other hosts than localhost, which a web page could send by
                      DNS rebinding
+    access_log       print a line for each request
     max_body         most bytes of a request
     max_tokens       most new tokens of an answer; None: as many as the model has room for
     max_choices      most answers of a request: prompts times n
@@ -29,6 +30,7 @@ class Settings:
     api_keys: tuple[bytes, ...] = ()
     cors_origins: tuple[str, ...] = ()
     only_loopback: bool = False
+    access_log: bool = False
     max_body: int = 2 << 20
     max_tokens: int | None = None
     max_choices: int = 16

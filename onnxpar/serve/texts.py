@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from onnxpar.serve.body import Fields
 
+_MIXED = "mixes texts, token ids or lists; give one kind"
+
 
 def texts_or_ids(fields: Fields, name: str) -> Sequence[str | Sequence[int]]:
     """Returns the texts and lists of ids of a field. Errors: ApiError."""
@@ -17,9 +19,9 @@ def texts_or_ids(fields: Fields, name: str) -> Sequence[str | Sequence[int]]:
     if not value:
         fields.refuse(name, "is an empty list; give a text, token ids, or a list of these")
     if _is_id(value[0]):
-        return [_ids(fields, name, value)]
+        return [ids_of(fields, name, value, _MIXED)]
     if isinstance(value[0], list):
-        return [_ids(fields, name, each) for each in value]
+        return [ids_of(fields, name, each, _MIXED) for each in value]
     return [fields.valid_text(name, each) for each in value]
 
 
@@ -27,8 +29,10 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ids(fields: Fields, name: str, value: object) -> list[int]:
-    """A text of token ids."""
+def ids_of(
+    fields: Fields, name: str, value: object, why: str = "must be a list of token ids"
+) -> list[int]:
+    """Returns a value that is a list of token ids. Errors: ApiError that says why not."""
     if not isinstance(value, list) or not all(_is_id(each) for each in value):
-        fields.refuse(name, "mixes texts, token ids or lists; give one kind")
+        fields.refuse(name, why)
     return value
