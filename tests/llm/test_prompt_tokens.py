@@ -14,6 +14,7 @@ from committed import MODELS
 from sharded import sharded
 
 from onnxpar.base.arrays import Array
+from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.requests import End, Event, Limits, PromptTokens, Token
@@ -135,3 +136,36 @@ def test_min_new_tokens_of_a_generator(par: Path) -> None:
         short, long = (generator.generate("ab", min_new_tokens=n, **options)[0] for n in (0, 6))
         assert short.tokens == [9] and long.reason == "stop"
         assert len(long.tokens) == 7 and 9 not in long.tokens[:6]
+
+
+class Few:
+    """Allows a few tokens."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = tokens
+
+    def allowed(self) -> Array:
+        return np.isin(np.arange(10), self._tokens)
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+def test_a_constraint_may_end_a_text_too_soon() -> None:
+    """If it allows nothing else."""
+    candidates = Candidates.all(np.arange(10.0))
+    for few, wanted in ((Few(3, 9), 3), (Few(9), 9)):
+        limits = Limits(ends=frozenset([9]), min_new_tokens=2, constraint=few)
+        token, later = (limits.choose(candidates, [5] * (1 + n), n) for n in (0, 2))
+        assert token is not None and token.id == wanted
+        assert later is not None and later.id == 9
+
+
+def test_a_stop_string_may_be_a_special_token(par: Path) -> None:
+    with Generator(par, timeout=TIMEOUT) as generator:
+        options = {"max_new_tokens": 9, "logit_bias": {2: 100.0}}
+        for stops in ("<pad>", ["xyz", "<pad>"]):
+            (found,) = generator.generate("ab", stop_strings=stops, **options)
+            assert (found.tokens, found.text, found.reason) == ([2], "", "stop")
+        (found,) = generator.generate("ab", stop_strings=["pad>"], **options)
+        assert found.tokens == [2] * 9 and found.reason == "length"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lazily import lazily
 from serve.scripted_engine import FOLDER
-from serve.servers import Served
+from serve.servers import Served, until
 
 tokenizers = lazily("tokenizers")
 USER = [{"role": "user", "content": "gr\u00f6\u00dfer"}]
@@ -90,14 +90,19 @@ def test_each_request_is_a_line(serve: Serve, capsys: pytest.CaptureFixture[str]
     served.post("completions", stream=True)
     served.http.get("/health?a=%0ab")
     served.http.get("/no%0a" + "x" * 300)
-    lines = capsys.readouterr().out.splitlines()
+    lines: list[str] = []
+
+    def all_came() -> bool:  # a line comes behind its response
+        lines.extend(capsys.readouterr().out.splitlines())
+        return len(lines) == 4
+
+    until(all_came)
     ends = (
         '"POST /v1/completions" 200',
         '"POST /v1/completions" 200',
         '"GET /health" 200',
         f'"GET /no%0a{"x" * 194}" 404',
     )
-    assert len(lines) == len(ends)
     for line, end in zip(lines, ends, strict=True):
         date, time, client, rest = line.split(" ", 3)
         assert rest.startswith(end) and rest.endswith(" s") and client.startswith("127.0.0.1:")
