@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as shortly
 from types import MappingProxyType
@@ -63,9 +64,14 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **self._specials, **others}
         given["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            text = _ENVIRONMENT.from_string(self._template).render({**given, "messages": chat})
+            text = _compiled(self._template).render({**given, "messages": chat})
+            text.encode()
         except jinja2.TemplateError as error:
             raise InputError(f"the chat template refuses the messages: {error}") from None
+        except UnicodeEncodeError:
+            raise InputError(
+                "the chat has half of a surrogate pair, which is no character"
+            ) from None
         except Exception as error:  # a template is a program, which may fail in any way
             raise InputError(f"the chat template fails on the messages: {error}") from None
         return _cut(text) if continue_final_message else text
@@ -186,3 +192,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 _ENVIRONMENT = _environment()
+
+
+@lru_cache(8)
+def _compiled(template: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(template)

@@ -126,3 +126,9 @@ def test_what_cannot_be_continued(chat: Any, template: str, named: str) -> None:
 def test_a_template_that_fails(template: str) -> None:
     with pytest.raises(InputError, match="the chat template fails on the messages: "):
         ChatTemplate(template, SPECIALS).render(CHAT)
+
+
+def test_what_is_no_text() -> None:
+    for others in ({"x": "\ud800"}, {"x": {"y": ["\udfff"]}}):
+        with pytest.raises(InputError, match="has half of a surrogate pair"):
+            ChatTemplate("{{ x }}{{ x | tojson }}", SPECIALS).render(CHAT, others=others)
