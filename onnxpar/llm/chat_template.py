@@ -23,7 +23,7 @@ from onnxpar.llm.tokenizer import Messages
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """What templates are given anyway."""
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Members of a message that are thoughts before its text. Transformers gives the first one that
 there is to templates, under the first two names."""
 _CUT = "onnxpar continues here"
@@ -118,7 +118,7 @@ def _is_text(content: object) -> bool:
 
 def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with its thoughts, if any, under the names that templates know."""
-    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     if thoughts is None:
         return dict(message)
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}

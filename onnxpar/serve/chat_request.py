@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onnxpar.llm.chat_template import GIVEN
+from onnxpar.llm.chat_template import GIVEN, THOUGHTS
 from onnxpar.serve.api_error import quoted
 from onnxpar.serve.body import Fields
 from onnxpar.serve.settings import Settings
@@ -52,7 +52,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def messages_of(fields: Fields) -> list[dict[str, str]]:
-    """Returns the messages of the chat, with one text each."""
+    """Returns the messages of the chat, with one text each, and what else templates read."""
     found = fields.array("messages")
     if not found:
         fields.refuse("messages", "is missing or empty; give at least one message")
@@ -69,13 +69,19 @@ def _message(fields: Fields, at: int, found: object) -> dict[str, str]:
         message.refuse("role", f"is {quoted(role)}; it must be one of {', '.join(_ROLES)}")
     if message.get("tool_calls"):
         message.refuse("tool_calls", "is not supported; leave it out")
+    texts = {"role": _ROLES[role], "content": _content(message)}
+    others = {member: message.text(member) for member in ("name", *THOUGHTS)}
+    return texts | {member: text for member, text in others.items() if text is not None}
+
+
+def _content(message: Fields) -> str:
+    """The text of a message."""
     content = message.get("content")
     if isinstance(content, list):
-        parts = [_part(message, index, part) for index, part in enumerate(content)]
-        return {"role": _ROLES[role], "content": "\n".join(parts)}
+        return "\n".join(_part(message, index, part) for index, part in enumerate(content))
     if content is None:
         message.refuse("content", "is missing; give a text")
-    return {"role": _ROLES[role], "content": message.valid_text("content", content)}
+    return message.valid_text("content", content)
 
 
 def _part(message: Fields, at: int, found: object) -> str:

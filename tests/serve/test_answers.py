@@ -179,6 +179,10 @@ def test_options_of_the_template(served: Served, monkeypatch: pytest.MonkeyPatch
     assert whole.startswith(without) and len(whole) > len(without)
     continued = prompt(continue_final_message=True)
     assert continued.endswith("I am") and without.startswith(continued)
+    messages = [{**begun[0], "name": "Ada"}, {**begun[1], "reasoning": "hm", "refusal": None}]
+    template = "{{ messages[0].name }} {{ messages[1].reasoning_content }} {{ messages | length }}"
+    monkeypatch.setattr(tokenizer._template, "_template", template)
+    assert prompt(messages) == "Ada hm 2"
     template = "{{ messages[0].content }}{{ mood }}{{ bos_token }}"
     monkeypatch.setattr(tokenizer._template, "_template", template)
     given = {"mood": "gently", "bos_token": "!", "self": 1, "add_generation_prompt": None}

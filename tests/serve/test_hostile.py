@@ -128,6 +128,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
         "messages[0].content[0]",
     ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, None),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
     (CHAT, {"tools": [{}]}, "tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"functions": [{}]}, "functions"),
