@@ -15,6 +15,7 @@ from serve.scripted_engine import forever
 from serve.servers import TIMEOUT, Served, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOKENS, BACK = "/tokenize", "/detokenize"
 USER = [{"role": "user", "content": "x"}]
 
 
@@ -58,7 +59,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("path", [CHAT, TEXT, TOKENS, BACK])
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_bodies_that_are_wrong(shared: Served, path: str, body: bytes) -> None:
     error_of(shared.http.post(path, content=body), 400)
@@ -112,6 +113,18 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
         "continue_final_message",
     ),
     (TEXT, {"prompt": "x", "echo": "yes"}, "echo"),
+    (TOKENS, {}, "prompt"),
+    (TOKENS, {"prompt": 5}, "prompt"),
+    (TOKENS, {"prompt": "x", "messages": USER}, "messages"),
+    (TOKENS, {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+    (TOKENS, {"messages": []}, "messages"),
+    (BACK, {}, "tokens"),
+    (BACK, {"tokens": "x"}, "tokens"),
+    (BACK, {"tokens": [[5]]}, "tokens"),
+    (BACK, {"tokens": [True]}, "tokens"),
+    (BACK, {"tokens": [-1]}, "tokens"),
+    (BACK, {"tokens": [320]}, "tokens"),
+    (BACK, {"tokens": [5], "token": 1}, "token"),
     (CHAT, {"messages": None}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "x"}, "messages"),

@@ -56,29 +56,6 @@ def test_a_chat(served: Served) -> None:
     assert served.engine.generations[0].prompt == found["tokens"]
 
 
-@pytest.mark.parametrize(
-    "path,body,param",
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": USER}, "messages"),
-        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"prompt": "x", "model": "gpt-5"}, "model"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "x"}, "tokens"),
-        ("/detokenize", {"tokens": [[5]]}, "tokens"),
-        ("/detokenize", {"tokens": [True]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [320]}, "tokens"),
-        ("/detokenize", {"tokens": [5], "token": 1}, "token"),
-    ],
-)
-def test_what_is_refused(served: Served, path: str, body: dict[str, Any], param: str) -> None:
-    response = served.http.post(path, json=body)
-    assert response.status_code in (400, 404) and response.json()["error"]["param"] == param
-
-
 def test_a_key_is_needed(serve: Serve) -> None:
     served = serve(api_keys=(b"secret",))
     assert served.http.post("/tokenize", json={"prompt": "x"}).status_code == 401
