@@ -136,13 +136,17 @@ class Stream:
     last such place, and some before it: at the beginning of a text, many leave out a space.
     `DecodeStream` of tokenizers does the same, but it has no end, sends bytes that are no character
     only with the next one that is, and fails where bytes behind a character are none.
+
+    behind  tokens whose text this one continues, and does not begin anew
     """
 
-    def __init__(self, tokenizer: Tokenizer, specials: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, specials: bool = False, behind: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._specials = tokenizer, specials
-        self._context: list[list[int]] = []
+        self._context = [[token for token in behind[-_LAST:] if self.has_text(token)]]
         """The last tokens whose text is complete, in the pieces in which it became so."""
-        self._before = ""
+        self._before = self._decode(self._context[0])
         """The text of `_context`."""
         self._tokens: list[int] = []
         """Those that followed."""

@@ -83,7 +83,10 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._start = time.perf_counter()
-        self._answers = [self._new_answer(echo) for echo in prepared.echoes]
+        self._answers = [
+            self._new_answer(prepared.prompts[index // wanted.number], echo)
+            for index, echo in enumerate(prepared.echoes)
+        ]
 
     def __enter__(self) -> Answers:
         """Submits all. Errors: ApiError if the engine does not take one of them."""
@@ -146,9 +149,10 @@ class Answers:
         with suppress(RuntimeError):  # the loop has ended, and with it the request
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    def _new_answer(self, echo: str) -> _Answer:
+    def _new_answer(self, prompt: Sequence[int], echo: str) -> _Answer:
         wanted = self._wanted
-        stream = Stream(self._service.engine.tokenizer, wanted.shows_specials)
+        behind = prompt if wanted.continues else ()
+        stream = Stream(self._service.engine.tokenizer, wanted.shows_specials, behind)
         placed = None
         if wanted.logprobs is not None:
             placed = PlacedText(stream, self._service.grammars.bytes_of, len(echo))

@@ -63,6 +63,11 @@ class Wanted:
     chat: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def continues(self) -> bool:
+        """True if answers continue the text of their prompts."""
+        return not self.chat or bool(self.chat["continue_final_message"])
+
+    @property
     def tells_prompt(self) -> bool:
         """True if the probabilities of the prompt's tokens are asked for."""
         return self.echo and self.logprobs is not None

@@ -182,6 +182,22 @@ def test_special_tokens_within_a_text(made: Any, tokenizer: Tokenizer) -> None:
         assert "".join(streamed(tokenizer, tokens)) == made.decode(tokens)
 
 
+def test_a_text_is_continued(made: Any, tokenizer: Tokenizer) -> None:
+    """The text of all tokens is that of the first ones and what comes with the others: a space
+    between them stays."""
+    chosen, compared = random.Random(0), 0
+    for _ in range(100):
+        tokens = made.encode(text_of(chosen)).ids
+        at = chosen.randrange(len(tokens) + 1)
+        begin, whole = made.decode(tokens[:at]), made.decode(tokens)
+        if "\ufffd" not in begin and whole.startswith(begin):
+            stream = Stream(tokenizer, behind=tokens[:at])
+            found = "".join(map(stream.add, tokens[at:])) + stream.end()
+            assert begin + found == whole
+            compared += 1
+    assert compared > 20
+
+
 def test_special_tokens_may_be_shown(made: Any, tokenizer: Tokenizer) -> None:
     chosen = random.Random(0)
     for _ in range(50):

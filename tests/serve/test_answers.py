@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
+from llm.test_streamed_text import family
 from serve.scripted_engine import END, FOLDER, forever, says
 from serve.servers import Served
 
@@ -162,6 +164,29 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(served: Served) -> None
     assert constraint is not None and len(constraint.allowed()) == 300
     found = served.post("completions", logprobs=1, stop="<pad>").json()["choices"][0]
     assert found["logprobs"]["tokens"]
+
+
+def test_a_space_between_prompt_and_answer_stays(served: Served, tmp_path: Path) -> None:
+    """Tokenizers such as that of Llama 2 leave it out at the beginning of a text, as of one that
+    answers a chat."""
+    made = family("byte fallback without the first space")
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    served.engine.tokenizer = Tokenizer(tmp_path)
+    ids = made.encode("b \u4f60").ids
+    served.engine.script = lambda prompt, limits: iter(ids)
+    assert made.decode(ids) == "b \u4f60"
+    for prompt in ("a", "\u4f60", made.encode("a\u4f60").ids):
+        body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": len(ids)}
+        choice = served.post("completions", **body).json()["choices"][0]
+        begin = prompt if isinstance(prompt, str) else "a\u4f60"
+        assert choice["text"] == begin + " b \u4f60"
+        assert choice["logprobs"]["text_offset"][-len(ids) :][:2] == [len(begin), len(begin) + 1]
+    body = {"max_tokens": len(ids)}
+    assert served.post(**body).json()["choices"][0]["message"]["content"] == "b \u4f60"
+    chat = [{"role": "assistant", "content": "a"}]
+    continued = served.post(messages=chat, continue_final_message=True, **body).json()
+    assert continued["choices"][0]["message"]["content"] == " b \u4f60"
 
 
 def test_options_of_the_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
