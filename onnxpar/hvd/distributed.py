@@ -123,11 +123,11 @@ class DistributedOptimizer:
         """
         params, grads = self._arguments(params, grads)
         grads = {name: fitted(name, params, grad) for name, grad in grads.items()}
-        if self._passes > 1 and self._synchronizes:
-            self._accumulate(grads)
-            if self._passed < self._passes:
+        if self._synchronizes:
+            if self._passed + 1 < self._passes:
+                self._accumulate(grads)
                 return False
-            grads, self._sums, self._passed = self._sums, {}, 0
+            grads = self._with_earlier(grads)
         if self.op is Adasum and current().size > 1:
             self._combine_updates(params, grads)
         else:
@@ -138,7 +138,11 @@ class DistributedOptimizer:
     def synchronize(self, grads: Gradients) -> dict[str, Any]:
         """Returns the gradients, reduced over all ranks, without an update. Use it to clip
         gradients; then pass them to `step` in a `skip_synchronize` block. The next call overwrites
-        the returned arrays."""
+        the returned arrays.
+
+        With `backward_passes_per_step`, it takes the place of `step` in the last pass of an update,
+        and what `step` has added up before is part of the result."""
+        grads = self._with_earlier(grads)
         if not self.process_set.included():
             return dict(grads)
         return self._reducer.reduce(grads)
@@ -202,6 +206,14 @@ class DistributedOptimizer:
         updates = {name: np.asarray(params[name] - old) for name, old in before.items()}
         for name, update in self.synchronize(updates).items():
             np.add(before[name], update, out=params[name])
+
+    def _with_earlier(self, grads: Gradients) -> Gradients:
+        """Ends the passes of an update: returns the sums of their gradients."""
+        if not self._passed:
+            return grads
+        self._accumulate(grads)
+        sums, self._sums, self._passed = self._sums, {}, 0
+        return sums
 
     def _accumulate(self, grads: Gradients) -> None:
         for name, grad in grads.items():

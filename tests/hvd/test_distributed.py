@@ -109,6 +109,26 @@ def test_no_state_between_passes() -> None:
     hvd.run_on_threads(body, 1)
 
 
+def test_synchronize_ends_the_passes_of_an_update() -> None:
+    """It reduces what `step` has added up, too, as Horovod's reduces `param.grad`."""
+
+    def body() -> list[float]:
+        params = {"w": np.zeros(2), "only first": np.zeros(1)}
+        optimizer = hvd.DistributedOptimizer(hvd.SGD(1.0), backward_passes_per_step=2)
+        own = 1.0 + hvd.rank()
+        for _ in range(2):
+            first = {"w": np.full(2, own), "only first": np.ones(1)}
+            assert not optimizer.step(params, first)
+            reduced = optimizer.synchronize({"w": np.full(2, 10 * own)})
+            assert reduced["w"].tolist() == [16.5, 16.5]
+            with optimizer.skip_synchronize():
+                assert optimizer.step(params, reduced)
+            optimizer.zero_grad()
+        return [*params["w"].tolist(), *params["only first"].tolist()]
+
+    assert hvd.run_on_threads(body, 2) == [[-33.0, -33.0, -2.0]] * 2
+
+
 def test_a_step_of_ones_own() -> None:
     """Clipping by the norm of the reduced gradients."""
 
