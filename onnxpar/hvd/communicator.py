@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +40,8 @@ class Communicator:
         """The ranks of each registered process set, by its number."""
         self.added = 0
         """The number of the last process set that was added."""
+        self.counts: Counter[str] = Counter()
+        """How often this rank has done what all ranks must do equally often, by its name."""
         self.timeline: Timeline | None = None
         self.cycles: Cycles | None = None
         """What runs collectives in cycles, if the ranks have cycles."""

@@ -64,7 +64,7 @@ class Fusion:
         self,
         layout: Layout,
         compression: Cast,
-        threshold: int,
+        threshold: float,
         groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.layout = layout

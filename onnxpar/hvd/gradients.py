@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from onnxpar.errors import InputError
 from onnxpar.hvd.compression import Compression, Compressor, prepared
 from onnxpar.hvd.cycles import Cycles
 from onnxpar.hvd.fusion import Fusion, Layout, layout_of
+from onnxpar.hvd.handles import Handle, Together
 from onnxpar.hvd.process_sets import Members, ProcessSet, members_of
 from onnxpar.hvd.reduce_work import Reduce
 from onnxpar.hvd.reductions import Average, Reduction, Sum, scaled
@@ -51,12 +52,12 @@ class GradientReducer:
     reduction: Reduction
     process_set: ProcessSet
     compression: Compressor
-    threshold: int
-    groups: Groups
-    named: Mapping[str, Array]
-    sparse_as_dense: bool
-    two_bit: TwoBit | None
-    least_bytes: int
+    threshold: float
+    groups: Groups = None
+    named: Mapping[str, Array] = field(default_factory=dict)
+    sparse_as_dense: bool = False
+    two_bit: TwoBit | None = None
+    least_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._fusions: dict[str, Fusion] = {}
@@ -69,6 +70,27 @@ class GradientReducer:
         """Returns the reduced gradients: the next call overwrites arrays. Errors: InputError if a
         gradient cannot be reduced, and, on every rank, if names, dtypes or shapes differ between
         ranks; RankError as for `allreduce`."""
+        members, dense, sparse = self._checked(grads)
+        if members.communicator.cycles is not None and not self.two_bit:
+            return self._in_cycles(members.communicator.cycles, members, dense, sparse).result()
+        run = partial(self._all, members, dense, sparse)
+        return members.communicator.ordered(run, "ALLREDUCE", list(grads))
+
+    def begin(self, grads: Gradients, called: str) -> Handle[dict[str, Any]]:
+        """Starts what `reduce` does; the names of its collectives begin with `called`. Do not
+        change the gradients until the result is there."""
+        members, dense, sparse = self._checked(grads)
+        prefix = f"{called}, "
+        if members.communicator.cycles is not None and not self.two_bit:
+            cycles = members.communicator.cycles
+            return Handle(self._in_cycles(cycles, members, dense, sparse, prefix))
+        run = partial(self._all, members, dense, sparse, prefix)
+        return Handle(members.communicator.begin(run, "ALLREDUCE", list(grads)))
+
+    def _checked(
+        self, grads: Gradients
+    ) -> tuple[Members, dict[str, Array], dict[str, IndexedSlices]]:
+        """Returns the ranks, and the dense and the sparse gradients in the order of their names."""
         members = members_of(self.process_set, "gradients")
         dense: dict[str, Array] = {}
         sparse: dict[str, IndexedSlices] = {}
@@ -80,17 +102,20 @@ class GradientReducer:
             array = grad.dense() if isinstance(grad, IndexedSlices) else grad
             dense[name] = collectives.as_exchangeable(array, what)
             self.reduction.check(dense[name].dtype, members.size, what)
+        return members, dense, sparse
 
-        if members.communicator.cycles is not None and not self.two_bit:
-            return self._in_cycles(members.communicator.cycles, members, dense, sparse)
-
-        def run() -> dict[str, Any]:
-            reduced: dict[str, Any] = self._dense(members, dense) if dense else {}
-            for name, grad in sparse.items():
-                reduced[name] = _gathered(members, grad, Reduction(self.reduction.op), name)
-            return reduced
-
-        return members.communicator.ordered(run, "ALLREDUCE", list(grads))
+    def _all(
+        self,
+        members: Members,
+        dense: Mapping[str, Array],
+        sparse: Mapping[str, IndexedSlices],
+        prefix: str = "",
+    ) -> dict[str, Any]:
+        reduced: dict[str, Any] = self._dense(members, dense, prefix) if dense else {}
+        for name, grad in sparse.items():
+            plain = Reduction(self.reduction.op)
+            reduced[name] = _gathered(members, grad, plain, prefix + name)
+        return reduced
 
     def _in_cycles(
         self,
@@ -98,42 +123,48 @@ class GradientReducer:
         members: Members,
         dense: Mapping[str, Array],
         sparse: Mapping[str, IndexedSlices],
-    ) -> dict[str, Any]:
+        prefix: str = "",
+    ) -> Together[dict[str, Any]]:
         """Starts each gradient by itself: cycles fuse them."""
         works: dict[str, Any] = {}
         for name, array in dense.items():
             small = array.nbytes < self.least_bytes
             compression = Compression.none if small else self.compression
-            what = f"the gradient of {name!r}"
-            works[name] = Reduce.of(members, name, array, compression, self.reduction, what)
+            what, called = f"the gradient of {name!r}", prefix + name
+            works[name] = Reduce.of(members, called, array, compression, self.reduction, what)
         plain = Reduction(self.reduction.op)
         for name, grad in sparse.items():
-            works[name] = partial(_gathered, members, grad, plain, name)
-        futures = cycles.submit(list(works.values()), "gradients", ", ".join(works))
-        return {name: each.result() for name, each in zip(works, futures, strict=True)}
+            works[name] = partial(_gathered, members, grad, plain, prefix + name)
+        futures = cycles.submit(list(works.values()), "gradients", prefix + ", ".join(works))
+        return Together(futures, lambda results: dict(zip(works, results, strict=True)))
 
-    def _dense(self, members: Members, grads: Mapping[str, Array]) -> dict[str, Array]:
+    def _dense(self, members: Members, grads: Mapping[str, Array], prefix: str) -> dict[str, Array]:
         small = {n: array for n, array in grads.items() if array.nbytes < self.least_bytes}
         large = {n: array for n, array in grads.items() if n not in small}
         reduced: dict[str, Array] = {}
         if large and self.two_bit:
-            reduced |= self._summed(members, self.two_bit, large)
+            reduced |= self._summed(members, self.two_bit, large, prefix)
         elif large:
-            reduced |= self._fused(members, large, self.compression, "gradients")
+            reduced |= self._fused(members, large, self.compression, "gradients", prefix)
         if small:
-            reduced |= self._fused(members, small, Compression.none, "small gradients")
+            reduced |= self._fused(members, small, Compression.none, "small gradients", prefix)
         return reduced
 
     def _summed(
-        self, members: Members, two_bit: TwoBit, grads: Mapping[str, Array]
+        self, members: Members, two_bit: TwoBit, grads: Mapping[str, Array], prefix: str
     ) -> dict[str, Array]:
         factor = 1 / members.size if self.reduction.op is Average else 1.0
         parts = [scaled(array, factor) for array in grads.values()]
-        summed = two_bit.sum(members, list(grads), parts, "gradients")
+        summed = two_bit.sum(members, list(grads), parts, f"{prefix}gradients")
         return dict(zip(grads, summed, strict=True))
 
     def _fused(
-        self, members: Members, grads: Mapping[str, Array], compression: Compressor, what: str
+        self,
+        members: Members,
+        grads: Mapping[str, Array],
+        compression: Compressor,
+        what: str,
+        prefix: str,
     ) -> dict[str, Array]:
         names = list(grads)
         cast, wires, restore = prepared(compression, list(grads.values()))
@@ -142,7 +173,7 @@ class GradientReducer:
         if fusion is None or (fusion.layout, fusion.threshold) != (layout, self.threshold):
             fusion = Fusion(layout, cast, self.threshold, self._grouped(layout))
             self._fusions[what] = fusion
-        results = restore(fusion.reduce(members, wires, self.reduction, what))
+        results = restore(fusion.reduce(members, wires, self.reduction, prefix + what))
         return dict(zip(names, results, strict=True))
 
     def _grouped(self, layout: Layout) -> list[list[int]] | None:

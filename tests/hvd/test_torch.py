@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from onnxpar.hvd.torch import DistributedDataParallel, DistributedSampler  # noqa: E402
 
 BATCH, STEPS = 12, 4
+NAMES = "weight", "bias"
 
 
 def model(seed: int) -> Any:
@@ -85,13 +86,16 @@ def test_buckets_are_sent_while_the_backward_pass_goes_on() -> None:
         module, seen = model(0), []
         parallel = DistributedDataParallel(module, bucket_cap_mb=0)
         first = next(iter(module.parameters()))  # the last to have a gradient
+        buckets = parallel._averaging._buckets
         first.register_post_accumulate_grad_hook(
-            lambda _: seen.append([bucket.handle is not None for bucket in parallel._buckets])
+            lambda _: seen.append([buckets.is_sent(f"{i}.{n}") for i in (0, 2) for n in NAMES])
         )
-        loss_of(parallel, *data(0)).backward()
+        for step in range(2):
+            loss_of(parallel, *data(step)).backward()
         return seen
 
-    assert hvd.run_on_threads(body, 2) == [[[True] * 4]] * 2
+    at_the_end, meanwhile = [False] * 4, [True] * 4  # the first pass shows what comes how often
+    assert hvd.run_on_threads(body, 2) == [[at_the_end, meanwhile]] * 2
 
 
 def test_a_parameter_that_only_one_rank_uses() -> None:

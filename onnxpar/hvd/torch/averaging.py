@@ -1,0 +1,144 @@
+"""What makes the gradients and the buffers of a module those of all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from onnxpar.errors import InputError
+from onnxpar.hvd.arrays import broadcast
+from onnxpar.hvd.communicator import current
+from onnxpar.hvd.gradients import GradientReducer
+from onnxpar.hvd.process_sets import ProcessSet
+from onnxpar.hvd.torch.buckets import Buckets, Named, filled
+from onnxpar.hvd.torch.passes import Passes
+from onnxpar.hvd.torch.tensors import array_of, store
+
+
+class Averaging(Passes):
+    """Averages the gradients of a module's parameters in each backward pass, as long as this object
+    or the result of a forward pass exists.
+
+    label    what errors call the module; equal on all ranks
+    limit    size of a bucket in bytes
+    reducer  makes what reduces a bucket
+    """
+
+    def __init__(
+        self, label: str, module: Any, limit: float, reducer: Callable[[], GradientReducer]
+    ) -> None:
+        self.active = True
+        """False while backward passes add up gradients on this rank alone."""
+        self._module = module
+        self._process_set = reducer().process_set
+        self._trained = trained_of(module)
+        in_turn = dict(reversed(list(self._trained.items())))
+        self._buckets = Buckets(label, filled(in_turn, limit), reducer, _sparse_of(module))
+        self._times: Counter[str] = Counter()
+        """How often each parameter has had its gradient in this pass."""
+        self._late = set(self._trained)
+        """Parameters that wait for the end of the pass: those that have had a gradient several
+        times in one, which checkpoints can do, and in the first pass all."""
+        self._differs = False
+        """True if the buffers may no longer be those of the first rank."""
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
+            for name, parameter in self._trained.items()
+        ]
+        weakref.finalize(self, _remove, hooks)
+
+    def is_current(self) -> bool:
+        """Returns True if the parameters that require a gradient are still the same."""
+        now = trained_of(self._module)
+        return now.keys() == self._trained.keys() and all(
+            now[name] is parameter for name, parameter in self._trained.items()
+        )
+
+    def share_buffers(self) -> None:
+        """Gives all ranks the buffers of the first rank, if these may differ."""
+        if self._differs:
+            share(self._module.buffers(), "buffer", self._process_set)
+            self._differs = False
+
+    def buffers_differ(self) -> None:
+        """Tells that a forward pass may have changed the buffers."""
+        self._differs = True
+
+    def follow(self, outputs: Any) -> None:
+        """Makes the backward pass from these outputs one of all ranks, also where parameters get
+        their gradients in a pass inside of it, as in a checkpoint."""
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(self.enter)
+
+    def has_gradient(self, name: str) -> None:
+        """Tells that a backward pass has added to the gradient of a parameter."""
+        if not self.active:
+            return
+        self.enter()
+        self._times[name] += 1
+        if self._times[name] > 1 and name not in self._late:
+            if self._buckets.is_sent(name):
+                raise InputError(
+                    f"DistributedDataParallel: {name!r} has a gradient again in the same backward "
+                    "pass, after it was sent; checkpoint with use_reentrant=False"
+                )
+            self._late.add(name)
+        elif name not in self._late:
+            self._buckets.ready(name)
+
+    def begin_pass(self) -> None:
+        self._times.clear()
+        self._buckets.reset()
+        self._buckets.count()
+
+    def end_pass(self) -> None:
+        self._late = {name for name in self._late if self._times[name] > 1}
+        self._buckets.finish()
+        self.share_buffers()
+
+
+def trained_of(module: Any) -> Named:
+    """Returns the parameters that require a gradient, by name."""
+    return {name: each for name, each in module.named_parameters() if each.requires_grad}
+
+
+def share(tensors: Iterable[Any], kind: str, process_set: ProcessSet) -> None:
+    """Overwrites tensors with those of the first rank of the set."""
+    root = process_set.ranks[0]
+    for index, tensor in enumerate(tensors):
+        name = f"{kind} {index}"
+        array = array_of(tensor, name)
+        if array.dtype.name.startswith("float8"):
+            array = array.view("uint8")  # which ranks can exchange
+        result = broadcast(array, root, name, process_set)
+        if current().rank != root:
+            store(tensor, result)
+
+
+def _sparse_of(module: Any) -> list[str]:
+    """Returns the names of the parameters that get sparse gradients."""
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    ids = {
+        id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse
+    }
+    return [name for name, parameter in module.named_parameters() if id(parameter) in ids]
+
+
+def _hook(averaging: weakref.ref[Averaging], name: str) -> Callable[[Any], None]:
+    def ready(_: Any) -> None:
+        found = averaging()
+        if found is not None:
+            found.has_gradient(name)
+
+    return ready
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

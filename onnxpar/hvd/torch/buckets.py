@@ -1,0 +1,117 @@
+"""Gradients of PyTorch's parameters, reduced over the ranks while backward passes go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from onnxpar.hvd.allreduce import allreduce
+from onnxpar.hvd.communicator import current
+from onnxpar.hvd.gradients import GradientReducer
+from onnxpar.hvd.handles import Handle
+from onnxpar.hvd.reductions import Max
+from onnxpar.hvd.torch.tensors import array_of, put_gradient, slices_of
+
+Named = Mapping[str, Any]
+"""Parameters by name."""
+
+
+class Buckets:
+    """Reduces the gradients of parameters, those of a bucket together.
+
+    label     what errors call it; equal on all ranks
+    groups    the parameters of each bucket, by name; all ranks send the buckets in this order
+    reducer   makes what reduces a bucket, and keeps its buffers
+    sparse    parameters that get sparse gradients, also on ranks where they have none
+
+    A gradient that this rank does not have counts as 0; one that no rank has stays None.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        groups: Sequence[Named],
+        reducer: Callable[[], GradientReducer],
+        sparse: Iterable[str] = (),
+    ) -> None:
+        self._label = label
+        self._groups = groups
+        self._reducers = [reducer() for _ in groups]
+        self._places = {name: place for place, group in enumerate(groups) for name in group}
+        self._process_set = reducer().process_set
+        self._sparse = set(sparse)
+        self._called = label
+        self.reset()
+
+    def count(self) -> None:
+        """Tells that a backward pass begins. Its number is part of the names of collectives: if a
+        rank has left one out after an error, all ranks notice."""
+        counts = current().counts
+        counts[self._label] += 1
+        self._called = f"{self._label}, backward pass {counts[self._label]}"
+
+    def reset(self) -> None:
+        """Forgets which gradients are ready."""
+        self._missing = [len(group) for group in self._groups]
+        self._found: dict[str, bool] = {}
+        self._handles: list[Handle[dict[str, Any]]] = []
+
+    def is_sent(self, name: str) -> bool:
+        """Returns True if the gradient of this parameter can no longer change."""
+        return self._places[name] < len(self._handles)
+
+    def ready(self, name: str) -> None:
+        """Tells that this rank has the gradient of a parameter. Starts the buckets that are full
+        and whose turn it is."""
+        self._missing[self._places[name]] -= 1
+        while len(self._handles) < len(self._groups) and not self._missing[len(self._handles)]:
+            self._start()
+
+    def finish(self) -> None:
+        """Sends what is left, and makes what all ranks have reduced the gradients."""
+        while len(self._handles) < len(self._groups):
+            self._start()
+        flags = np.array(list(self._found.values()), np.uint8)
+        name = f"{self._called}, which are used"
+        used = allreduce(flags, op=Max, name=name, process_set=self._process_set)
+        on_any = dict(zip(self._found, used.tolist(), strict=True))
+        for group, handle in zip(self._groups, self._handles, strict=True):
+            results = handle()
+            for name, parameter in group.items():
+                if on_any[name]:
+                    put_gradient(parameter, results[name])
+        self.reset()
+
+    def _start(self) -> None:
+        """Starts the next bucket."""
+        place = len(self._handles)
+        group, reducer = self._groups[place], self._reducers[place]
+        for name, parameter in group.items():
+            self._found[name] = parameter.grad is not None
+        grads = {name: self._sent(name, parameter) for name, parameter in group.items()}
+        self._handles.append(reducer.begin(grads, f"{self._called}, bucket {place}"))
+
+    def _sent(self, name: str, parameter: Any) -> Any:
+        grad, what = parameter.grad, f"the gradient of {name!r}"
+        if grad is not None and grad.layout is torch.sparse_coo:
+            self._sparse.add(name)
+        if name in self._sparse:
+            return slices_of(parameter, grad)
+        return array_of(torch.zeros_like(parameter) if grad is None else grad, what)
+
+
+def filled(named: Named, limit: float) -> list[dict[str, Any]]:
+    """Returns buckets of up to `limit` bytes, or of one larger parameter, in order."""
+    buckets: list[dict[str, Any]] = []
+    used = 0.0
+    for name, parameter in named.items():
+        bytes_ = parameter.numel() * parameter.element_size()
+        if not buckets or used + bytes_ > limit:
+            buckets.append({})
+            used = 0.0
+        buckets[-1][name] = parameter
+        used += bytes_
+    return buckets

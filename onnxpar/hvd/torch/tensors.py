@@ -1,0 +1,87 @@
+"""Tensors of PyTorch as arrays that ranks exchange, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.hvd.sparse import IndexedSlices
+
+_BITS = {
+    torch.bfloat16: (torch.int16, "bfloat16"),
+    torch.float8_e4m3fn: (torch.uint8, "float8_e4m3fn"),
+    torch.float8_e4m3fnuz: (torch.uint8, "float8_e4m3fnuz"),
+    torch.float8_e5m2: (torch.uint8, "float8_e5m2"),
+    torch.float8_e5m2fnuz: (torch.uint8, "float8_e5m2fnuz"),
+}
+"""Dtypes that NumPy does not know by itself: one of as many bits, and the name in ml_dtypes."""
+
+
+def array_of(tensor: Any, what: str = "a tensor") -> Array:
+    """Returns the values of a tensor as an array, where possible the same memory; a complex number
+    becomes two, in one more dimension. Errors: InputError for a tensor that is not dense and on the
+    CPU."""
+    if tensor.device.type != "cpu":
+        raise InputError(f"{what} is on {tensor.device}; ranks exchange tensors on the CPU")
+    if tensor.layout is not torch.strided:
+        raise InputError(f"{what} is not dense: its layout is {tensor.layout}")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    if plain.dtype in _BITS:
+        import ml_dtypes
+
+        bits, name = _BITS[plain.dtype]
+        found: Array = plain.view(bits).numpy().view(getattr(ml_dtypes, name))
+        return found
+    array: Array = plain.numpy()
+    return array
+
+
+def tensor_of(array: Array, dtype: Any) -> Any:
+    """Returns the tensor of a dtype that `array_of` has turned into this array."""
+    plain = np.ascontiguousarray(array).reshape(array.shape)
+    if dtype in _BITS:
+        return torch.from_numpy(plain.view(np.int8 if plain.itemsize == 1 else np.int16)).view(
+            dtype
+        )
+    tensor = torch.from_numpy(plain)
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor
+
+
+def store(tensor: Any, array: Array) -> None:
+    """Overwrites the values of a tensor, whatever its strides; autograd does not notice it."""
+    tensor.data.copy_(tensor_of(array, tensor.dtype))
+
+
+def slices_of(parameter: Any, grad: Any) -> IndexedSlices:
+    """Returns the rows of a sparse gradient, all rows of a dense one, or none if it is None."""
+    nothing = array_of(parameter.detach()[:0])
+    dense_shape = (len(parameter), *nothing.shape[1:])
+    if grad is None:
+        return IndexedSlices(nothing, np.empty(0, np.int64), dense_shape)
+    if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1:
+        rows = grad.detach().coalesce()
+        return IndexedSlices(array_of(rows.values()), rows.indices()[0].numpy(), dense_shape)
+    return IndexedSlices(array_of(grad.to_dense()), np.arange(len(parameter)), dense_shape)
+
+
+def put_gradient(parameter: Any, result: Array | IndexedSlices) -> None:
+    """Makes a reduced gradient that of a parameter: in the same tensor, where it has one."""
+    grad = parameter.grad
+    if isinstance(result, IndexedSlices):
+        if grad is None or grad.layout is torch.sparse_coo:
+            indices = torch.from_numpy(result.indices)[None]
+            values = tensor_of(result.values, parameter.dtype)
+            parameter.grad = torch.sparse_coo_tensor(
+                indices, values, parameter.shape, is_coalesced=True, check_invariants=False
+            )
+            return
+        result = result.dense()
+    if grad is None or grad.layout is not torch.strided or 0 in grad.stride():
+        grad = parameter.grad = torch.empty_like(parameter)  # an expanded one cannot be written
+    grad.detach().copy_(tensor_of(result, grad.dtype))
