@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import operator
 import sys
@@ -35,10 +36,19 @@ def of_horovod(line: str) -> inspect.Signature:
 
 @pytest.mark.parametrize("line", LINES, ids=[line.partition("(")[0] for line in LINES])
 def test_signatures(line: str) -> None:
+    if line.partition("(")[0] not in LACKING:
+        assert_same(hvd, line)
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if "." not in line.partition("(")[0]])
+def test_signatures_of_tensors(line: str) -> None:
+    pytest.importorskip("torch")
+    assert_same(importlib.import_module("onnxpar.hvd.torch"), line)
+
+
+def assert_same(module: Any, line: str) -> None:
     name = line.partition("(")[0]
-    if name in LACKING:
-        return
-    ours = operator.attrgetter(name)(hvd)
+    ours = operator.attrgetter(name)(module)
     inside = name.count(".") > name.startswith(("elastic.", "callbacks."))
     found = [
         p for p in inspect.signature(ours).parameters.values() if p.name != "self" or not inside

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from onnxpar.errors import InputError
-from onnxpar.hvd.arrays import broadcast
-from onnxpar.hvd.communicator import current
 from onnxpar.hvd.gradients import GradientReducer
-from onnxpar.hvd.process_sets import ProcessSet
-from onnxpar.hvd.torch.buckets import Buckets, Named, filled
-from onnxpar.hvd.torch.passes import Passes
-from onnxpar.hvd.torch.tensors import array_of, store
+from onnxpar.hvd.torch.buckets import Buckets, filled
+from onnxpar.hvd.torch.passes import Named, Passes
+from onnxpar.hvd.torch.states import share
 
 
 class Averaging(Passes):
@@ -46,11 +42,7 @@ class Averaging(Passes):
         times in one, which checkpoints can do, and in the first pass all."""
         self._differs = False
         """True if the buffers may no longer be those of the first rank."""
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
-            for name, parameter in self._trained.items()
-        ]
-        weakref.finalize(self, _remove, hooks)
+        self.watch(self._trained)
 
     def is_current(self) -> bool:
         """Returns True if the parameters that require a gradient are still the same."""
@@ -62,7 +54,7 @@ class Averaging(Passes):
     def share_buffers(self) -> None:
         """Gives all ranks the buffers of the first rank, if these may differ."""
         if self._differs:
-            share(self._module.buffers(), "buffer", self._process_set)
+            share(dict(self._module.named_buffers()), self._process_set.ranks[0], self._process_set)
             self._differs = False
 
     def buffers_differ(self) -> None:
@@ -108,19 +100,6 @@ def trained_of(module: Any) -> Named:
     return {name: each for name, each in module.named_parameters() if each.requires_grad}
 
 
-def share(tensors: Iterable[Any], kind: str, process_set: ProcessSet) -> None:
-    """Overwrites tensors with those of the first rank of the set."""
-    root = process_set.ranks[0]
-    for index, tensor in enumerate(tensors):
-        name = f"{kind} {index}"
-        array = array_of(tensor, name)
-        if array.dtype.name.startswith("float8"):
-            array = array.view("uint8")  # which ranks can exchange
-        result = broadcast(array, root, name, process_set)
-        if current().rank != root:
-            store(tensor, result)
-
-
 def _sparse_of(module: Any) -> list[str]:
     """Returns the names of the parameters that get sparse gradients."""
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -128,17 +107,3 @@ def _sparse_of(module: Any) -> list[str]:
         id(each.weight) for each in module.modules() if isinstance(each, embeddings) and each.sparse
     }
     return [name for name, parameter in module.named_parameters() if id(parameter) in ids]
-
-
-def _hook(averaging: weakref.ref[Averaging], name: str) -> Callable[[Any], None]:
-    def ready(_: Any) -> None:
-        found = averaging()
-        if found is not None:
-            found.has_gradient(name)
-
-    return ready
-
-
-def _remove(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,8 @@ from onnxpar.hvd.communicator import current
 from onnxpar.hvd.gradients import GradientReducer
 from onnxpar.hvd.handles import Handle
 from onnxpar.hvd.reductions import Max
+from onnxpar.hvd.torch.passes import Named
 from onnxpar.hvd.torch.tensors import array_of, put_gradient, slices_of
-
-Named = Mapping[str, Any]
-"""Parameters by name."""
 
 
 class Buckets:
@@ -38,13 +36,23 @@ class Buckets:
         sparse: Iterable[str] = (),
     ) -> None:
         self._label = label
-        self._groups = groups
-        self._reducers = [reducer() for _ in groups]
-        self._places = {name: place for place, group in enumerate(groups) for name in group}
+        self._reducer = reducer
         self._process_set = reducer().process_set
         self._sparse = set(sparse)
         self._called = label
+        self._groups: list[Named] = []
+        self._reducers: list[GradientReducer] = []
+        self._places: dict[str, int] = {}
         self.reset()
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: Named) -> None:
+        """Adds a bucket."""
+        self._places.update(dict.fromkeys(group, len(self._groups)))
+        self._missing.append(len(group))
+        self._groups.append(group)
+        self._reducers.append(self._reducer())
 
     def count(self) -> None:
         """Tells that a backward pass begins. Its number is part of the names of collectives: if a

@@ -14,7 +14,8 @@ from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.gradients import GradientReducer
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reductions import Average, Reduction
-from onnxpar.hvd.torch.averaging import Averaging, share, trained_of
+from onnxpar.hvd.torch.averaging import Averaging, trained_of
+from onnxpar.hvd.torch.states import share
 
 
 class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
@@ -101,8 +102,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
 
     def _share(self) -> None:
         """Gives all ranks the parameters and buffers of the first rank."""
-        share(self.module.parameters(), "parameter", self._process_set)
-        share(self.module.buffers(), "buffer", self._process_set)
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        share(tensors, self._process_set.ranks[0], self._process_set)
 
     def _average(self) -> None:
         """Averages the gradients of the parameters that require them now."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+
+Named = Mapping[str, Any]
+"""Parameters by name."""
 
 
 class _Run:
@@ -21,18 +25,30 @@ class Passes(ABC):
     _run: weakref.ref[_Run] | None = None
 
     @abstractmethod
+    def has_gradient(self, name: str) -> None:
+        """Called after a backward pass has added to the gradient of a watched parameter."""
+
+    @abstractmethod
     def begin_pass(self) -> None: ...
 
     @abstractmethod
     def end_pass(self) -> None: ...
 
+    def watch(self, named: Named) -> None:
+        """Calls `has_gradient` for these parameters, as long as this object exists."""
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
+            for name, parameter in named.items()
+        ]
+        weakref.finalize(self, _remove, hooks)
+
     def enter(self, _: Any = None) -> None:
         """Tells that a hook runs."""
         if self._run is not None and self._run() is not None:
             return
+        self.begin_pass()
         run = _Run()
         self._run = weakref.ref(run)
-        self.begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, run))
 
     @property
@@ -44,3 +60,17 @@ class Passes(ABC):
         self._run = None
         with torch.no_grad():
             self.end_pass()
+
+
+def _hook(passes: weakref.ref[Passes], name: str) -> Callable[[Any], None]:
+    def ready(_: Any) -> None:
+        found = passes()
+        if found is not None:
+            found.has_gradient(name)
+
+    return ready
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

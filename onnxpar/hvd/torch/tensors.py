@@ -60,7 +60,7 @@ def store(tensor: Any, array: Array) -> None:
 
 def slices_of(parameter: Any, grad: Any) -> IndexedSlices:
     """Returns the rows of a sparse gradient, all rows of a dense one, or none if it is None."""
-    nothing = array_of(parameter.detach()[:0])
+    nothing = array_of(torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype))
     dense_shape = (len(parameter), *nothing.shape[1:])
     if grad is None:
         return IndexedSlices(nothing, np.empty(0, np.int64), dense_shape)
@@ -70,16 +70,21 @@ def slices_of(parameter: Any, grad: Any) -> IndexedSlices:
     return IndexedSlices(array_of(grad.to_dense()), np.arange(len(parameter)), dense_shape)
 
 
+def sparse_of(rows: IndexedSlices, like: Any) -> Any:
+    """Returns rows, each of which occurs once, as a sparse tensor of the dtype and shape of
+    another."""
+    indices, values = torch.from_numpy(rows.indices)[None], tensor_of(rows.values, like.dtype)
+    return torch.sparse_coo_tensor(
+        indices, values, like.shape, is_coalesced=True, check_invariants=False
+    )
+
+
 def put_gradient(parameter: Any, result: Array | IndexedSlices) -> None:
     """Makes a reduced gradient that of a parameter: in the same tensor, where it has one."""
     grad = parameter.grad
     if isinstance(result, IndexedSlices):
         if grad is None or grad.layout is torch.sparse_coo:
-            indices = torch.from_numpy(result.indices)[None]
-            values = tensor_of(result.values, parameter.dtype)
-            parameter.grad = torch.sparse_coo_tensor(
-                indices, values, parameter.shape, is_coalesced=True, check_invariants=False
-            )
+            parameter.grad = sparse_of(result, parameter)
             return
         result = result.dense()
     if grad is None or grad.layout is not torch.strided or 0 in grad.stride():

@@ -1,0 +1,161 @@
+"""Collectives on tensors that gather and send, as in `onnxpar.hvd` of arrays, with gradients.
+
+As in Horovod, the gradients of `allgather` and `broadcast` are averages over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import onnxpar.hvd as arrays
+from onnxpar.hvd.communicator import rank
+from onnxpar.hvd.handles import Handle, synchronize
+from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
+from onnxpar.hvd.reductions import Average
+from onnxpar.hvd.torch.handles import (
+    arrays_of,
+    converted,
+    differentiable,
+    each,
+    in_new,
+    in_place,
+)
+from onnxpar.hvd.torch.reductions import allreduce
+from onnxpar.hvd.torch.tensors import array_of, tensor_of
+
+
+def allgather(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns the tensors of all ranks, concatenated along the first dimension, whose size may
+    differ between ranks."""
+
+    def run(x: Any) -> Any:
+        return in_new(x)(arrays.allgather(array_of(x), name, process_set))
+
+    def back(grad: Any) -> Any:
+        counts = arrays.allgather(np.array([len(tensor)]), f"{name}, rows", process_set)
+        end = int(counts[: members_of(process_set, "allgather").rank + 1].sum())
+        mean = allreduce(grad, name=name, op=Average, process_set=process_set)
+        return mean[end - len(tensor) : end]
+
+    return differentiable(run, back, tensor)
+
+
+def allgather_async(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Any]:
+    """Starts an allgather, without a gradient."""
+    handle = arrays.allgather_async(array_of(tensor), name, process_set)
+    return converted(handle, in_new(tensor))
+
+
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Returns the allgather of each tensor."""
+    return [
+        allgather(tensor, f"{name or 'allgather'}.{index}", process_set)
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[list[Any]]:
+    """Starts the allgather of each tensor, without a gradient."""
+    handle = arrays.grouped_allgather_async(arrays_of(tensors), name, process_set)
+    return converted(handle, each([in_new(tensor) for tensor in tensors]))
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Returns the root's tensor; the other ranks pass one with the same dtype and shape."""
+
+    def run(x: Any) -> Any:
+        return in_new(x)(arrays.broadcast(array_of(x), root_rank, name, process_set))
+
+    def back(grad: Any) -> Any:
+        mean = allreduce(grad, name=name, op=Average, process_set=process_set)
+        return mean if rank() == root_rank else torch.zeros_like(mean)
+
+    return differentiable(run, back, tensor)
+
+
+def broadcast_async(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Any]:
+    """Starts a broadcast, without a gradient."""
+    handle = arrays.broadcast_async(array_of(tensor), root_rank, name, process_set)
+    return converted(handle, in_new(tensor))
+
+
+def broadcast_(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Overwrites `tensor` with that of the root, and returns it."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def broadcast_async_(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Any]:
+    """Starts to overwrite `tensor` with that of the root: `synchronize` does it."""
+    handle = arrays.broadcast_async(array_of(tensor), root_rank, name, process_set)
+    return converted(handle, in_place(tensor))
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends rows of `tensor` to all ranks, and returns those that this rank receives; with
+    `splits`, a list or a tensor of how many each rank gets, also how many came from each."""
+    received: list[Any] = []
+
+    def run(x: Any) -> Any:
+        result, counts = synchronize(alltoall_async(x, splits, name, process_set))
+        received.append(counts)
+        return result
+
+    def back(grad: Any) -> Any:
+        return alltoall(grad, received[0], name, process_set)[0]
+
+    result = differentiable(run, back, tensor)
+    return result if splits is None else (result, received[0])
+
+
+def alltoall_async(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[Any, Any]]:
+    """Starts an alltoall, without a gradient, whose result has the number of rows from each rank
+    also without `splits`."""
+    parts = splits.numpy() if isinstance(splits, torch.Tensor) else splits
+    handle = arrays.alltoall_async(array_of(tensor), parts, name, process_set)
+
+    def finish(found: tuple[Any, Any]) -> tuple[Any, Any]:
+        return tensor_of(found[0], tensor.dtype), torch.from_numpy(found[1])
+
+    return converted(handle, finish)

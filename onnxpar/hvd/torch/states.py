@@ -1,0 +1,85 @@
+"""Sends parameters, the states of optimizers and objects with tensors between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+import onnxpar.hvd as arrays
+from onnxpar.hvd.communicator import current
+from onnxpar.hvd.objects import named_arrays
+from onnxpar.hvd.process_sets import ProcessSet, global_process_set
+from onnxpar.hvd.torch.tensors import array_of, store, tensor_of
+
+_MARK = "torch.Tensor"
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any] | Iterable[tuple[str, Any]], root_rank: int
+) -> None:
+    """Overwrites the tensors of every rank with those of the rank `root_rank`: a `state_dict()`,
+    `named_parameters()` or `parameters()`."""
+    given = params if isinstance(params, Mapping) else list(params)
+    share(named_arrays(given, "broadcast_parameters"), root_rank, global_process_set)
+
+
+def share(named: Mapping[str, Any], root: int, process_set: ProcessSet) -> None:
+    """Overwrites tensors, by name, with those of one rank of a set."""
+    for name in sorted(named):
+        array = array_of(named[name], repr(name))
+        if array.dtype.name.startswith("float8"):
+            array = array.view("uint8")  # which ranks can exchange
+        result = arrays.broadcast(array, root, name, process_set)
+        if current().rank != root:
+            store(named[name], result)
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """Gives the optimizer of every rank the state and the options of the optimizer on rank
+    `root_rank`. `model` is not used."""
+    is_root = current().rank == root_rank
+    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank)
+    if not is_root:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Returns the object of the rank `root_rank`: what `onnxpar.hvd.broadcast_object` takes, and
+    dense tensors. Nothing is pickled, so what another rank sends cannot run code."""
+    is_root = current().rank == root_rank
+    found = arrays.broadcast_object(_packed(obj) if is_root else None, root_rank, name, process_set)
+    return obj if is_root else _unpacked(found)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Returns the objects of all ranks, by rank, of the same types as for `broadcast_object`."""
+    return [_unpacked(found) for found in arrays.allgather_object(_packed(obj), name)]
+
+
+def _packed(value: Any) -> Any:
+    """Returns a value with arrays in the place of tensors."""
+
+    def pack(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return _MARK, str(leaf.dtype).removeprefix("torch."), array_of(leaf)
+
+    return tree_map(pack, value)
+
+
+def _unpacked(value: Any) -> Any:
+    def is_tensor(leaf: Any) -> bool:
+        return isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == _MARK
+
+    def unpack(leaf: Any) -> Any:
+        return tensor_of(leaf[2], getattr(torch, leaf[1])) if is_tensor(leaf) else leaf
+
+    return tree_map(unpack, value, is_leaf=is_tensor)
