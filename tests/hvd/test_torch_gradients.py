@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from onnxpar.hvd.torch import DistributedDataParallel  # noqa: E402
+from onnxpar.hvd.torch import DistributedDataParallel, allreduce  # noqa: E402
 
 RANKS = 2
 
@@ -455,3 +455,109 @@ def test_buffers_of_all_dtypes(dtype: str) -> None:
         return module.seen.to(torch.complex64).real.tolist()
 
     assert hvd.run_on_threads(body, RANKS) == [[[1.0, 1.0]] * 2] * RANKS
+
+
+def stepped(module: Any, steps: Any) -> list[Any]:
+    """The parameters after steps by gradients that `steps` makes."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for make in steps:
+        optimizer.zero_grad()
+        make(module)
+        optimizer.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+def test_ranks_with_different_numbers_of_steps(by_all: bool) -> None:
+    """As torch documents it for join: the others go on, and all end with their parameters."""
+
+    def loss(module: Any, step: int, rank: int) -> Any:
+        return module(drawn(10 * step + rank, 3, 4)).square().sum()
+
+    def whole(step: int) -> Callable[[Any], None]:
+        have = [rank for rank in range(3) if step < 1 + 2 * rank]
+        divisor = 3 if by_all else len(have)
+        return lambda m: sum(loss(m, step, rank) / divisor for rank in have).backward()
+
+    expected = stepped(net(), [whole(step) for step in range(5)])
+
+    def body() -> list[Any]:
+        parallel = DistributedDataParallel(net(), bucket_cap_mb=0)
+        assert_averages(parallel, 0)
+        count = 1 + 2 * hvd.rank()
+        with parallel.join(divide_by_initial_world_size=by_all):
+            stepped(
+                parallel,
+                [lambda m, s=step: loss(m, s, hvd.rank()).backward() for step in range(count)],
+            )
+        assert_averages(parallel, 1)
+        with parallel.join(enable=False):
+            return [p.detach().clone() for p in parallel.parameters()]
+
+    for found in hvd.run_on_threads(body, 3):
+        assert_equal(found, expected)
+
+
+def test_buffers_of_ranks_with_different_numbers_of_steps() -> None:
+    norm = nn.BatchNorm1d(4)
+    for step in range(3):
+        norm(drawn(10 * step + 1, 3, 4))
+
+    def body() -> list[Any]:
+        parallel = DistributedDataParallel(nn.BatchNorm1d(4))
+        with parallel.join():
+            for step in range(1 + 2 * hvd.rank()):
+                parallel(drawn(10 * step + hvd.rank(), 3, 4)).sum().backward()
+        return list(parallel.buffers())
+
+    for found in hvd.run_on_threads(body, RANKS):
+        for one, other in zip(found, norm.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_hook_in_the_place_of_the_average() -> None:
+    def halved(seen: list[Any], bucket: Any) -> Any:
+        parts = [list(part.shape) for part in bucket.gradients()]
+        assert parts == [list(p.shape) for p in bucket.parameters()]
+        seen.append((bucket.index(), bucket.is_last(), parts))
+        future = torch.futures.Future()
+        future.set_result(allreduce(bucket.buffer().half()).float() / 2)
+        return future
+
+    def body() -> list[Any]:
+        parallel, seen = DistributedDataParallel(net(), bucket_cap_mb=0), []
+        parallel.register_comm_hook(seen, halved)
+        x = drawn(hvd.rank(), 3, 4)
+        backward(parallel, x)
+        expected = mean_of(net(), [drawn(rank, 3, 4) for rank in range(RANKS)])
+        for found, wanted in zip(gradients(parallel), expected, strict=True):
+            torch.testing.assert_close(found, wanted / 2, rtol=2e-3, atol=2e-2)
+        parallel.register_comm_hook(None, lambda _, bucket: allreduce(bucket.buffer()))
+        assert_averages(parallel, 2)
+        return seen
+
+    shapes = [[2], [2, 5], [5], [5, 4]]
+    wanted = [(index, index == 3, [shape]) for index, shape in enumerate(shapes)]
+    assert hvd.run_on_threads(body, RANKS) == [wanted] * RANKS
+
+
+def test_a_hook_and_what_it_excludes() -> None:
+    def body() -> None:
+        table = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
+        table.register_comm_hook(None, lambda _, bucket: bucket.buffer())
+        with pytest.raises(InputError, match="cannot reduce the sparse gradient of 'weight'"):
+            table(torch.tensor([1])).sum().backward()
+        compressed = DistributedDataParallel(net(), compression=hvd.Compression.fp16)
+        with pytest.raises(InputError, match="a hook takes the place of compression"):
+            compressed.register_comm_hook(None, lambda _, bucket: bucket.buffer())
+
+    hvd.run_on_threads(body, RANKS)
+
+
+def test_options_of_torch() -> None:
+    def body() -> None:
+        options = {"find_unused_parameters": True, "static_graph": True}
+        parallel = DistributedDataParallel(net(), gradient_as_bucket_view=True, **options)
+        assert_averages(parallel, 0)
+
+    hvd.run_on_threads(body, RANKS)

@@ -332,6 +332,32 @@ def test_adasum_combines_the_updates() -> None:
         assert found[1] == pytest.approx([-0.5, -0.5], rel=1e-5)
 
 
+def test_ranks_that_have_joined_count_as_zeros() -> None:
+    """With cycles, as in Horovod: averages divide by the number of all ranks."""
+    alone = net()
+    inner = sgd(alone)
+    for step in range(3):
+        inner.zero_grad()
+        for rank in range(RANKS):
+            if step < 2 + rank:
+                (loss_of(alone, 100 * step + rank) / RANKS).backward()
+        inner.step()
+
+    def body() -> None:
+        hvd.init(cycle_time_ms=0)
+        module = net()
+        optimizer = hvd.DistributedOptimizer(sgd(module))
+        for step in range(2 + hvd.rank()):
+            optimizer.zero_grad()
+            backward(module, step)
+            optimizer.step()
+        assert hvd.join() == 1
+        hvd.broadcast_parameters(module.state_dict(), 1)
+        close(values(module), values(alone))
+
+    on_ranks(body)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -378,6 +404,8 @@ def test_what_is_refused() -> None:
         with pytest.raises(InputError, match="a tensor is in two groups"):
             hvd.DistributedOptimizer(sgd(module), groups=[[pairs[0][1]], [pairs[0][1]]])
         optimizer = hvd.DistributedOptimizer(sgd(module), pairs)
+        with pytest.raises(InputError, match="cannot be copied; wrap a copy of the inner one"):
+            copy.deepcopy(optimizer)
         backward(module, 0)
         with pytest.raises(InputError, match=r"zero_grad\(\) before step\(\) or synchronize\(\)"):
             optimizer.zero_grad()

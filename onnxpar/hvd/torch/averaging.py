@@ -10,8 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from onnxpar.errors import InputError
-from onnxpar.hvd.gradients import GradientReducer
-from onnxpar.hvd.torch.buckets import Buckets, filled
+from onnxpar.hvd.process_sets import ProcessSet
+from onnxpar.hvd.torch.buckets import Buckets, Reducer, filled
 from onnxpar.hvd.torch.passes import Named, Passes
 from onnxpar.hvd.torch.states import share
 
@@ -20,28 +20,40 @@ class Averaging(Passes):
     """Averages the gradients of a module's parameters in each backward pass, as long as this object
     or the result of a forward pass exists.
 
-    label    what errors call the module; equal on all ranks
-    limit    size of a bucket in bytes
-    reducer  makes what reduces a bucket
+    label        what errors call the module; equal on all ranks
+    process_set  the ranks
+    limit        size of a bucket in bytes
+    reducer      makes what reduces a bucket
     """
 
     def __init__(
-        self, label: str, module: Any, limit: float, reducer: Callable[[], GradientReducer]
+        self,
+        label: str,
+        process_set: ProcessSet,
+        module: Any,
+        limit: float,
+        reducer: Callable[[], Reducer],
     ) -> None:
         self.active = True
         """False while backward passes add up gradients on this rank alone."""
+        self.root = process_set.ranks[0]
+        """The rank whose buffers all get."""
+        self.factor = 1.0
+        """By what averages over all ranks are multiplied."""
         self._module = module
-        self._process_set = reducer().process_set
+        self._process_set = process_set
         self._trained = trained_of(module)
         in_turn = dict(reversed(list(self._trained.items())))
-        self._buckets = Buckets(label, filled(in_turn, limit), reducer, _sparse_of(module))
+        self._buckets = Buckets(
+            label, process_set, filled(in_turn, limit), reducer, _sparse_of(module)
+        )
         self._times: Counter[str] = Counter()
         """How often each parameter has had its gradient in this pass."""
         self._late = set(self._trained)
         """Parameters that wait for the end of the pass: those that have had a gradient several
         times in one, which checkpoints can do, and in the first pass all."""
         self._differs = False
-        """True if the buffers may no longer be those of the first rank."""
+        """True if the buffers may no longer be those of the root."""
         self.watch(self._trained)
 
     def is_current(self) -> bool:
@@ -52,9 +64,9 @@ class Averaging(Passes):
         )
 
     def share_buffers(self) -> None:
-        """Gives all ranks the buffers of the first rank, if these may differ."""
+        """Gives all ranks the buffers of the root, if these may differ."""
         if self._differs:
-            share(dict(self._module.named_buffers()), self._process_set.ranks[0], self._process_set)
+            share(dict(self._module.named_buffers()), self.root, self._process_set)
             self._differs = False
 
     def buffers_differ(self) -> None:
@@ -67,6 +79,16 @@ class Averaging(Passes):
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(self.enter)
+
+    def contribute_nothing(self) -> None:
+        """Takes part in a backward pass of other ranks, and keeps the gradients of this rank."""
+        kept = {name: parameter.grad for name, parameter in self._trained.items()}
+        self._module.zero_grad()
+        self.begin_pass()
+        with torch.no_grad():
+            self.end_pass()
+        for name, grad in kept.items():
+            self._trained[name].grad = grad
 
     def has_gradient(self, name: str) -> None:
         """Tells that a backward pass has added to the gradient of a parameter."""
@@ -92,6 +114,10 @@ class Averaging(Passes):
     def end_pass(self) -> None:
         self._late = {name for name in self._late if self._times[name] > 1}
         self._buckets.finish()
+        if self.factor != 1:
+            for parameter in self._trained.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.factor)
         self.share_buffers()
 
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from onnxpar.hvd.allreduce import allreduce
 from onnxpar.hvd.communicator import current
-from onnxpar.hvd.gradients import GradientReducer
 from onnxpar.hvd.handles import Handle
+from onnxpar.hvd.process_sets import ProcessSet
 from onnxpar.hvd.reductions import Max
 from onnxpar.hvd.torch.passes import Named
 from onnxpar.hvd.torch.tensors import array_of, put_gradient, slices_of
 
 
+class Reducer(Protocol):
+    """What reduces the gradients of a bucket over a process set."""
+
+    process_set: ProcessSet
+
+    def begin(self, grads: Mapping[str, Any], called: str) -> Handle[dict[str, Any]]: ...
+
+
 class Buckets:
     """Reduces the gradients of parameters, those of a bucket together.
 
-    label     what errors call it; equal on all ranks
-    groups    the parameters of each bucket, by name; all ranks send the buckets in this order
-    reducer   makes what reduces a bucket, and keeps its buffers
-    sparse    parameters that get sparse gradients, also on ranks where they have none
+    label        what errors call it; equal on all ranks
+    process_set  the ranks
+    groups       the parameters of each bucket, by name; all ranks send the buckets in this order
+    reducer      makes what reduces a bucket, and keeps its buffers
+    sparse       parameters that get sparse gradients, also on ranks where they have none
 
     A gradient that this rank does not have counts as 0; one that no rank has stays None.
     """
@@ -31,17 +40,18 @@ class Buckets:
     def __init__(
         self,
         label: str,
+        process_set: ProcessSet,
         groups: Sequence[Named],
-        reducer: Callable[[], GradientReducer],
+        reducer: Callable[[], Reducer],
         sparse: Iterable[str] = (),
     ) -> None:
         self._label = label
+        self._process_set = process_set
         self._reducer = reducer
-        self._process_set = reducer().process_set
         self._sparse = set(sparse)
         self._called = label
         self._groups: list[Named] = []
-        self._reducers: list[GradientReducer] = []
+        self._reducers: list[Reducer] = []
         self._places: dict[str, int] = {}
         self.reset()
         for group in groups:
@@ -112,14 +122,14 @@ class Buckets:
 
 
 def filled(named: Named, limit: float) -> list[dict[str, Any]]:
-    """Returns buckets of up to `limit` bytes, or of one larger parameter, in order."""
+    """Returns buckets of one dtype, of up to `limit` bytes or of one larger parameter, in order."""
     buckets: list[dict[str, Any]] = []
-    used = 0.0
+    used, dtype = 0.0, None
     for name, parameter in named.items():
         bytes_ = parameter.numel() * parameter.element_size()
-        if not buckets or used + bytes_ > limit:
+        if not buckets or used + bytes_ > limit or parameter.dtype != dtype:
             buckets.append({})
-            used = 0.0
+            used, dtype = 0.0, parameter.dtype
         buckets[-1][name] = parameter
         used += bytes_
     return buckets

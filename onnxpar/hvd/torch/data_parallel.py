@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from onnxpar.hvd.gradients import GradientReducer
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reductions import Average, Reduction
 from onnxpar.hvd.torch.averaging import Averaging, trained_of
+from onnxpar.hvd.torch.buckets import Reducer
+from onnxpar.hvd.torch.comm_hooks import Hook, HookReducers
+from onnxpar.hvd.torch.joining import Join
 from onnxpar.hvd.torch.states import share
 
 
@@ -29,11 +33,12 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     compression        dtype in which gradients are sent
     process_set        ranks that take part
 
-    A parameter without a gradient on this rank counts as 0; where no rank has one, `grad` stays
-    None. As in torch, the gradients of a forward pass inside `no_sync` are added up, and averaged
-    with those of the next backward pass outside of it. Parameters may be frozen and unfrozen
-    between steps, on all ranks alike. After an exception in a backward pass on all ranks, go on
-    with `zero_grad`.
+    The other arguments are torch's, and do nothing: they ask for what is always so here. A
+    parameter without a gradient on this rank counts as 0; where no rank has one, `grad` stays None.
+    As in torch, the gradients of a forward pass inside `no_sync` are added up, and averaged with
+    those of the next backward pass outside of it. Parameters may be frozen and unfrozen between
+    steps, on all ranks alike. After an exception in a backward pass on all ranks, go on with
+    `zero_grad`.
     """
 
     def __init__(
@@ -44,6 +49,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         broadcast_buffers: bool = True,
         compression: Compressor = Compression.none,
         process_set: ProcessSet = global_process_set,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -52,6 +60,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._compression = compression
         self._process_set = process_set
         self._synchronizes = True
+        self._hook: tuple[Any, Hook] | None = None
+        self._joined: Join | None = None
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.device.type != "cpu":
                 raise InputError(f"DistributedDataParallel: a tensor is on {tensor.device}")
@@ -61,7 +71,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         counts = current().counts
         counts[among] += 1
         self._label = f"{among}, number {counts[among]}"
-        self._share()
+        self._share(self._process_set.ranks[0])
         self._average()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -69,10 +79,12 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         if self._synchronizes and not self._averaging.is_current():
-            self._share()
+            self._share(self._process_set.ranks[0])
             self._average()
         averaging = self._averaging
         averaging.active = self._synchronizes
+        if averaging.active and self._joined is not None:
+            self._joined.announce(averaging)
         if averaging.active and self.training and self._broadcasts:
             averaging.share_buffers()
             averaging.buffers_differ()
@@ -91,6 +103,41 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         finally:
             self._synchronizes = before
 
+    @contextmanager
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True
+    ) -> Iterator[None]:
+        """Lets ranks have different numbers of steps inside the block: those that have left it
+        contribute zeros to the steps of the others. In the end, all get the parameters and buffers
+        of the last rank that had a step.
+
+        divide_by_initial_world_size  averages divide by the number of all ranks; otherwise by the
+                                      number of those that have a step
+        """
+        if not enable:
+            yield
+            return
+        joined = self._joined = Join(self._label, self._process_set, divide_by_initial_world_size)
+        try:
+            yield
+            while joined.wait(self._averaging):
+                if self.training and self._broadcasts:
+                    self._averaging.buffers_differ()
+                self._averaging.contribute_nothing()
+            self._share(self._averaging.root)
+        finally:
+            self._joined = None
+            self._averaging.root, self._averaging.factor = self._process_set.ranks[0], 1.0
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Lets `hook(state, bucket)` reduce each bucket in the place of the average: it returns the
+        reduced `bucket.buffer()`, or a torch.futures.Future of it. All ranks call it for the same
+        buckets in the same order."""
+        if self._compression is not Compression.none:
+            raise InputError("register_comm_hook: a hook takes the place of compression")
+        self._hook = state, hook
+        self._average()
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what copies and files keep, which have hooks of their own."""
         return {name: value for name, value in vars(self).items() if name != "_averaging"}
@@ -100,16 +147,19 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._label += ", copy"
         self._average()
 
-    def _share(self) -> None:
-        """Gives all ranks the parameters and buffers of the first rank."""
+    def _share(self, root: int) -> None:
+        """Gives all ranks the parameters and buffers of one."""
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        share(tensors, self._process_set.ranks[0], self._process_set)
+        share(tensors, root, self._process_set)
 
     def _average(self) -> None:
         """Averages the gradients of the parameters that require them now."""
-        self._averaging = Averaging(self._label, self.module, self._bytes, self._reducer())
-
-    def _reducer(self) -> Any:
-        """Returns what makes the reducers of buckets."""
-        compression, process_set = self._compression, self._process_set
-        return lambda: GradientReducer(Reduction(Average), process_set, compression, float("inf"))
+        process_set, compression = self._process_set, self._compression
+        reducer: Callable[[], Reducer]
+        if self._hook is None:
+            reducer = partial(
+                GradientReducer, Reduction(Average), process_set, compression, float("inf")
+            )
+        else:
+            reducer = HookReducers(*self._hook, self.module, process_set)
+        self._averaging = Averaging(self._label, process_set, self.module, self._bytes, reducer)

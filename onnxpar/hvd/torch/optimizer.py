@@ -95,11 +95,12 @@ class Reductions(Passes):
         self.named: dict[str, Any] = {}
         self.is_done = False
         """True if the gradients are those of all ranks."""
-        self._included = self.reducer.process_set.included()
+        process_set = self.reducer.process_set
+        self._included = process_set.included()
         self.combines_updates = self._included and op is Adasum and current().size > 1
         self._times: Counter[str] = Counter()
         """How often each parameter has had a gradient since the last step."""
-        self._buckets = Buckets(_label(self.reducer.process_set), [], reducer)
+        self._buckets = Buckets(_label(process_set), process_set, [], reducer)
         for group in groups:
             self.add(group)
 
@@ -209,6 +210,9 @@ class _Distributed:
         """Restores a state, and forgets which backward passes there were."""
         self._reductions.reset()
         super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise InputError("a DistributedOptimizer cannot be copied; wrap a copy of the inner one")
 
     def _reduced(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
