@@ -310,6 +310,19 @@ def reloaded(module: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+def test_a_file_of_a_wrapper_without_ranks() -> None:
+    def body() -> bytes:
+        file = io.BytesIO()
+        torch.save(DistributedDataParallel(net()), file)
+        return file.getvalue()
+
+    (data,) = hvd.run_on_threads(body, 1)
+    module = torch.load(io.BytesIO(data), weights_only=False).eval()
+    with torch.no_grad():
+        x = drawn(0, 3, 4)
+        assert torch.equal(module(x), net()(x))
+
+
 def test_copies_average_their_own_gradients() -> None:
     def body() -> None:
         parallel = DistributedDataParallel(net())

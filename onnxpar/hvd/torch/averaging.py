@@ -36,8 +36,8 @@ class Averaging(Passes):
     ) -> None:
         self.active = True
         """False while backward passes add up gradients on this rank alone."""
-        self.root = process_set.ranks[0]
-        """The rank whose buffers all get."""
+        self.root: int | None = None
+        """The rank whose buffers all get; None for the first."""
         self.factor = 1.0
         """By what averages over all ranks are multiplied."""
         self._module = module
@@ -66,7 +66,8 @@ class Averaging(Passes):
     def share_buffers(self) -> None:
         """Gives all ranks the buffers of the root, if these may differ."""
         if self._differs:
-            share(dict(self._module.named_buffers()), self.root, self._process_set)
+            root = self._process_set.ranks[0] if self.root is None else self.root
+            share(dict(self._module.named_buffers()), root, self._process_set)
             self._differs = False
 
     def buffers_differ(self) -> None:

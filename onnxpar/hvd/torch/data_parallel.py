@@ -71,7 +71,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         counts = current().counts
         counts[among] += 1
         self._label = f"{among}, number {counts[among]}"
-        self._share(self._process_set.ranks[0])
+        self._share()
         self._average()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         if self._synchronizes and not self._averaging.is_current():
-            self._share(self._process_set.ranks[0])
+            self._share()
             self._average()
         averaging = self._averaging
         averaging.active = self._synchronizes
@@ -127,7 +127,7 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             self._share(self._averaging.root)
         finally:
             self._joined = None
-            self._averaging.root, self._averaging.factor = self._process_set.ranks[0], 1.0
+            self._averaging.root, self._averaging.factor = None, 1.0
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Lets `hook(state, bucket)` reduce each bucket in the place of the average: it returns the
@@ -147,8 +147,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         self._label += ", copy"
         self._average()
 
-    def _share(self, root: int) -> None:
-        """Gives all ranks the parameters and buffers of one."""
+    def _share(self, root: int | None = None) -> None:
+        """Gives all ranks the parameters and buffers of one, by default of the first."""
+        root = self._process_set.ranks[0] if root is None else root
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         share(tensors, root, self._process_set)
 
