@@ -303,6 +303,33 @@ def test_a_rank_that_fails_alone_and_goes_on_is_found_out() -> None:
         assert "backward pass 2, bucket 0" in message and "backward pass 3, bucket 0" in message
 
 
+def test_after_gradients_that_differ_between_ranks() -> None:
+    """The error of the collective is raised on every rank, and the ranks go on."""
+
+    def body() -> None:
+        parallel = DistributedDataParallel(net(), bucket_cap_mb=0)
+        parallel.module.to(torch.float64 if hvd.rank() else torch.float32)
+        with pytest.raises(InputError, match=r"rank 0 has '2\.bias' float32\[2\], but rank 1 has"):
+            backward(parallel, drawn(0, 3, 4).to(parallel.module[0].weight.dtype))
+        parallel.module.to(torch.float32)
+        assert_averages(parallel, 1)
+
+    hvd.run_on_threads(body, RANKS)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_with_cycles(sparse: bool) -> None:
+    def body() -> None:
+        hvd.init(cycle_time_ms=0)
+        parallel = DistributedDataParallel(nn.Embedding(3, 1, sparse=sparse))
+        for _ in range(2):
+            parallel.zero_grad()
+            parallel(torch.tensor([hvd.rank(), 2])).sum().backward()
+            assert parallel.module.weight.grad.to_dense().tolist() == [[0.5], [0.5], [1.0]]
+
+    hvd.run_on_threads(body, RANKS)
+
+
 def reloaded(module: Any) -> Any:
     file = io.BytesIO()
     torch.save(module, file)

@@ -387,6 +387,25 @@ def test_after_an_exception_in_a_backward_pass(passes: int) -> None:
     on_ranks(body)
 
 
+def test_after_gradients_that_differ_between_ranks() -> None:
+    """The error of the collective is raised on every rank, and the ranks go on."""
+    wanted = expected(1)
+
+    def body() -> None:
+        module = net().to(torch.float64 if hvd.rank() else torch.float32)
+        optimizer = hvd.DistributedOptimizer(sgd(module), module.named_parameters())
+        module(torch.ones(1, 4, dtype=module[0].weight.dtype)).sum().backward()
+        with pytest.raises(InputError, match=r"rank 0 has '0\.bias' float32"):
+            optimizer.step()
+        module.to(torch.float64).load_state_dict(net().state_dict())
+        optimizer.zero_grad()
+        backward(module, 0)
+        optimizer.step()
+        close(values(module), wanted)
+
+    on_ranks(body)
+
+
 def test_what_is_refused() -> None:
     def body() -> None:
         module = net()

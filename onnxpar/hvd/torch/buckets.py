@@ -90,6 +90,12 @@ class Buckets:
 
     def finish(self) -> None:
         """Sends what is left, and makes what all ranks have reduced the gradients."""
+        try:
+            self._finish()
+        finally:
+            self.reset()
+
+    def _finish(self) -> None:
         while len(self._handles) < len(self._groups):
             self._start()
         flags = np.array(list(self._found.values()), np.uint8)
@@ -101,7 +107,6 @@ class Buckets:
             for name, parameter in group.items():
                 if on_any[name]:
                     put_gradient(parameter, results[name])
-        self.reset()
 
     def _start(self) -> None:
         """Starts the next bucket."""

@@ -139,9 +139,9 @@ class Reductions(Passes):
     def finish(self) -> None:
         """Waits until the gradients are those of all ranks."""
         if self._included and not self.combines_updates and not self.is_done:
+            self._times.clear()
             with torch.no_grad():
                 self._buckets.finish()
-            self._times.clear()
             self.is_done = True
 
     def reset(self) -> None:
