@@ -172,8 +172,9 @@ class _Arrays:
 class _Stateful:
     """An optimizer or a sampler."""
 
-    def __init__(self, value: Stateful) -> None:
+    def __init__(self, value: Stateful, broadcast: Callable[..., Any]) -> None:
         self._value = value
+        self._broadcast = broadcast
         self.save()
 
     def save(self) -> None:
@@ -183,7 +184,7 @@ class _Stateful:
         self._value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self, root: int) -> None:
-        state = broadcast_object(self._value.state_dict(), root, "elastic state")
+        state = self._broadcast(self._value.state_dict(), root, "elastic state")
         self._value.load_state_dict(state)
         self.save()
 
@@ -197,6 +198,8 @@ class ArrayState(ObjectState):
                `broadcast_object` can send
     """
 
+    _broadcast: Callable[..., Any] = staticmethod(broadcast_object)
+
     def __init__(
         self, params: Any = None, optimizer: Stateful | None = None, **kwargs: Any
     ) -> None:
@@ -207,13 +210,13 @@ class ArrayState(ObjectState):
             if _is_arrays(value):
                 self._handlers[name] = _Arrays(value)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                self._handlers[name] = _Stateful(value)
+                self._handlers[name] = _Stateful(value, self._broadcast)
             else:
                 plain[name] = value
                 continue
             setattr(self, name, value)
         self._commits = 0
-        super().__init__(broadcast_object, own_rank, **plain)
+        super().__init__(self._broadcast, own_rank, **plain)
 
     def save(self) -> None:
         for handler in self._handlers.values():
@@ -235,7 +238,7 @@ class ArrayState(ObjectState):
         for handler in self._handlers.values():
             handler.sync(root)
         if self._saved_state:
-            self._saved_state = broadcast_object(self._saved_state, root, "elastic objects")
+            self._saved_state = self._broadcast(self._saved_state, root, "elastic objects")
             self._set_attrs()
 
     def reset(self) -> None:

@@ -358,6 +358,39 @@ def test_ranks_that_have_joined_count_as_zeros() -> None:
     on_ranks(body)
 
 
+def test_an_elastic_state() -> None:
+    """It goes back to the last commit, and takes that of the rank that has committed most."""
+    wanted = expected(2)
+
+    def body() -> None:
+        module = net()
+        optimizer = hvd.DistributedOptimizer(sgd(module))
+        state = hvd.elastic.TorchState(module, optimizer, batch=0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            backward(module, state.batch)
+            optimizer.step()
+            state.batch += 1
+
+        step()
+        state.commit()
+        step()
+        if hvd.rank():
+            with torch.no_grad():
+                module[0].weight.fill_(9.0)
+            state.save()
+            state.batch, state._commits = 7, 0
+        else:
+            state.restore()
+        state.sync()
+        assert state.batch == 1
+        step()
+        close(values(module), wanted)
+
+    on_ranks(body)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:

@@ -67,6 +67,7 @@ from onnxpar.hvd import (
     stop_timeline,
     synchronize,
 )
+from onnxpar.hvd.torch import elastic
 from onnxpar.hvd.torch.data_parallel import (
     DistributedDataParallel,
 )
@@ -152,6 +153,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
