@@ -95,6 +95,7 @@ def train(args: argparse.Namespace) -> int:
         args.keep,
         args.resume,
         args.async_checkpoint,
+        args.allow_changed,
     )
     check_timeout(args.timeout)
     if args.profile:

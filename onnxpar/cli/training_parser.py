@@ -315,6 +315,12 @@ def _add_checkpoints(to: argparse.ArgumentParser) -> None:
         help="continue from the newest complete checkpoint; start anew if there is none",
     )
     to.add_argument(
+        "--allow-changed",
+        action="store_true",
+        help="with --resume, go on also if data, batch size, --seed, --schedule or the trained "
+        "weights are not those of the checkpoint's run",
+    )
+    to.add_argument(
         "--async-checkpoint",
         action="store_true",
         help="write checkpoints while training goes on: ranks copy their shards in memory, and "

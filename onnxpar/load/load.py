@@ -211,6 +211,8 @@ def load(
             raise ModelError(
                 f"{path} is already a training step; give the model that it was made from"
             )
+        if step is not None and step.samples is not None:
+            defaults.pop(step.samples, None)  # onnxruntime warns of defaults; a Trainer feeds it
         kinds = (bool(open_dims), for_training, part == ENCODER)
         importer = _Importer(proto, path, defaults, names, *kinds, show)
         infer_types = own_types(step)

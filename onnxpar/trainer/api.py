@@ -165,6 +165,7 @@ def train(
     every: int = 0,
     keep: int = 0,
     resume: bool = False,
+    allow_changed: bool = False,
     async_checkpoint: bool = False,
     elastic: bool = False,
     min_ranks: int | None = None,
@@ -199,6 +200,8 @@ def train(
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
     resume      True to continue from the newest complete checkpoint in the folder
+    allow_changed  with `resume`, True to go on also if data, batch size, seed, schedule or the
+                trained weights are not those of the checkpoint's run
     async_checkpoint  True to write checkpoints while training goes on: ranks copy their shards in
                 memory, and take the next steps while the copies are written
     elastic     True to go on from the last checkpoint when ranks die. The steps after it are taken
@@ -224,7 +227,7 @@ def train(
     # Long for the list of parameters and their descriptions, which editors show.
     folder = None if checkpoint is None else Path(checkpoint)
     order = (epochs, lr, schedule, warmup, seed, shuffle)
-    run = Run(*order, folder, every, keep, resume, async_checkpoint)
+    run = Run(*order, folder, every, keep, resume, async_checkpoint, allow_changed)
     if profile is not None:
         check_place(profile)
     options: dict[str, Any] = {

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from onnxpar.errors import DamagedError, ModelError, NewerFormatError, OnnxparError
 from onnxpar.files.digests import (
@@ -37,9 +38,11 @@ from onnxpar.runtime.redirect import report_for_all_ranks
 from onnxpar.runtime.state_files import StateFiles
 from onnxpar.trainer.together import ALONE, Together
 
-FORMAT = 2
+FORMAT = 3
 """The number of the current format, with digests of 1 MiB blocks. Increase it if the block size
 changes."""
+_IN_STEPS = 2
+"""The format before, which counts the steps of an epoch; it can be read between epochs."""
 _WITHOUT_DIGESTS = 1
 """The previous format, which can still be read."""
 RECORD = "checkpoint.json"
@@ -55,21 +58,75 @@ _LATE = 20.0
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What decides which samples a run takes, and at which rates, besides the rate itself.
+
+    batch    number of samples in a batch
+    samples  number of samples in the data
+    data     digest of the data
+    shuffle  False if samples are used in the order of the file
+    seed     decides their order, and the random numbers of steps
+    schedule, warmup  of the learning rate
+    epochs   passes over the data, if the rates of the schedule depend on them; else None
+    """
+
+    batch: int
+    samples: int
+    data: str
+    shuffle: bool
+    seed: int
+    schedule: str
+    warmup: int
+    epochs: int | None
+
+    def differences(self, now: Settings) -> list[str]:
+        """Says how the settings of a run that goes on differ from these."""
+        texts = {
+            "batch": "batches of {} samples",
+            "samples": "{} samples",
+            "data": "data of digest {}",
+            "shuffle": "shuffle {}",
+            "seed": "--seed {}",
+            "schedule": "--schedule {}",
+            "warmup": "--warmup {}",
+            "epochs": "--epochs {}",
+        }
+        pairs = [(text, getattr(self, name), getattr(now, name)) for name, text in texts.items()]
+        return [f"{text.format(a)}, now {b}" for text, a, b in pairs if a != b]
+
+
+@dataclass(frozen=True)
 class Progress:
-    """The number of steps that a run has taken: `step` in total, `in_epoch` in the current epoch.
-    `epoch` is the number of the current epoch, from 0."""
+    """How far a run is: the number of steps that it has taken, and the number of samples in the
+    current epoch. `epoch` is the number of that epoch, from 0; `settings` are those of the run,
+    None if steps were taken without one."""
 
     step: int = 0
     epoch: int = 0
-    in_epoch: int = 0
-    seed: int = 0
+    samples: int = 0
+    settings: Settings | None = None
 
-    def after_step(self, batches: int) -> Progress:
-        """Returns the progress one step later; `batches` is the number of steps in an epoch."""
-        in_epoch = self.in_epoch + 1
-        if in_epoch == batches:
-            return replace(self, step=self.step + 1, epoch=self.epoch + 1, in_epoch=0)
-        return replace(self, step=self.step + 1, in_epoch=in_epoch)
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Progress:
+        """The progress in the form that `dataclasses.asdict` gives. Errors: TypeError, KeyError;
+        ModelError for one in steps, in the middle of an epoch."""
+        if "in_epoch" in data:
+            if data["in_epoch"]:
+                raise ModelError(
+                    "an older onnxpar wrote it in the middle of an epoch; go on from a checkpoint "
+                    "of the end of an epoch"
+                )
+            return Progress(data["step"], data["epoch"])
+        settings = data["settings"]
+        return Progress(**{**data, "settings": None if settings is None else Settings(**settings)})
+
+    def after_step(self, batch: int, count: int) -> Progress:
+        """Returns the progress one step later; `batch` is the number of samples in it, at most, and
+        `count` that of an epoch."""
+        samples = self.samples + batch
+        if samples >= count:
+            return replace(self, step=self.step + 1, epoch=self.epoch + 1, samples=0)
+        return replace(self, step=self.step + 1, samples=samples)
 
     @property
     def name(self) -> str:
@@ -80,10 +137,12 @@ class Progress:
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk. `digest`, the SHA-256 of checkpoint.json, identifies the content; in
-    the format without digests of files, it covers only checkpoint.json."""
+    the format without digests of files, it covers only checkpoint.json. `taken` are the steps of
+    the trainer that wrote it, and of those before."""
 
     path: Path
     progress: Progress
+    taken: int
     slots: list[Slot]
     states: StateFiles
     files: Mapping[str, Digests]
@@ -233,7 +292,7 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
         is_old = data["format"] == _WITHOUT_DIGESTS and not data.keys() & {"files", "sha256"}
         if not is_old:
             _check_sealed(file, text)
-            if data["format"] != FORMAT:
+            if data["format"] not in (FORMAT, _IN_STEPS):
                 raise NewerFormatError(
                     f"{file} has format {data['format']}, but this onnxpar reads format {FORMAT}; "
                     "update onnxpar"
@@ -245,7 +304,8 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
             if any(size < 0 for size in layout.shape):
                 raise ValueError(f"a size is {min(layout.shape)}")
         slots = [Slot(**slot) for slot in data["slots"]]
-        progress = Progress(**data["progress"])
+        progress = Progress.of(data["progress"])
+        taken = int(data.get("taken", progress.step))
         files: Mapping[str, Digests] = {} if is_old else data["files"]
         check_listed(files)
     except (DamagedError, NewerFormatError):
@@ -255,7 +315,9 @@ def _read(folder: Path, text: bytes) -> Checkpoint:
             f"{file} is damaged, or not written by onnxpar ({type(error).__name__}: {error})"
         ) from None
     states = StateFiles(folder, mesh, layouts)
-    return Checkpoint(folder, progress, slots, states, files, hashlib.sha256(text).hexdigest())
+    return Checkpoint(
+        folder, progress, taken, slots, states, files, hashlib.sha256(text).hexdigest()
+    )
 
 
 def _check_sealed(file: Path, text: bytes) -> None:

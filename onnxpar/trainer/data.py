@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.ir.training_spec import IGNORED, Step
 from onnxpar.runtime.feeds import read_npz
+
+_DIGESTED = 1 << 28
+"""Most bytes of data of which a digest reads all."""
 
 
 @dataclass(frozen=True)
@@ -130,21 +134,41 @@ class Data:
         """Number of batches in an epoch."""
         return self.count // self.batch if self.rest is None else -(-self.count // self.batch)
 
+    @property
+    def used(self) -> int:
+        """Number of samples that an epoch uses."""
+        return self.count if self.rest is not None else self.batches * self.batch
+
+    def digest(self) -> str:
+        """Returns a digest of all arrays: of every byte up to 256 MiB, else of 4,096 samples."""
+        found = hashlib.sha256()
+        arrays = {**self.samples, **self.fixed}
+        is_large = sum(a.nbytes for a in arrays.values()) > _DIGESTED
+        for name, array in sorted(arrays.items()):
+            found.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            parts = array
+            if is_large and name in self.samples:
+                parts = array[np.linspace(0, len(array) - 1, 4096).astype(np.int64)]
+            found.update(np.ascontiguousarray(parts).tobytes())
+        return found.hexdigest()[:16]
+
     def left_out(self) -> str:
         """Says how many samples an epoch leaves out, and why; "" if none."""
-        left = 0 if self.rest is not None else self.count % self.batch
+        left = self.count - self.used
         used = f"{self.count - left} of {self.count} samples, in {self.batches} batches"
         why = f"the other {left} do not fill a batch"
         return f"each epoch uses {used} of {self.batch}; {why}" if left else ""
 
     def epoch(self, number: int, seed: int | None, first: int = 0) -> Iterator[dict[str, Array]]:
-        """Yields the batches of epoch `number`, starting with batch `first`. Each epoch has its own
+        """Yields the batches of epoch `number`, after its `first` samples. Each epoch has its own
         order; without a seed, samples are not shuffled."""
         order = np.arange(self.count)
         if seed is not None:
             order = np.random.default_rng([seed, number]).permutation(self.count)
-        for i in range(first, self.batches):
-            at = order[i * self.batch : (i + 1) * self.batch]
+        for start in range(first, self.used, self.batch):
+            at = order[start : min(start + self.batch, self.used)]
+            if len(at) < self.batch and self.rest is None:
+                break  # a batch of another size began the epoch
             batch = {name: array[np.resize(at, self.batch)] for name, array in self.samples.items()}
             if self.rest is not None and len(at) < self.batch:
                 batch |= self.rest.without(batch, len(at))

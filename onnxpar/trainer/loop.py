@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import DivergenceError, InputError, StoppedError
 from onnxpar.ir.training_spec import IGNORED
-from onnxpar.trainer.checkpoint import Progress, checkpoints, warn
+from onnxpar.trainer.checkpoint import Progress, Settings, checkpoints, warn
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.rates import Rate, check_rate
+from onnxpar.trainer.rates import SCHEDULES, Rate, check_rate
 from onnxpar.trainer.trainer import Trainer
 
 _SEEDS = 1 << 31
@@ -36,6 +36,7 @@ class Run:
     every       number of steps between checkpoints; 0 to save one at the end only
     keep        number of checkpoints to keep, the newest; 0 to keep all
     resume      True to continue from the newest complete checkpoint, if there is one
+    allow_changed  True to continue also with other data, another batch size or other options
     async_checkpoint  True to write checkpoints while training goes on
     """
 
@@ -50,6 +51,7 @@ class Run:
     keep: int = 0
     resume: bool = False
     async_checkpoint: bool = False
+    allow_changed: bool = False
 
     def __post_init__(self) -> None:
         """Checks what needs neither the data nor the step, before these are read."""
@@ -73,7 +75,11 @@ class Run:
                     raise InputError(
                         f"{option} {given}: this run saves no checkpoints; give --checkpoint DIR"
                     )
-            flags = (("--resume", self.resume), ("--async-checkpoint", self.async_checkpoint))
+            flags = (
+                ("--resume", self.resume),
+                ("--async-checkpoint", self.async_checkpoint),
+                ("--allow-changed", self.allow_changed),
+            )
             for option, is_given in flags:
                 if is_given:
                     raise InputError(
@@ -127,9 +133,11 @@ def records(
     record of each step that a checkpoint includes. After a step in which `must_stop` is true on any
     rank, a checkpoint is saved, and the run ends. Errors: InputError, ModelError, RankError,
     DivergenceError; StoppedError if the run had to stop."""
-    steps = run.epochs * data.batches
+    progress = _start(trainer, run, _settings(run, data))
+    left = max(run.epochs - progress.epoch - 1, 0) * data.batches
+    left += -(-(data.used - progress.samples) // data.batch) if progress.epoch < run.epochs else 0
+    steps = progress.step + left
     rate = Rate(run.rate, steps, run.schedule, run.warmup)
-    progress = _start(trainer, run)
     if progress.epoch >= run.epochs and trainer.leads:
         warn(
             f"nothing to do: {run.checkpoint} has finished epoch {progress.epoch} of --epochs "
@@ -138,16 +146,16 @@ def records(
     while progress.epoch < run.epochs:
         epoch = progress.epoch
         order = run.seed if run.shuffle else None
-        for batch in data.epoch(epoch, order, progress.in_epoch):
+        for batch in data.epoch(epoch, order, progress.samples):
             at = rate.at(progress.step)
             start = time.perf_counter()
-            number = progress.in_epoch + 1
+            number = -(-progress.samples // data.batch) + 1
             with _named(trainer, batch, f"epoch {epoch + 1}, step {number}"):
                 values = trainer.step(batch, at, run.seed * _STRIDE + progress.step)
             seconds = time.perf_counter() - start
-            progress = progress.after_step(data.batches)
+            progress = progress.after_step(data.batch, data.used)
             evaluation = None
-            if held_out is not None and number == data.batches:
+            if held_out is not None and progress.epoch > epoch:
                 evaluation = evaluate(trainer, held_out)
             record = Record(epoch + 1, number, progress.step, at, seconds, values, evaluation)
             trainer.session.write_log(record.lines(trainer.spec.loss))
@@ -239,23 +247,32 @@ def _has_checkpoint(folder: Path, may: bool) -> bool:
     return bool(each)
 
 
-def _start(trainer: Trainer, run: Run) -> Progress:
+def _settings(run: Run, data: Data) -> Settings:
+    """The settings of a run that its checkpoints record."""
+    order = data.batch, data.count, data.digest(), run.shuffle, run.seed
+    epochs = run.epochs if run.schedule != SCHEDULES[0] else None
+    return Settings(*order, run.schedule, run.warmup, epochs)
+
+
+def _start(trainer: Trainer, run: Run, settings: Settings) -> Progress:
     """Locks the folder of checkpoints, loads the newest complete checkpoint if the run resumes, and
     returns the progress to start from. Errors: InputError for a new run if the folder has
-    checkpoints of another run."""
+    checkpoints of another run, or if the run that resumes has other settings."""
+    start = Progress(settings=settings)
     if run.checkpoint is None:
-        return Progress(seed=run.seed)
+        return start
     folder = run.checkpoint
     trainer.hold(folder)
     if not trainer.together.first(lambda: _has_checkpoint(folder, run.resume)):
-        return Progress(seed=run.seed)
+        return start
     checkpoint = trainer.find(folder)
-    found = checkpoint.path
-    if checkpoint.progress.seed != run.seed:
+    before = checkpoint.progress.settings
+    changed = before.differences(settings) if before is not None else []
+    if changed and not run.allow_changed:
         raise InputError(
-            f"{found} belongs to a run with --seed {checkpoint.progress.seed}; with --seed "
-            f"{run.seed}, the batches would come in another order; give --seed "
-            f"{checkpoint.progress.seed}"
+            f"{checkpoint.path} belongs to another run: {'; '.join(changed)}; give what that run "
+            "had, or --allow-changed to go on with what is given now"
         )
-    trainer.load(checkpoint)
-    return checkpoint.progress
+    trainer.load(checkpoint, run.allow_changed)
+    progress = replace(checkpoint.progress, settings=settings)
+    return progress if progress.samples < settings.samples else replace(progress, samples=0)

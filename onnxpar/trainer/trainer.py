@@ -25,6 +25,7 @@ from onnxpar.ir.training_spec import (
     SCALE,
     SKIPPED,
     WEIGHT,
+    Slot,
     Step,
 )
 from onnxpar.runtime.bundle import NodeArg
@@ -70,6 +71,8 @@ class Trainer(Closing):
     ) -> None:
         self.checkpoint: Path | None = None
         """The checkpoint that this trainer saved or loaded last."""
+        self.steps = 0
+        """The number of steps that were taken, with those before the checkpoint that was loaded."""
         self._is_whole: dict[Path, bool] = {}
         self._held: set[Path] = set()
         self._locks: list[FolderLock] = []
@@ -107,12 +110,15 @@ class Trainer(Closing):
         input name. Errors: InputError."""
         return Data.given(data, self.data, Rest.of(self.spec, trains))
 
-    def step(self, batch: Mapping[str, Array], rate: float, seed: int = 0) -> dict[str, float]:
+    def step(
+        self, batch: Mapping[str, Array], rate: float, seed: int | None = None
+    ) -> dict[str, float]:
         """Takes one step on a global batch at learning rate `rate`; returns the loss before the
-        update, and other metrics, by name. `seed` decides the random numbers of the step. Errors:
-        InputError, RankError; DivergenceError if the loss or a parameter is not finite: all states
-        are then as before. (A dynamic loss scale adapts to gradients that are not finite, until it
-        has its least value.)"""
+        update, and other metrics, by name. `seed` decides the random numbers of the step; by
+        default, the number of steps before it, so that each step has others. Errors: InputError,
+        RankError; DivergenceError if the loss or a parameter is not finite: all states are then as
+        before. (A dynamic loss scale adapts to gradients that are not finite, until it has its
+        least value.)"""
         names = [self.spec.loss, *self.spec.metrics]
         more = [MAGNITUDES] if self.spec.magnitudes else []
         values = dict(
@@ -122,6 +128,7 @@ class Trainer(Closing):
         problem = self._problem(found, values.get(MAGNITUDES, np.zeros(0)))
         if problem:
             self.session.states.undo()
+            self.steps -= 1
             raise DivergenceError(problem)
         return found
 
@@ -139,14 +146,23 @@ class Trainer(Closing):
         return "" if isfinite(loss) else f"the loss is {loss}, and the update was not applied"
 
     def run(
-        self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int = 0
+        self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int | None = None
     ) -> list[Array]:
         """Takes one step like `step`, and returns the outputs `names` as global arrays."""
         port = self.bundle.inputs[self.spec.rate]
-        feeds = {**batch, self.spec.rate: np.asarray(rate, port.dtype)}
+        feeds = {**self._fed(batch), self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:
-            feeds[self.spec.seed] = np.asarray(seed, np.int64)
-        return self.session.run(names, feeds, keep_states=True)
+            feeds[self.spec.seed] = np.asarray(self.steps if seed is None else seed, np.int64)
+        values = self.session.run(names, feeds, keep_states=True)
+        self.steps += 1
+        return values
+
+    def _fed(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
+        """A batch whose samples all count, unless it says how many do."""
+        name = self.spec.samples
+        if name is None or name in batch:
+            return batch
+        return {name: np.asarray(self.data[0].shape[0], np.float32), **batch}
 
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
         """Returns the loss and other metrics, by name, of the model in inference mode on a batch.
@@ -157,7 +173,9 @@ class Trainer(Closing):
         """Like `evaluate`; also returns the weight of these means among those of other batches: the
         part of the batch that counts."""
         names = self.spec.evaluation
-        values = dict(zip(names, map(float, self.session.run(names, batch)), strict=True))
+        values = dict(
+            zip(names, map(float, self.session.run(names, self._fed(batch))), strict=True)
+        )
         weight = values.pop(WEIGHT, 1.0)
         return {name[len(EVALUATION) + 1 :]: value for name, value in values.items()}, weight
 
@@ -190,8 +208,8 @@ class Trainer(Closing):
         folder = Path(folder)
         with self._begun(folder, progress) as written:
             files = self.session.states.save(written)
-            spec = self.spec
-            self.together.first(lambda: finish(written, progress, self.bundle, spec, files))
+            given = self.steps, self.bundle, self.spec, files
+            self.together.first(lambda: finish(written, progress, *given))
         self._note(folder, progress)
 
     def async_save(self, folder: str | os.PathLike[str], progress: Progress) -> None:
@@ -203,7 +221,7 @@ class Trainer(Closing):
         with self._begun(folder, progress) as written:
             self.session.states.save_later(written)
             if self.leads:
-                end = partial(finish, written, progress, self.bundle, self.spec)
+                end = partial(finish, written, progress, self.steps, self.bundle, self.spec)
                 self._pending = PendingCheckpoint(written, self.session.ranks, end)
         self._unfinished = folder, progress
 
@@ -277,11 +295,14 @@ class Trainer(Closing):
         one."""
         return load_together(Path(path), self.together)
 
-    def load(self, checkpoint: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    def load(
+        self, checkpoint: Checkpoint | str | os.PathLike[str], allow_changed: bool = False
+    ) -> Checkpoint:
         """Sets all states from a checkpoint, or from the newest complete one in a folder; returns
         the checkpoint. It may be from a run on another mesh, or with another compression of
-        gradients. Errors: ModelError if it belongs to another step, or if the processes pass
-        different checkpoints."""
+        gradients; with `allow_changed`, also from a step that trains more weights or keeps more
+        states, which are left out. Errors: ModelError if it belongs to another step, or if the
+        processes pass different checkpoints."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = self.find(checkpoint)
         each = self.together.each([checkpoint.digest, str(checkpoint.path)])
@@ -291,12 +312,13 @@ class Trainer(Closing):
                 f"{each[0][1]} was given to rank 0, but {each[odd][1]} to rank {odd}; give load() "
                 "the folder of checkpoints, so that all ranks load the same one"
             )
-        self._load(checkpoint)
+        self._load(checkpoint, allow_changed)
+        self.steps = checkpoint.taken
         self.checkpoint = checkpoint.path
         self._is_whole[checkpoint.path] = True
         return checkpoint
 
-    def _load(self, checkpoint: Checkpoint) -> None:
+    def _load(self, checkpoint: Checkpoint, allow_changed: bool) -> None:
         known = {slot.input for slot in checkpoint.slots}
         unsent = {slot.input for slot in self.spec.slots if slot.kind == RESIDUAL}
         for name in self.bundle.states:
@@ -305,6 +327,11 @@ class Trainer(Closing):
                     f"{checkpoint.path} has no {name!r}; it belongs to another training "
                     "step; give a checkpoint of this one"
                 )
+        more = [
+            s for s in checkpoint.slots if s.kind != RESIDUAL and s.input not in self.bundle.states
+        ]
+        if more and not allow_changed:
+            raise ModelError(f"{checkpoint.path} {_not_here(more)}")
         inputs, states = self.bundle.inputs, checkpoint.states
         try:
             for name in filter(known.__contains__, self.bundle.states):
@@ -380,6 +407,22 @@ def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
     else:
         with FolderLock(folder) as lock:
             yield lock
+
+
+def _not_here(slots: Sequence[Slot]) -> str:
+    """Says what a checkpoint has that a step does not keep, and the remedy."""
+    trained = [slot.input for slot in slots if slot.kind == "parameter"]
+    if not trained:
+        return (
+            f"has {slots[0].input!r}, which this step does not keep: another optimizer wrote it; "
+            "--allow-changed leaves it out"
+        )
+    others = f" and {len(trained) - 1} other weights" if len(trained) > 1 else ""
+    return (
+        f"has trained {trained[0]!r}{others}, which this step holds as the model has them: write "
+        "the step from a model with the trained weights (`onnxpar checkpoint merge`, then `onnxpar "
+        "grad --frozen`); --allow-changed goes on with those of the model"
+    )
 
 
 def _names(folder: Path, most: int) -> list[str]:

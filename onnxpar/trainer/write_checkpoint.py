@@ -44,10 +44,16 @@ def begin(folder: Path, progress: Progress) -> str:
 
 
 def finish(
-    written: Path, progress: Progress, bundle: Bundle, step: Step, files: Mapping[str, Digests]
+    written: Path,
+    progress: Progress,
+    taken: int,
+    bundle: Bundle,
+    step: Step,
+    files: Mapping[str, Digests],
 ) -> None:
     """Completes a checkpoint after all ranks have written their states to the folder `written`:
-    writes checkpoint.json, with the digests `files`, and gives the folder its final name. Replaces
+    writes checkpoint.json, with the digests `files` and the number of steps `taken`, and gives the
+    folder its final name. Replaces
     a checkpoint of that name, which stays complete until then. Errors: OnnxparError."""
     layouts = {name: bundle.inputs[name].layout for name in bundle.states}
     data: Mapping[str, Any] = {
@@ -56,6 +62,7 @@ def finish(
         "layouts": {name: layout.to_json() for name, layout in layouts.items() if layout},
         "slots": [asdict(slot) for slot in step.slots],
         "progress": asdict(progress),
+        "taken": taken,
         "files": files,
     }
     for name, digests in files.items():

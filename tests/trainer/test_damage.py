@@ -253,9 +253,9 @@ def test_one_without_digests_is_loaded_with_a_warning(folder: Path, capsys: Capt
 def test_one_of_a_newer_onnxpar_is_no_damage(folder: Path) -> None:
     """An older one does not take its place."""
     record = at(folder, 5) / "checkpoint.json"
-    record.write_text(digests.sealed(json.loads(record.read_text()) | {"format": 3}))
+    record.write_text(digests.sealed(json.loads(record.read_text()) | {"format": 4}))
     with pytest.raises(
-        ModelError, match="has format 3, but this onnxpar reads format 2; update onnxpar"
+        ModelError, match="has format 4, but this onnxpar reads format 3; update onnxpar"
     ):
         Checkpoint.load(folder)
 
@@ -281,7 +281,7 @@ def test_digests_are_those_of_the_files(
 
 def test_the_format_says_how_long_blocks_are() -> None:
     """Checkpoints live for long: their digests must be read as they were made."""
-    assert (FORMAT, digests.BLOCK) == (2, 1 << 20)
+    assert (FORMAT, digests.BLOCK) == (3, 1 << 20)
 
 
 def test_one_that_is_removed_meanwhile(folder: Path) -> None:

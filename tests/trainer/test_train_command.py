@@ -404,7 +404,10 @@ def test_what_is_in_the_way(made: Path, at_once: Path, capsys: pytest.CaptureFix
     before = metrics(at_once)
     for more, message in (
         ([], "belongs to an earlier run; continue that run with --resume"),
-        (["--resume", "--seed", "1"], "belongs to a run with --seed 0; with --seed 1, the batches"),
+        (
+            ["--resume", "--seed", "1"],
+            "belongs to another run: --seed 0, now 1; give what that run had, or --allow",
+        ),
     ):
         assert main(arguments(made, at_once, *more)) == 2
         assert message in capsys.readouterr().err
