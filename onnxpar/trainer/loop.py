@@ -143,6 +143,7 @@ def records(
             f"nothing to do: {run.checkpoint} has finished epoch {progress.epoch} of --epochs "
             f"{run.epochs}; raise --epochs"
         )
+    applied, first = 0, progress.step
     while progress.epoch < run.epochs:
         epoch = progress.epoch
         order = run.seed if run.shuffle else None
@@ -153,6 +154,9 @@ def records(
             with _named(trainer, batch, f"epoch {epoch + 1}, step {number}"):
                 values = trainer.step(batch, at, run.seed * _STRIDE + progress.step)
             seconds = time.perf_counter() - start
+            if trainer.problem and trainer.leads:
+                warn(f"epoch {epoch + 1}, step {number}: {trainer.problem}: nothing was updated")
+            applied += not trainer.problem
             progress = progress.after_step(data.batch, data.used)
             evaluation = None
             if held_out is not None and progress.epoch > epoch:
@@ -168,6 +172,11 @@ def records(
                 _finish_save(trainer, run)
                 raise StoppedError(f"the run was asked to end; {last_checkpoint(run)}")
     _finish_save(trainer, run)
+    if not applied and progress.step > first:
+        raise DivergenceError(
+            f"no step of the run was applied: {trainer.problem}; look at the samples, give a lower "
+            "--lr or a longer --warmup, or write the step again with --clip-norm"
+        )
 
 
 def _save(trainer: Trainer, run: Run, progress: Progress) -> None:
@@ -204,8 +213,9 @@ def _named(trainer: Trainer, batch: Mapping[str, Array], step: str) -> Iterator[
                 "`onnxpar grad --dim` or --accumulate"
             ) from None
         raise DivergenceError(
-            f"{step}: {error}; look at the samples of this step, resume from an earlier checkpoint "
-            "with a lower --lr or a longer --warmup, or write the step again with --clip-norm"
+            f"{step}: {error}, and nothing was updated; look at the samples of this step, resume "
+            "from an earlier checkpoint with a lower --lr or a longer --warmup, or write the step "
+            "again with --clip-norm"
         ) from None
 
 

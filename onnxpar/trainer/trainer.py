@@ -19,10 +19,8 @@ from onnxpar.files.folder_lock import NAME as LOCK
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.ir.training_spec import (
     EVALUATION,
-    LEAST_SCALE,
     MAGNITUDES,
     RESIDUAL,
-    SCALE,
     SKIPPED,
     WEIGHT,
     Slot,
@@ -73,6 +71,8 @@ class Trainer(Closing):
         """The checkpoint that this trainer saved or loaded last."""
         self.steps = 0
         """The number of steps that were taken, with those before the checkpoint that was loaded."""
+        self.problem = ""
+        """Why the last step changed no state; "" if it did."""
         self._is_whole: dict[Path, bool] = {}
         self._held: set[Path] = set()
         self._locks: list[FolderLock] = []
@@ -115,35 +115,34 @@ class Trainer(Closing):
     ) -> dict[str, float]:
         """Takes one step on a global batch at learning rate `rate`; returns the loss before the
         update, and other metrics, by name. `seed` decides the random numbers of the step; by
-        default, the number of steps before it, so that each step has others. Errors: InputError,
-        RankError; DivergenceError if the loss or a parameter is not finite: all states are then as
-        before. (A dynamic loss scale adapts to gradients that are not finite, until it has its
-        least value.)"""
+        default, the number of steps before it, so that each step has others.
+
+        If a parameter would not be finite, all states stay as before the step: the metric `skipped`
+        is 1, and `problem` says why. Errors: InputError, RankError; DivergenceError if the loss is
+        not finite, unless a dynamic loss scale adapts to that; all states are then as before, too.
+        """
         names = [self.spec.loss, *self.spec.metrics]
         more = [MAGNITUDES] if self.spec.magnitudes else []
         values = dict(
             zip([*names, *more], self.run([*names, *more], batch, rate, seed), strict=True)
         )
         found = {name: float(values[name]) for name in names}
-        problem = self._problem(found, values.get(MAGNITUDES, np.zeros(0)))
-        if problem:
+        loss = found[self.spec.loss]
+        self.problem = "gradients are not finite" if found.get(SKIPPED) else ""
+        if found.get(SKIPPED):  # the graph itself has kept the states
+            return found
+        if magnitudes := self._odd(values.get(MAGNITUDES, np.zeros(0))):
+            others = f" and of {len(magnitudes) - 1} other parameters" if magnitudes[1:] else ""
+            self.problem = f"the update of {magnitudes[0]!r}{others} is not finite"
+        if self.problem or not isfinite(loss):
             self.session.states.undo()
-            self.steps -= 1
-            raise DivergenceError(problem)
-        return found
+        if not isfinite(loss):
+            raise DivergenceError(f"the loss is {loss}")
+        return {**found, SKIPPED: 1.0} if self.problem else found
 
-    def _problem(self, metrics: Mapping[str, float], magnitudes: Array) -> str:
-        """Says what is not finite after a step; "" if nothing is."""
-        odd = [n for n, v in zip(self.spec.magnitudes, magnitudes, strict=True) if not isfinite(v)]
-        if odd:
-            others = f" and of {len(odd) - 1} other parameters" if len(odd) > 1 else ""
-            return f"the update of {odd[0]!r}{others} is not finite, and was not applied"
-        loss = metrics[self.spec.loss]
-        if metrics.get(SKIPPED):
-            is_least = float(self.session.states.read(SCALE)) <= LEAST_SCALE
-            what = f"gradients are not finite at the least loss scale, {LEAST_SCALE:g}"
-            return what if is_least else ""
-        return "" if isfinite(loss) else f"the loss is {loss}, and the update was not applied"
+    def _odd(self, magnitudes: Array) -> list[str]:
+        """The parameters that are not finite after a step."""
+        return [n for n, v in zip(self.spec.magnitudes, magnitudes, strict=True) if not isfinite(v)]
 
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int | None = None

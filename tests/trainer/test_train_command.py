@@ -369,8 +369,7 @@ def test_a_loss_that_is_no_number_ends_the_run(
     more = ["--data", str(tmp_path / "bad.npz"), "--no-shuffle", "--every", "1"]
     assert main(arguments(made, tmp_path, *more)) == 2
     error = capsys.readouterr().err
-    start = "onnxpar: error: epoch 1, step 5: the update of 'w1' and of 3 other parameters is not"
-    assert start in error and "and was not applied; look at the samples of this step" in error
+    assert "onnxpar: error: epoch 1, step 5: the loss is nan, and nothing was updated;" in error
     assert newest(tmp_path / "c") == tmp_path / "c" / "step_00000004"
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
 

@@ -228,7 +228,7 @@ def test_what_is_no_number_is_none_on_all_ranks(bad: float, step: Path, tmp_path
     spoilt["x"][-1, 3] = bad
     with start(shard(step, "data-parallel 2", TWO_BIT), first_weights()) as trainer:
         take(trainer, [good])
-        with pytest.raises(DivergenceError, match="not finite, and was not applied"):
+        with pytest.raises(DivergenceError, match="the loss is"):
             take(trainer, [spoilt])
         simulation.step(good)
         check_kept(trainer, simulation, tmp_path / "kept")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 from training.steps import Array, ThreadTrainer, same, shard, states, write_step
 
 from onnxpar.errors import DivergenceError
+from onnxpar.trainer.checkpoint import Checkpoint
+from onnxpar.trainer.loop import Run, records
 from onnxpar.trainer.trainer import Trainer
 
 ROOT = """m (float[8,4] x, float[4,4] w, float[4,1] w2) => (float l)
@@ -43,8 +48,9 @@ def test_a_gradient_of_a_finite_loss(
         before = states(other)
         x = batch(1)
         x["x"][5] = 0
-        with pytest.raises(DivergenceError, match=r"update of '[wbv]' .*is not finite"):
-            trainer.step(x, 0.1)
+        told = trainer.step(x, 0.1)
+        assert np.isfinite(told["loss"]) and told["skipped"] == 1
+        assert re.fullmatch(r"the update of 'w' .*is not finite", trainer.problem)
         same(states(trainer), before)
         for seed in (2, 3):
             assert trainer.step(batch(seed), 0.1) == other.step(batch(seed), 0.1)
@@ -57,7 +63,7 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
     with Trainer(par) as trainer:
         trainer.step(batch(0), 0.1)
         before = states(trainer)
-        with pytest.raises(DivergenceError, match="not finite, and was not applied"):
+        with pytest.raises(DivergenceError, match=r"the loss is (inf|nan)"):
             trainer.step({"x": np.full((8, 4), np.inf, np.float32)}, 0.1)
         same(states(trainer), before)
 
@@ -67,20 +73,41 @@ def test_an_update_that_is_too_large(tmp_path: Path) -> None:
     par, _ = shard(write_step(ROOT, tmp_path, "l"), "data-parallel 2")
     with ThreadTrainer(par) as trainer:
         before = states(trainer)
-        with pytest.raises(DivergenceError, match="is not finite, and was not applied"):
-            trainer.step({"x": batch(0)["x"] * 1e3}, 3e38)
+        assert trainer.step({"x": batch(0)["x"] * 1e3}, 3e38)["skipped"] == 1
         same(states(trainer), before)
 
 
 def test_the_least_loss_scale(tmp_path: Path) -> None:
-    """A dynamic scale is halved down to 1; what is not finite there ends the run."""
+    """A dynamic scale is halved down to 1, from which it recovers."""
     step = write_step(ROOT, tmp_path, "l", precision="float16", loss_scale="dynamic")
     par, _ = shard(step, "data-parallel 2")
     bad = {"x": np.full((8, 4), np.nan, np.float32)}
     with ThreadTrainer(par) as trainer:
-        skipped = 0
-        with pytest.raises(DivergenceError, match="not finite at the least loss scale, 1"):
-            while skipped < 40:
-                skipped += int(trainer.step(bad, 0.1)["skipped"])
-        assert skipped == 15 and trainer.session.states.read("loss_scale") == 1
-        assert trainer.step(batch(1), 0.1)["skipped"] == 0
+        for number in range(20):
+            assert trainer.step(bad, 0.1)["skipped"] == 1
+            scale = max(65536 / 2 ** (number + 1), 1)
+            assert trainer.session.states.read("loss_scale") == scale
+        before = states(trainer)["w"]
+        assert trainer.step(batch(1), 0.1)["skipped"] == 0 and not trainer.problem
+        assert not np.array_equal(states(trainer)["w"], before)
+
+
+@pytest.mark.parametrize("bad", [[2], range(5)], ids=["one step", "all steps"])
+def test_a_run(bad: Sequence[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on, and says which steps were not applied; it fails if none was."""
+    par, _ = shard(write_step(ROOT, tmp_path, "l", "adam"), "zero1 2")
+    x = np.random.default_rng(0).standard_normal((40, 4)).astype(np.float32)
+    x[[8 * i for i in bad]] = 0
+    run = Run(1, 0.1, shuffle=False, checkpoint=tmp_path / "c", every=1, keep=1)
+    with ThreadTrainer(par) as trainer:
+        made = records(trainer, trainer.batches_of({"x": x}), run)
+        skipped = [next(made).values.get("skipped", 0) for _ in range(5)]
+        assert skipped == [float(i in bad) for i in range(5)]
+        with nullcontext() if len(bad) == 1 else pytest.raises(DivergenceError, match="no step of"):
+            next(made, None)
+    said = capsys.readouterr().err
+    for i in range(5):
+        text = f"epoch 1, step {i + 1}: the update of 'w' is not finite: nothing was updated"
+        assert (text in said) == (i in bad)
+    found = Checkpoint.load(tmp_path / "c")
+    assert all(np.isfinite(found.states.read(s.input)).all() for s in found.slots)
