@@ -19,6 +19,7 @@ _SAME_ELEMENTS = frozenset(
     ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Identity", "Expand", "Cast")
 )
 _FOLLOW = frozenset((*_SAME_ELEMENTS, "Concat", "Slice", "Split"))
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 _COUNT = frozenset(("ReduceSum", "CumSum", "Sub"))
 """Ops that make lengths or positions from a mask."""
 _MASK = (0, 2)
@@ -39,16 +40,23 @@ def integer_ranges(graph: gs.Graph) -> dict[str, Range]:
 
 
 def lookups(graph: gs.Graph, is_open: bool) -> list[Lookup]:
-    """The integer inputs whose elements, all or those of certain columns, index a table. If sizes
-    are open, only stored tables count, as only their sizes are known to be fixed."""
+    """The integer inputs whose elements, all or those of certain columns, index a table, or are the
+    classes of a loss. If sizes are open, only stored tables count, as only their sizes are known to
+    be fixed."""
     return [
-        Lookup(tensor.name, node.name, node.inputs[0].name, rows, columns)
+        _lookup(tensor.name, node, rows, columns)
         for tensor in graph.inputs
         if tensor.dtype is not None and "int" in str(tensor.dtype)
         for read, columns in [(tensor, ()), *_selections(tensor)]
         for node, rows in _tables(read, set())
         if not is_open or _is_stored(node.inputs[0])
     ]
+
+
+def _lookup(name: str, node: gs.Node, rows: int, columns: tuple[int, ...]) -> Lookup:
+    if node.op in _LOSSES:
+        return Lookup(name, node.name, "", rows, columns, node.attrs.get("ignore_index"))
+    return Lookup(name, node.name, node.inputs[0].name, rows, columns)
 
 
 def _selections(tensor: gs.Tensor) -> Iterator[tuple[gs.Tensor, tuple[int, ...]]]:
@@ -84,8 +92,10 @@ def _tables(tensor: gs.Tensor, seen: set[str]) -> Iterator[tuple[gs.Node, int]]:
     for node in tensor.outputs:
         position = next(i for i, t in enumerate(node.inputs) if t is tensor)
         limit = _limit(node, position)
-        if limit is not None and node.op in ("Gather", "GatherElements"):
+        if limit is not None and node.op in ("Gather", "GatherElements", *_LOSSES):
             yield node, limit[1]
+        elif node.op == "Scan":  # over micro-batches
+            yield from _tables(node.attrs["body"].inputs[position], seen)
         elif node.op in _SAME_ELEMENTS and position == 0:
             result = node.outputs[0]
             if result.name not in seen and "float" not in str(result.dtype):

@@ -135,7 +135,8 @@ def find_trained(
             in_role = any(is_role(n, i) for n, i in uses_of(tensor))
             found.left.append(Left(tensor, reason, in_role))
     if not found.trained:
-        raise StrategyError("no weight is left to train; name weights with --params")
+        why = "".join(f"; {left.tensor.name!r}: {left.reason}" for left in found.left[:5])
+        raise StrategyError(f"no weight is left to train; name weights with --params{why}")
     return found
 
 

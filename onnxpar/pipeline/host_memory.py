@@ -42,6 +42,6 @@ def held_together(plan: Plan) -> int:
     its own.
     """
     ranks = plan.mesh.size
-    tables = {lookup.table for lookup in plan.lookups}
+    tables = {lookup.table for lookup in plan.lookups} - {""}
     shared = sum(w.bytes for w in plan.weights if w.name in tables and w.bytes_per_rank == w.bytes)
     return ranks * sum(plan.memory.values()) - (ranks - 1) * shared

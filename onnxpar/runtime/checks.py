@@ -76,6 +76,8 @@ def check_array(port: Port, value: Any) -> Any:
     else:
         as_numpy = getattr(value, "numpy", None)  # a tensor of PyTorch
         array = np.asarray(as_numpy() if callable(as_numpy) else value)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype != port.dtype:
         remedy = f"convert it with .astype({port.dtype.name!r})"
     elif not port.admits(array.shape):

@@ -108,7 +108,17 @@ class Trainer(Closing):
     ) -> Data:
         """Returns samples as batches for training, or for evaluation: an .npz file, or arrays by
         input name. Errors: InputError."""
-        return Data.given(data, self.data, Rest.of(self.spec, trains))
+        found = Data.given(data, self.data, Rest.of(self.spec, trains))
+        self._check_labels({**found.samples, **found.fixed})
+        return found
+
+    def _check_labels(self, arrays: Mapping[str, Array]) -> None:
+        """Errors: InputError for a label that is no class. onnxruntime takes -1 for the last one."""
+        for lookup in self.bundle.lookups:
+            labels = None if lookup.table else arrays.get(lookup.input)
+            fault = None if labels is None else lookup.fault(np.asarray(labels))
+            if fault is not None:
+                raise InputError(fault)
 
     def step(
         self, batch: Mapping[str, Array], rate: float, seed: int | None = None
@@ -157,7 +167,8 @@ class Trainer(Closing):
         return values
 
     def _fed(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
-        """A batch whose samples all count, unless it says how many do."""
+        """A batch whose samples all count, unless it says how many do. Errors: InputError."""
+        self._check_labels(batch)
         name = self.spec.samples
         if name is None or name in batch:
             return batch

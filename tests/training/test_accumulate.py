@@ -21,7 +21,7 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar.errors import StrategyError
+from onnxpar.errors import InputError, StrategyError
 
 DRAW = np.random.default_rng(8)
 
@@ -77,6 +77,23 @@ def test_each_label_counts_alike(layout: str | None, tmp_path: Path) -> None:
     np.testing.assert_allclose(evaluated["loss"], losses[counts].mean(), rtol=1e-5)
     right = (scores.argmax(1) == labels)[counts].mean()
     np.testing.assert_allclose(evaluated["accuracy"], right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["data-parallel 2", "tensor-parallel 3"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_label_that_is_no_class(layout: str, accumulate: int, tmp_path: Path) -> None:
+    par, _ = shard(write_step(AFFINE, tmp_path, accumulate=accumulate), layout)
+    labels = np.arange(4 * accumulate) % 5
+    x = np.zeros((len(labels), 6), np.float32)
+    with ThreadTrainer(par) as trainer:
+        for bad in (5, -1):
+            labels[2], given = bad, labels.astype(">i8")
+            with pytest.raises(
+                InputError, match=rf"'labels': label {bad} at \[2\] is none of the 5"
+            ):
+                trainer.step({"x": x, "labels": given}, 0.1)
+        labels[2] = -100
+        assert np.isfinite(trainer.step({"x": x, "labels": labels.astype(">i8")}, 0.1)["loss"])
 
 
 def test_statistics_run_through_the_parts(tmp_path: Path) -> None:
