@@ -113,7 +113,7 @@ class Trainer(Closing):
         return found
 
     def _check_labels(self, arrays: Mapping[str, Array]) -> None:
-        """Errors: InputError for a label that is no class. onnxruntime takes -1 for the last one."""
+        """Errors: InputError for a label that is no class. onnxruntime takes -1 for the last."""
         for lookup in self.bundle.lookups:
             labels = None if lookup.table else arrays.get(lookup.input)
             fault = None if labels is None else lookup.fault(np.asarray(labels))
