@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["grad", str(made / "m.onnx"), *step]) == 0
     assert main(["shard", str(made / "step.onnx"), "-o", str(made / "step.par"), *ways]) == 0
     names = onnx.load(made / "step.onnx").graph.input
-    (target,) = (p.name for p in names if p.name not in ("x", "w", "learning_rate"))
+    (target,) = (p.name for p in names if p.name not in ("x", "w", "samples", "learning_rate"))
     np.savez(made / "data.npz", **{"x": np.ones((4, 8), np.float32), target: np.ones((4, 4), "f4")})
     return made
 

@@ -10,7 +10,7 @@ from onnxpar.rules.rule import rule_of
 from onnxpar.testing.case import Case
 from onnxpar.testing.proof import prove
 
-EVERY = 12
+EVERY = 20
 """Of as many splits of a case one is tested by default."""
 
 
