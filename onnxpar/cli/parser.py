@@ -25,7 +25,7 @@ from onnxpar.cli.options import (
 )
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
-from onnxpar.cli.training_parser import add_grad, add_merge, add_train
+from onnxpar.cli.training_parser import add_grad, add_merge, add_train, add_weights
 from onnxpar.pipeline.pass_registry import passes_help
 
 EXAMPLES = """examples:
@@ -248,6 +248,8 @@ def _checkpoint(to: Any) -> None:
     of_checkpoints = checkpoint.add_subparsers(required=True, metavar="COMMAND")
     text = "write a model with the weights of a checkpoint"
     add_merge(_command(of_checkpoints, "merge", text, training_commands.merge))
+    text = "write the weights of a checkpoint as safetensors files"
+    add_weights(_command(of_checkpoints, "weights", text, training_commands.weights))
 
 
 def _opt(to: Any) -> None:

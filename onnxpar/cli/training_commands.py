@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from onnxpar.base.interrupts import Terminated
 from onnxpar.base.json_text import json_text
+from onnxpar.base.units import quantity
 from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
 from onnxpar.errors import RankError, RunError, StoppedError
@@ -36,6 +37,7 @@ from onnxpar.trainer.api import write_step
 from onnxpar.trainer.checkpoint import tell
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
+from onnxpar.trainer.export_weights import export_weights
 from onnxpar.trainer.launched_generation import LaunchedGeneration, NotNeededError
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run, last_checkpoint
@@ -218,6 +220,14 @@ def _forget(metrics: Path, first: int) -> None:
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
     with whole_file(metrics) as sink:
         sink.writelines(f"{line}\n" for line in kept)
+
+
+def weights(args: argparse.Namespace) -> int:
+    """Runs `checkpoint weights`: writes the weights of a checkpoint as safetensors files."""
+    most = int(quantity(args.max_shard_size, "B", "--max-shard-size"))
+    count = export_weights(args.checkpoint, args.output, max_shard_size=most)
+    print(f"{count} weights of {args.checkpoint} are in {args.output}")
+    return 0
 
 
 def merge(args: argparse.Namespace) -> int:

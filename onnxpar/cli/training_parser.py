@@ -355,6 +355,20 @@ def _add_elastic(to: argparse.ArgumentParser) -> None:
     )
 
 
+def add_weights(to: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `checkpoint weights`."""
+    to.add_argument("checkpoint", metavar="DIR", help="a checkpoint, or a folder of them")
+    to.add_argument(
+        "-o", "--output", required=True, metavar="DIR", help="folder to write, such as weights"
+    )
+    to.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="most bytes of weights in a file; default: %(default)s",
+    )
+
+
 def add_merge(to: argparse.ArgumentParser) -> None:
     """Adds the arguments of `checkpoint merge`."""
     to.add_argument("checkpoint", metavar="DIR", help="a checkpoint, or a folder of them")

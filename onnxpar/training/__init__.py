@@ -14,9 +14,20 @@ from onnxpar.ir.training_spec import Slot as Slot
 from onnxpar.ir.training_spec import Step as Step
 from onnxpar.trainer.api import grad as grad
 from onnxpar.trainer.api import train as train
+from onnxpar.trainer.export_weights import export_weights as export_weights
 from onnxpar.trainer.loop import Record as Record
 from onnxpar.trainer.merge import merge as merge
 from onnxpar.trainer.trainer import Trainer as Trainer
 from onnxpar.training.optimizers import Optimizer as Optimizer
 
-__all__ = ["Optimizer", "Record", "Slot", "Step", "Trainer", "grad", "merge", "train"]
+__all__ = [
+    "Optimizer",
+    "Record",
+    "Slot",
+    "Step",
+    "Trainer",
+    "export_weights",
+    "grad",
+    "merge",
+    "train",
+]

@@ -1,0 +1,87 @@
+"""Writes the weights of a checkpoint as safetensors files, which libraries of Hugging Face read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from onnxpar.errors import InputError, ModelError
+from onnxpar.files.new_folder import check_place, new_folder
+from onnxpar.files.write_file import writing
+from onnxpar.trainer.checkpoint import Checkpoint
+from onnxpar.trainer.merge import IN_MODEL
+
+INDEX = "model.safetensors.index.json"
+SHARD_SIZE = 5 * 10**9
+"""Most bytes of weights in a file, by default."""
+
+
+def export_weights(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    max_shard_size: int = SHARD_SIZE,
+) -> int:
+    """Writes the trained weights and running statistics of a checkpoint to a new folder, under the
+    names that they have in the model; returns their number.
+
+    checkpoint      a checkpoint, or a folder whose newest complete checkpoint is used
+    output          the folder: `model.safetensors`, or several files and an index of them
+    max_shard_size  most bytes of weights in a file; a larger weight has a file of its own
+
+    The index, or the metadata of the only file, has the SHA-256 of the checkpoint, and the index
+    that of each file. Errors: ModelError, InputError, OnnxparError.
+    """
+    try:
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise ModelError(
+            "safetensors files need the package safetensors: pip install 'onnxpar[safetensors]'"
+        ) from None
+    if max_shard_size < 1:
+        raise InputError(f"--max-shard-size {max_shard_size}: must be above 0")
+    found = Checkpoint.load(checkpoint)
+    names = [slot.input for slot in found.slots if slot.kind in IN_MODEL]
+    sizes = {name: found.states.blank(name).nbytes for name in names}
+    files = _files(sizes, max_shard_size)
+    place = check_place(Path(output), _foreign)
+    about = {"format": "pt", "checkpoint": found.digest}
+    with writing(place), new_folder(place, _foreign) as folder:
+        for file, held in files.items():
+            tensors = {name: np.ascontiguousarray(found.states.read(name)) for name in held}
+            save_file(tensors, folder / file, about)
+        if len(files) > 1:
+            digests = {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in files}
+            metadata = {"total_size": sum(sizes.values()), "checkpoint": found.digest}
+            index = {
+                "metadata": {**metadata, "sha256": digests},
+                "weight_map": {name: file for file, held in files.items() for name in held},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return len(names)
+
+
+def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
+    """The weights of each file, by its name."""
+    groups: list[list[str]] = [[]]
+    room = most
+    for name, size in sizes.items():
+        if groups[-1] and size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
+
+
+def _foreign(folder: Path) -> str | None:
+    """Why a folder must not be replaced; None for one that has only what this module writes."""
+    other = [f.name for f in folder.iterdir() if f.suffix != ".safetensors" and f.name != INDEX]
+    return f"has other files, such as {other[0]}" if other else None
