@@ -66,6 +66,7 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     "grad": ([onnxpar.training.grad], set()),
     "train": ([onnxpar.training.train], set()),
     "checkpoint merge": ([onnxpar.training.merge], set()),
+    "checkpoint weights": ([onnxpar.training.export_weights], set()),
     "opt": ([onnxpar.opt], set()),
     "calibrate": ([onnxpar.calibrate], set()),
     "ops": ([onnxpar.ops], set()),
