@@ -315,6 +315,15 @@ def rank_numbers(text: str) -> list[int]:
     return found
 
 
+def named_number(text: str) -> tuple[str, int]:
+    """Parses NAME=NUMBER. Errors: argparse.ArgumentTypeError."""
+    name, _, number = text.rpartition("=")
+    try:
+        return name, int(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=NUMBER") from None
+
+
 def mesh(text: str) -> Mesh:
     """Parses a mesh argument. Errors: argparse.ArgumentTypeError."""
     try:

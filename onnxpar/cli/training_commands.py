@@ -68,6 +68,8 @@ def grad(args: argparse.Namespace) -> int:
         args.recompute_nodes,
         Margin(args.margin, args.logit_scale, args.interclass_filtering_threshold),
         Sampling(args.sample_rate, args.sample_groups),
+        args.stop_gradient,
+        dict(args.padding_idx),
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate

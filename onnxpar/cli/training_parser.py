@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from onnxpar.cli.options import GivenModel, add_dims, mesh
+from onnxpar.cli.options import GivenModel, add_dims, mesh, named_number
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
@@ -186,12 +186,26 @@ def _add_trained(to: argparse.ArgumentParser) -> None:
         ("params", "train the weights whose names match, instead of those that onnxpar finds"),
         ("frozen", "do not train the weights whose names match"),
         (
+            "stop-gradient",
+            "let no gradient flow back through the tensors, or the results of the nodes, whose "
+            "names match, as detach() does",
+        ),
+        (
             "lazy",
             "update only the rows that a step looks up of the tables whose names match, and their "
             "optimizer state; with adam, as PyTorch's SparseAdam",
         ),
     ):
         to.add_argument(f"--{name}", action="append", default=[], metavar="GLOB", help=text)
+    to.add_argument(
+        "--padding-idx",
+        type=named_number,
+        action="append",
+        default=[],
+        metavar="GLOB=ROW",
+        help="do not train this row of the tables whose names match, as PyTorch's padding_idx does "
+        "where a Gather looks rows up; -1 is the last row",
+    )
     to.add_argument(
         "--untie",
         action="store_true",

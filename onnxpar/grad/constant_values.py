@@ -40,6 +40,18 @@ def first_values(constant: gs.Constant, folder: Path) -> Array:
     return found.astype(np.float64)
 
 
+def zero_rows(constant: gs.Constant, folder: Path) -> list[int]:
+    """Returns the rows of a stored table that are all zeros."""
+    proto = stored_proto(constant)
+    blocks = [((), 0, constant.values)] if proto is None else read_blocks(proto, folder)
+    found = []
+    for lead, start, block in blocks:
+        if not lead:
+            counts = np.count_nonzero(block.reshape(len(block), -1), axis=1)
+            found += [start + int(row) for row in np.flatnonzero(counts == 0)]
+    return found
+
+
 def is_mask(values: Array) -> bool:
     """True if the values are a mask: they have a large negative number, or are zeros and one
     negative number whose exponential vanishes."""

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
+from onnxpar.ir.stops import padding_row
 
 
 def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:
@@ -32,11 +34,22 @@ def scatter_each(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> 
     return zeros.op("ScatterElements", at, wide, axis=axis, reduction="add").cast(dy.dtype)
 
 
+def without_padding(gather: gs.Node, indices: Value, dy: Value) -> Value:
+    """Returns the gradient of the rows that a Gather looks up, zero for the row that it does not
+    train."""
+    row = padding_row(gather)
+    if row is None:
+        return dy
+    counts = indices.equal(row).op("Not")
+    return counts.reshape([*counts.shape, *[1] * (dy.rank - counts.rank)]).where(dy, 0.0)
+
+
 @vjp("Gather", trained=(0,))
 def gather(v: Vjp) -> Grads:
     x, indices = v.operands
     axis, count = v.attr("axis") % x.rank, indices.size
-    rows = v.dy.reshape([*x.shape[:axis], count, *x.shape[axis + 1 :]])
+    dy = without_padding(v.node, indices, v.dy)
+    rows = dy.reshape([*x.shape[:axis], count, *x.shape[axis + 1 :]])
     places, size = v.constant(1), x.shape[axis]
     if places is not None and count:
         at = places.reshape(-1) % size

@@ -19,6 +19,7 @@ from onnxpar.grad.vjp import (
     without,
 )
 from onnxpar.ir.collectives import DOMAIN
+from onnxpar.ir.stops import is_stop
 from onnxpar.ir.subgraphs import detach
 
 
@@ -73,14 +74,16 @@ def gradients(
 
 
 def reached_from(nodes: Iterable[gs.Node], sources: Iterable[str]) -> set[str]:
-    """Returns the names of `sources`, and of the tensors that depend on them and may have a
-    gradient: those with floating-point numbers, and others that carry such numbers, such as
-    sequences."""
+    """Returns the names of `sources`, and of the tensors that depend on them, not through a stop,
+    and may have a gradient: those with floating-point numbers, and others that carry such numbers,
+    such as sequences."""
     nodes, reached, known = list(nodes), set(sources), -1
     while len(reached) > known:
         known = len(reached)
         sent = _is_sent(nodes, reached)
         for node in nodes:
+            if is_stop(node):
+                continue
             received = sent and is_message(node)
             if received or any(t.name in reached for t in operands_of(node)):
                 hidden = carries(node)

@@ -11,7 +11,7 @@ grids, single numbers).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -32,6 +32,7 @@ from onnxpar.grad.constant_values import (
 )
 from onnxpar.grad.vjp import carries, entry_of, is_message, is_trainable_type, operands_of
 from onnxpar.ir.exported import PARAMETER
+from onnxpar.ir.stops import is_stop
 from onnxpar.ir.subgraphs import all_nodes, bodies, nodes_within
 from onnxpar.load.load import Model
 
@@ -44,6 +45,7 @@ _JOINS = ("Concat", "Where")
 _TABLES = ("Gather", "GatherND", "GatherElements")
 FROZEN = "named by --frozen"
 UNNAMED = "not named by --params"
+STOPPED = "its gradient is stopped (detach, --stop-gradient)"
 HELD = "made of Constant nodes"
 _STATISTICS = "running statistics of a BatchNormalization"
 _SETTINGS: Mapping[str, Mapping[int, str]] = {
@@ -140,12 +142,12 @@ def find_trained(
     return found
 
 
-def matching(glob: str, names: Collection[str], option: str) -> list[str]:
-    """Returns the names of weights that a glob matches, which `option` gives. Errors: StrategyError
-    if there is none."""
+def matching(glob: str, names: Collection[str], option: str, kind: str = "weight") -> list[str]:
+    """Returns the names, of a `kind` of things, that a glob matches, which `option` gives. Errors:
+    StrategyError if there is none."""
     matching = [n for n in names if n == glob or fnmatchcase(n, glob)]
     if not matching:
-        raise StrategyError(f"{option} {glob} matches no weight{there_are(glob, names)}")
+        raise StrategyError(f"{option} {glob} matches no {kind}{there_are(glob, names)}")
     return matching
 
 
@@ -207,7 +209,8 @@ class _Judge:
 
     def __init__(self, model: Model, outputs: Collection[str] | None) -> None:
         self.model = model
-        self.leading = _leading(model.graph, outputs)
+        self.leading = leading(model.graph, outputs)
+        self.stopped = leading(model.graph, outputs, lambda node: False) - self.leading
         kinds = model.exported
         self.parameters = {n for n, kind in kinds.items() if kind == PARAMETER}
         self.all_named = bool(kinds) and self.parameters <= model.stored
@@ -223,6 +226,8 @@ class _Judge:
             return settings[0]
         if name not in self.model.stored:
             return HELD
+        if name in self.stopped:
+            return STOPPED
         if name not in self.leading:
             return "the loss does not depend on it"
         kind = self.model.exported.get(name)
@@ -291,15 +296,22 @@ class _Judge:
         return few and tensor.name in self.fed
 
 
-def _leading(graph: gs.Graph, outputs: Collection[str] | None) -> set[str]:
-    """Returns the names of the floating-point tensors on which the outputs depend."""
-    ends = [t for t in graph.outputs if outputs is None or t.name in outputs]
-    found = {str(t.name) for t in ends}
+def leading(
+    graph: gs.Graph,
+    outputs: Collection[str] | None,
+    ends: Callable[[gs.Node], bool] = is_stop,
+) -> set[str]:
+    """Returns the names of the floating-point tensors on which the outputs depend, not through
+    nodes that `ends` accepts; `outputs` has names, None for all."""
+    named = [t for t in graph.outputs if outputs is None or t.name in outputs]
+    found = {str(t.name) for t in named}
     for node in reversed(graph.nodes):
         if not is_message(node) and not any(t.name in found for t in node.outputs):
             continue
         inner = [n for n in nodes_within([node]) if n is not node] if bodies(node) else []
         for each in (node, *inner):
+            if ends(each):
+                continue
             settings = _SETTINGS.get(each.op, {}) if not each.domain else {}
             for i, tensor in enumerate(operands_of(each)):
                 if i not in settings and _may_carry(tensor):

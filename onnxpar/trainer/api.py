@@ -51,6 +51,8 @@ def grad(
     sample_groups: int | None = None,
     params: Sequence[str] = (),
     frozen: Sequence[str] = (),
+    stop_gradient: Sequence[str] = (),
+    padding_idx: Mapping[str, int] | None = None,
     lazy: Sequence[str] = (),
     batch_norm: str | None = None,
     groups: int | None = None,
@@ -89,6 +91,8 @@ def grad(
                 classes
     params      globs of the weights to train; by default, onnxpar finds them
     frozen      globs of weights not to train
+    stop_gradient  globs of tensors, or of nodes, through which no gradient flows back
+    padding_idx  by name or glob of tables, the row that lookups do not train; -1 is the last
     lazy        globs of tables of which a step updates only the rows that it looks up, with their
                 optimizer state: sgd, adagrad, or adam (then as PyTorch's SparseAdam)
     batch_norm  the samples over which BatchNormalization takes statistics: global (the batch), node
@@ -136,6 +140,8 @@ def grad(
         recompute_nodes,
         Margin(margin, logit_scale, interclass_filtering_threshold),
         Sampling(sample_rate, sample_groups),
+        stop_gradient,
+        padding_idx or {},
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)

@@ -20,12 +20,13 @@ from onnxpar.ir.training_spec import EVALUATION, MAGNITUDES, SAMPLES, SCALE, SEE
 from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
 from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
+from onnxpar.training.cautions_of_stops import cautions_of_stops
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient, sampled_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
-from onnxpar.training.losses import LossSettings, Mean, Targets, add_loss, check_loss
+from onnxpar.training.losses import LOSSES, LossSettings, Mean, Targets, add_loss, check_loss
 from onnxpar.training.margins import DEFAULT_MARGIN, Margin
 from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
@@ -33,6 +34,7 @@ from onnxpar.training.read_rows import drop_unread_rows
 from onnxpar.training.recompute import Block, find_blocks, named_blocks, recompute
 from onnxpar.training.rewrite import as_constant
 from onnxpar.training.sampling import ALL_CLASSES, Sample, Sampling, sample_loss
+from onnxpar.training.stops import stop_gradients
 
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD, MAGNITUDES)
@@ -58,6 +60,8 @@ class LossOptions:
     recompute_nodes  globs of nodes to compute again, instead of a choice among all
     margin      the numbers of a margin softmax
     sampling    the fraction of classes that a step computes
+    stop_gradient  globs of tensors and nodes through which no gradient flows back
+    padding_idx  by glob of tables, the row that lookups do not train
     """
 
     loss: str
@@ -74,6 +78,8 @@ class LossOptions:
     recompute_nodes: Sequence[str] = ()
     margin: Margin = DEFAULT_MARGIN
     sampling: Sampling = ALL_CLASSES
+    stop_gradient: Sequence[str] = ()
+    padding_idx: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def settings(self) -> LossSettings:
@@ -114,6 +120,7 @@ class Backward:
     counts      by what means over labels are divided: in a graph for one of several micro-batches,
                 its own part, in place of which `accumulate` puts the sum over all
     weight      that of the means of an evaluation; None if all labels count
+    cautions    sentences on gradients that may differ from torch's
     """
 
     loss: Value
@@ -129,6 +136,7 @@ class Backward:
 
     counts: Sequence[Value] = ()
     weight: Value | None = None
+    cautions: Sequence[str] = ()
 
     @property
     def samples(self) -> gs.Variable | None:
@@ -146,9 +154,11 @@ def add_backward(
     graph = model.graph
     program = program or Program()
     _check(model, options, program)
+    cautions = stop_gradients(graph, options.stop_gradient, options.padding_idx)
     renamed = _free_names(graph)
     ends = _ends(graph, renamed, options)
     weights = find_trained(model, options.params, options.frozen, ends)
+    cautions += cautions_of_stops(model, weights, ends, options.loss not in LOSSES)
     parts = {
         t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
         for t in constants(graph)
@@ -213,6 +223,7 @@ def add_backward(
         targets.made,
         counts,
         weight,
+        cautions,
     )
 
 

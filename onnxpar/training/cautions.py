@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.grad.trained import FROZEN, HELD, UNNAMED, Left, Weights
+from onnxpar.grad.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
 from onnxpar.ir.exported import PARAMETER
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.load.load import Model
@@ -90,7 +90,7 @@ def _source(tensor: gs.Tensor) -> gs.Node | None:
 def _is_missed(left: Left) -> bool:
     """True if an untrained tensor deserves a warning: it has at least two dimensions, and the user
     did not freeze or leave it out."""
-    if left.reason in (FROZEN, UNNAMED) or len(left.tensor.shape) < 2:
+    if left.reason in (FROZEN, UNNAMED, STOPPED) or len(left.tensor.shape) < 2:
         return False
     return left.reason != HELD or left.in_role
 

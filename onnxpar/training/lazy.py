@@ -17,7 +17,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
-from onnxpar.grad.indexing import scatter_add
+from onnxpar.grad.indexing import scatter_add, without_padding
 from onnxpar.grad.trained import Trained, matching
 from onnxpar.grad.value import Builder, Value
 from onnxpar.training.sampling import Sample
@@ -150,10 +150,11 @@ def lookup_gradient(
         gradient = found[node.outputs[0].name]
         if gradient is not None:
             index = builder.value(node.inputs[1]).cast(np.int64)
+            gradient = without_padding(node, index, builder.value(gradient.tensor))
             count = prod(index.shape)
             index = index.reshape([count])
             indices.append((index < 0).where(index + height, index))
-            of_rows = builder.value(gradient.tensor).reshape([count, *width])
+            of_rows = gradient.reshape([count, *width])
             rows.append(of_rows.cast(table.dtype))
     if not rows:
         return None

@@ -103,7 +103,7 @@ def make_step(
         **names,  # type: ignore[arg-type]
         full_batches=bool(back.running),
         data=[name for name in fed if name != SEED],
-        cautions=[*cautions, *cautions_of(model, back.weights)],
+        cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights)],
         sampled={back.sample.table: list(back.sample.sizes)} if back.sample else {},
     )
     graph.outputs = []

@@ -1,0 +1,48 @@
+"""Nodes through which no gradient flows back, and rows of tables that get none. Metadata, which
+models keep, marks these nodes."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+from onnx import NodeProto
+
+_STOP = "onnxpar.stop_gradient"
+_ROW = "onnxpar.padding_row"
+
+
+def mark_stop(node: gs.Node) -> None:
+    """Marks an Identity: no gradient flows back through it."""
+    _mark(node, _STOP, "")
+
+
+def is_stop(node: gs.Node) -> bool:
+    """True if no gradient flows back through a node."""
+    return node.op == "Identity" and _marked(node, _STOP) is not None
+
+
+def mark_padding(gather: gs.Node, row: int) -> None:
+    """Marks a Gather of rows of a table: this row gets no gradient from it."""
+    _mark(gather, _ROW, str(row))
+
+
+def padding_row(gather: gs.Node) -> int | None:
+    """The row of a Gather's table that gets no gradient from it; None if all rows do."""
+    row = _marked(gather, _ROW)
+    return None if row is None else int(row)
+
+
+def _mark(node: gs.Node, key: str, value: str) -> None:
+    source = NodeProto()
+    if (before := vars(node).get("onnx_source")) is not None:
+        source.CopyFrom(before)
+    kept = [entry for entry in source.metadata_props if entry.key != key]
+    del source.metadata_props[:]
+    source.metadata_props.extend(kept)
+    source.metadata_props.add(key=key, value=value)
+    node.onnx_source = source
+
+
+def _marked(node: gs.Node, key: str) -> str | None:
+    source = vars(node).get("onnx_source")
+    entries = source.metadata_props if source is not None else ()
+    return next((str(entry.value) for entry in entries if entry.key == key), None)
