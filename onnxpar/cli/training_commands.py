@@ -70,6 +70,7 @@ def grad(args: argparse.Namespace) -> int:
         Sampling(args.sample_rate, args.sample_groups),
         args.stop_gradient,
         dict(args.padding_idx),
+        args.running_variance,
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate

@@ -16,7 +16,7 @@ from onnxpar.cli.rank_options import (
 from onnxpar.ir.training_spec import IGNORED
 from onnxpar.manual.manual import MANUAL
 from onnxpar.trainer.rates import SCHEDULES
-from onnxpar.training.batch_norm import STATISTICS
+from onnxpar.training.batch_norm import STATISTICS, VARIANCES
 from onnxpar.training.losses import LOSSES
 from onnxpar.training.margins import FILTER, SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
@@ -136,6 +136,12 @@ def _add_batch_norm(to: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="number of hosts or ranks over which the batch is sharded, for --batch-norm",
+    )
+    to.add_argument(
+        "--running-variance",
+        choices=VARIANCES,
+        help="variance of a batch by which a BatchNormalization moves its running variance: that "
+        "over its n numbers, as ONNX says (biased, the default), or n/(n-1) of it, as in PyTorch",
     )
 
 

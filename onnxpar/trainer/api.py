@@ -56,6 +56,7 @@ def grad(
     lazy: Sequence[str] = (),
     batch_norm: str | None = None,
     groups: int | None = None,
+    running_variance: str | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
     recompute: bool = False,
@@ -98,6 +99,8 @@ def grad(
     batch_norm  the samples over which BatchNormalization takes statistics: global (the batch), node
                 (those of a host) or local (those of a rank); by default as in the model
     groups      for node, the number of hosts; for local, the number of ranks
+    running_variance  the variance of a batch by which a running variance moves: biased (the
+                default, as ONNX says) or unbiased, n/(n-1) of it, as in PyTorch
     precision   float16 or bfloat16: the dtype in which the model computes; parameters keep theirs
     loss_scale  factor of the loss: "dynamic" (the default with float16), a number, or "none"
     recompute   True to compute activations again in the backward pass instead of keeping them
@@ -142,6 +145,7 @@ def grad(
         Sampling(sample_rate, sample_groups),
         stop_gradient,
         padding_idx or {},
+        running_variance,
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)

@@ -62,6 +62,7 @@ class LossOptions:
     sampling    the fraction of classes that a step computes
     stop_gradient  globs of tensors and nodes through which no gradient flows back
     padding_idx  by glob of tables, the row that lookups do not train
+    running_variance  one of VARIANCES, by which running variances move; None is biased
     """
 
     loss: str
@@ -80,11 +81,17 @@ class LossOptions:
     sampling: Sampling = ALL_CLASSES
     stop_gradient: Sequence[str] = ()
     padding_idx: Mapping[str, int] = field(default_factory=dict)
+    running_variance: str | None = None
 
     @property
     def settings(self) -> LossSettings:
         """The settings of the loss itself."""
         return LossSettings(self.class_axis, self.margin)
+
+    @property
+    def batch_norm(self) -> tuple[str | None, int | None, str | None]:
+        """The options of `settle_batch_norms`."""
+        return self.statistics, self.groups, self.running_variance
 
     def blocks(
         self, nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
@@ -96,7 +103,7 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         """Checks what needs no model. Errors: StrategyError."""
-        check_statistics(self.statistics, self.groups)
+        check_statistics(*self.batch_norm)
         check_precision(self.precision)
         if self.recompute and self.recompute_nodes:
             raise StrategyError(
@@ -174,7 +181,7 @@ def add_backward(
     used = None if has_messages else copy_for_use(graph, bool(options.statistics), is_sampled)
     apart = {id(node) for node in nodes_within(graph.nodes[count:])}
     seed_draws(graph, SEED)
-    running = settle_batch_norms(model, norms, options.statistics, options.groups)
+    running = settle_batch_norms(model, norms, *options.batch_norm)
     targets = Targets(graph, batch=_batch_of(graph, program))
     outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.settings

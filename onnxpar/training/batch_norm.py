@@ -4,21 +4,31 @@ running statistics."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.grad.value import Builder, Value
+from onnxpar.ir.subgraphs import scopes
 from onnxpar.ir.tensors import float_attr
 from onnxpar.load.load import Model
 from onnxpar.training.rewrite import replace_node
 
+UNBIASED = "unbiased"
+VARIANCES = ("biased", UNBIASED)
+"""The variance of a batch by which a running variance moves: over its n numbers, as ONNX says, or
+n/(n-1) of that, as in PyTorch."""
 STATISTICS = ("global", "node", "local")
 """The samples for statistics: all samples of a batch, those of a host, or those of a rank."""
 
 
 def settle_batch_norms(
-    model: Model, nodes: Sequence[gs.Node], statistics: str | None, groups: int | None
+    model: Model,
+    nodes: Sequence[gs.Node],
+    statistics: str | None,
+    groups: int | None,
+    variance: str | None = None,
 ) -> list[tuple[gs.Tensor, gs.Tensor]]:
     """Sets the samples over which BatchNormalization nodes take statistics, in place; returns pairs
     of a running statistic and its next value.
@@ -26,8 +36,9 @@ def settle_batch_norms(
     If `statistics` is None, nodes in training mode take statistics over the batch, and other nodes
     use their running statistics. With `groups`, the batch is divided into that many groups, each
     with its own statistics. Ranks that split the batch by groups then need not communicate, and the
-    model is still one global program. `check_statistics` has accepted both. Errors: StrategyError;
-    ModelError if the model has no BatchNormalization.
+    model is still one global program. `variance` is one of VARIANCES, by default biased.
+    `check_statistics` has accepted all. Errors: StrategyError; ModelError if the model has no
+    BatchNormalization.
     """
     if statistics is not None:
         _check(model, nodes, groups)
@@ -37,16 +48,65 @@ def settle_batch_norms(
             node.attrs["training_mode"] = 1
         if not node.attrs.get("training_mode"):
             continue
+        scale = _bessel(node, groups) if variance == UNBIASED else 1.0
         pairs = _running(node)
+        if scale != 1.0:
+            pairs[1] = _scaled(model.graph, node, pairs[1], scale)
         if statistics in ("node", "local") and (groups or 1) > 1:
             _regroup(model.graph, node, groups or 1)
         running += pairs
+    if variance is not None and not running:
+        raise StrategyError(
+            f"--running-variance {variance}: no BatchNormalization updates a running variance; "
+            "leave it out, or give --batch-norm global"
+        )
     return running
 
 
-def check_statistics(statistics: str | None, groups: int | None) -> None:
-    """Checks `statistics` and `groups` of `settle_batch_norms` for any model. Errors:
-    StrategyError."""
+def numbers_of(node: gs.Node, groups: int | None) -> int:
+    """Returns how many numbers of a channel each of the statistics of a BatchNormalization is
+    over."""
+    batch, _, *space = node.inputs[0].shape
+    return int(batch // (groups or 1) * prod(space))
+
+
+def _bessel(node: gs.Node, groups: int | None) -> float:
+    """Returns the factor from the variance over n numbers to the unbiased one. Errors:
+    StrategyError if there is but one number."""
+    count = numbers_of(node, groups)
+    if count < 2:
+        raise StrategyError(
+            f"--running-variance unbiased: BatchNormalization '{node.name}' has statistics over a "
+            "single number, which has no unbiased variance; choose larger batches, or biased"
+        )
+    return count / (count - 1)
+
+
+def _scaled(
+    graph: gs.Graph, node: gs.Node, pair: tuple[gs.Tensor, gs.Tensor], scale: float
+) -> tuple[gs.Tensor, gs.Tensor]:
+    """Makes a node move a running variance by a multiple of the variance of a batch; returns the
+    running variance with its next value.
+
+    The node reads the running variance divided by `scale`, and its result is multiplied:
+    onnxruntime's kernel overwrites what it reads, so nothing can read the running variance itself
+    behind it.
+    """
+    before, after = pair
+    scope = next(s for s in scopes(graph) if any(n is node for n in s.nodes))
+    builder = Builder(scope, f"{node.name}/variance")
+    node.inputs[4] = (builder.value(before) * (1 / scale)).tensor
+    at = next(i for i, n in enumerate(scope.nodes) if n is node)
+    scope.nodes.insert(at, scope.nodes.pop())
+    return before, (builder.value(after) * scale).tensor
+
+
+def check_statistics(
+    statistics: str | None, groups: int | None, variance: str | None = None
+) -> None:
+    """Checks options of `settle_batch_norms` for any model. Errors: StrategyError."""
+    if variance not in (None, *VARIANCES):
+        raise StrategyError(f"--running-variance {variance!r}: give one of {', '.join(VARIANCES)}")
     if statistics is None:
         if groups is not None:
             raise StrategyError("--groups needs --batch-norm node or --batch-norm local")

@@ -11,6 +11,7 @@ from onnxpar.grad.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
 from onnxpar.ir.exported import PARAMETER
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.load.load import Model
+from onnxpar.training.batch_norm import numbers_of
 from onnxpar.training.margins import MARGINS
 from onnxpar.training.probabilities import is_probability, made_by
 
@@ -28,6 +29,8 @@ _FOLDED = re.compile(r"onnx::Conv_\d+$")
 """Matches names that the exporter gives to weights of a Conv into which it folded a
 BatchNormalization."""
 _STATISTICS = ".running_mean"
+_MANY = 100
+"""Of so many numbers, the unbiased variance is by 1 % larger."""
 
 
 def cautions_of(model: Model, weights: Weights) -> list[str]:
@@ -149,6 +152,30 @@ def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str
             f"{_list(folded)}: a batch-norm was folded into the weights, so its statistics never "
             f"change, and its scale and shift are not trained.{gone} To keep them, export after "
             f"network.train() with {_TRAINING}"
+        )
+
+
+def cautions_of_variance(
+    graph: gs.Graph, options: tuple[str | None, int | None, str | None]
+) -> Iterator[str]:
+    """Yields a sentence if running variances differ noticeably from PyTorch's. The options are
+    those of `settle_batch_norms`."""
+    statistics, groups, variance = options
+    if variance is not None:
+        return
+    norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
+    counts = [
+        (numbers_of(n, groups), str(n.name))
+        for n in norms
+        if statistics is not None or n.attrs.get("training_mode")
+    ]
+    few = [(count, name) for count, name in counts if 1 < count <= _MANY]
+    if few:
+        least = min(count for count, _ in few)
+        yield (
+            f"{_list([name for _, name in few])}: the running variance moves by the variance of "
+            f"{least} numbers, as ONNX says, where PyTorch takes {least}/{least - 1} of it; "
+            "--running-variance unbiased does as PyTorch (biased: this is meant)"
         )
 
 

@@ -42,6 +42,7 @@ from onnxpar.training.cautions import (
     cautions_of_batch_norm,
     cautions_of_cosines,
     cautions_of_probabilities,
+    cautions_of_variance,
 )
 from onnxpar.training.lazy import Rows
 from onnxpar.training.loss_scale import GOOD, is_finite
@@ -92,6 +93,7 @@ def make_step(
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
     cautions = list(cautions_of_batch_norm(model, loss.statistics))
+    cautions += cautions_of_variance(graph, loss.batch_norm)
     for of_loss in (cautions_of_cosines, cautions_of_probabilities):
         cautions += of_loss(graph, loss.loss, loss.output)
     back = add_backward(model, loss, program, options.accumulate)
