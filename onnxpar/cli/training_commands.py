@@ -47,6 +47,7 @@ from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
+from onnxpar.training.parameter_groups import Group
 from onnxpar.training.sampling import Sampling
 from onnxpar.training.step import StepOptions
 
@@ -73,7 +74,11 @@ def grad(args: argparse.Namespace) -> int:
         args.running_variance,
     )
     options = StepOptions(
-        make_optimizer(args.optimizer, **_hyperparameters(args)), args.clip_norm, args.accumulate
+        make_optimizer(args.optimizer, **_hyperparameters(args)),
+        args.clip_norm,
+        args.accumulate,
+        [Group.parse(text) for text in args.group],
+        args.decay_all,
     )
     strategy = Strategy.given(args.strategy or None)
     source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
@@ -295,6 +300,9 @@ def _step_lines(step: Step) -> Iterator[str]:
     """Yields lines about the states, inputs and outputs of a step."""
     kinds = dict.fromkeys(s.kind for s in step.slots if s.of and s.kind != "parameter")
     yield f"state of each parameter: {', '.join(kinds) or 'none'}"
+    for what, names in step.groups.items():
+        count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
+        yield f"{count}: {what}"
     looked_up = [name for name in step.rows if name not in step.sampled]
     if looked_up:
         yield f"only looked-up rows are updated: {', '.join(looked_up)}"

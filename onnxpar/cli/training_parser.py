@@ -121,6 +121,20 @@ def _add_optimizer(to: argparse.ArgumentParser) -> None:
         default=None,
         help="use Nesterov's momentum; for momentum",
     )
+    to.add_argument(
+        "--decay-all",
+        action="store_true",
+        help="also decay biases and the scales of normalizations, as PyTorch's optimizers do",
+    )
+    to.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="GLOB:NAME=X,...",
+        help="hyperparameters of the parameters whose names match, and lr_scale, a factor of their "
+        "learning rate, such as '*.bias:lr_scale=2,weight_decay=0'; of several groups that match, "
+        "the last holds",
+    )
 
 
 def _add_batch_norm(to: argparse.ArgumentParser) -> None:

@@ -97,6 +97,7 @@ class Step:
     compression  compression of gradients that ranks exchange; empty for none
     sampled      numbers of groups of classes, of classes that a step keeps of each group, and of
                  all classes, by weight
+    groups       names of parameters, by a description of their own hyperparameters
     cautions     sentences on differences between training this step and the exported network
     """
 
@@ -120,6 +121,7 @@ class Step:
     compression: str = ""
     cautions: list[str] = field(default_factory=list)
     sampled: dict[str, list[int]] = field(default_factory=dict)
+    groups: dict[str, list[str]] = field(default_factory=dict)
 
     def text(self) -> str:
         """The text in the metadata."""

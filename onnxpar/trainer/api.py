@@ -32,6 +32,7 @@ from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import Optimizer, make_optimizer
+from onnxpar.training.parameter_groups import Group
 from onnxpar.training.sampling import Sampling
 from onnxpar.training.step import StepOptions, make_step
 
@@ -63,6 +64,8 @@ def grad(
     recompute_nodes: Sequence[str] = (),
     clip_norm: float | None = None,
     accumulate: int = 1,
+    group: Sequence[str] = (),
+    decay_all: bool = False,
     untie: bool = False,
     dims: Mapping[str, int | str] | None = None,
     devices: int | None = None,
@@ -108,6 +111,9 @@ def grad(
                 those that other nodes read are kept
     clip_norm   the largest norm over all gradients together; larger gradients are scaled down
     accumulate  number of micro-batches in a step; each has the model's batch size
+    group       hyperparameters of the parameters whose names match a glob, and a factor of their
+                learning rate: "*.bias:lr_scale=2,weight_decay=0"; the last that matches holds
+    decay_all   True to decay biases and scales of normalizations, too, as PyTorch's optimizers do
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
     preset      "manual" if the model is one rank's program with collectives; then the step is one,
@@ -150,7 +156,8 @@ def grad(
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)
     source = Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
-    options = StepOptions(optimizer, clip_norm, accumulate)
+    of_groups = [Group.parse(text) for text in group]
+    options = StepOptions(optimizer, clip_norm, accumulate, of_groups, decay_all)
     with model_file(model) as path:
         made, _ = write_step(path, Path(output), wanted, options, source, untie)
     assert made.step is not None

@@ -7,7 +7,7 @@ state. The metadata `onnxpar.training` of the model lists the role of each input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,11 @@ from onnxpar.training.cautions import (
     cautions_of_probabilities,
     cautions_of_variance,
 )
+from onnxpar.training.decay import undecayed
 from onnxpar.training.lazy import Rows
 from onnxpar.training.loss_scale import GOOD, is_finite
 from onnxpar.training.optimizers import Optimizer, State, Update, lazy_form
+from onnxpar.training.parameter_groups import Group, Rule, rules_of
 from onnxpar.training.program import Program
 
 
@@ -57,17 +59,23 @@ class StepOptions:
     optimizer   updates the parameters; None returns the gradients instead
     clip_norm   the largest norm over all gradients together; None: no limit
     accumulate  number of micro-batches in a step
+    groups      parameters with hyperparameters of their own; the last that matches holds
+    decay_all   True to decay biases and scales of normalizations, too
     """
 
     optimizer: Optimizer | None
     clip_norm: float | None = None
     accumulate: int = 1
+    groups: Sequence[Group] = ()
+    decay_all: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise StrategyError(f"--clip-norm {self.clip_norm}: must be above 0")
         if self.accumulate != 1:
             check_count(self.accumulate)
+        if self.groups and self.optimizer is None:
+            raise StrategyError("--group is for steps that update; give an --optimizer")
 
     def check_lazy(self) -> None:
         """Errors: StrategyError if no table can be trained lazily with these options."""
@@ -77,7 +85,6 @@ class StepOptions:
             raise StrategyError(
                 "--lazy and --accumulate: micro-batches look up different rows; leave one out"
             )
-        lazy_form(self.optimizer)
 
 
 def make_step(
@@ -92,6 +99,7 @@ def make_step(
         options.check_lazy()
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
+    plain = () if options.decay_all else undecayed(graph)
     cautions = list(cautions_of_batch_norm(model, loss.statistics))
     cautions += cautions_of_variance(graph, loss.batch_norm)
     for of_loss in (cautions_of_cosines, cautions_of_probabilities):
@@ -117,7 +125,7 @@ def make_step(
         of = step.rows if name in back.rows else step.gradients
         of[name] = gradient.tensor.name
     add_output(graph, back.loss, step.loss)
-    _Update(graph, step, loss, options, back, program).run()
+    _Update(graph, step, loss, options, back, program).run(plain)
     for name, value in back.evaluated.items():
         step.evaluation.append(f"{EVALUATION}.{name}")
         add_output(graph, value, step.evaluation[-1])
@@ -161,8 +169,9 @@ class _Update:
         self.builder = Builder(graph, "update")
         self.number = np.result_type(np.float32, *(g.dtype for g in back.gradients.values()))
 
-    def run(self) -> None:
-        """Adds outputs for the next values of parameters, statistics and optimizer state."""
+    def run(self, undecayed: Collection[str]) -> None:
+        """Adds outputs for the next values of parameters, statistics and optimizer state. The
+        parameters in `undecayed` are not decayed by default."""
         optimizer = self.options.optimizer
         if self.scale is not None:
             of = self.scale.tensor
@@ -186,32 +195,43 @@ class _Update:
             for name, gradient in self.gradients.items():
                 add_output(self.graph, gradient, f"{name}{GRADIENT}")
             return
+        names = [p.name for p in self.parameters]
+        rules, self.step.groups = rules_of(optimizer, self.options.groups, names, undecayed)
         rate = self._input(self.step.rate, self.number, [])
         count = None
-        if optimizer.counts:
+        if any(rule.optimizer.counts for rule in rules.values()):
             before = self._input("step", np.int64, [])
             count = (before + 1).cast(np.float64)
             self._slot(before, before + 1, "step", "")
         lengths: dict[str, Value] = {}
         for parameter in self.parameters:
-            name = parameter.name
-            p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
-            g = p.builder.value(self.gradients[name].tensor)
-            state = {s: self._input(f"{name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
-            rows = self.rows.get(name)
-            if rows is None:
-                following, changed = optimizer.update(p, g, state, rate.cast(p.dtype), count)
-                following = self._checked(p, following)
-                changed = {s: self._checked(state[s], value) for s, value in changed.items()}
-            else:
-                update = self._lazily(lazy_form(optimizer), rows)
-                following, changed = update(p, g, state, rate.cast(p.dtype), count)
-            self._add_slot(p, following, "parameter", name)
-            lengths[name] = _norm(following, "ReduceL1", self.number)
-            for slot, value in changed.items():
-                self._add_slot(state[slot], value, slot, name)
+            following = self._update(parameter, rules[parameter.name], rate, count)
+            lengths[parameter.name] = _norm(following, "ReduceL1", self.number)
         self.step.magnitudes, each = self.program.totals(self.builder, lengths)
         add_output(self.graph, each, MAGNITUDES)
+
+    def _update(
+        self, parameter: gs.Variable, rule: Rule, rate: Value, count: Value | None
+    ) -> Value:
+        """Adds outputs for the next values of a parameter and its optimizer state; returns the
+        former."""
+        name, optimizer = parameter.name, rule.optimizer
+        p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
+        g = p.builder.value(self.gradients[name].tensor)
+        state = {s: self._input(f"{name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
+        own_rate = rate.cast(p.dtype) * rule.lr_scale
+        rows = self.rows.get(name)
+        if rows is None:
+            following, changed = optimizer.update(p, g, state, own_rate, count)
+            following = self._checked(p, following)
+            changed = {s: self._checked(state[s], value) for s, value in changed.items()}
+        else:
+            update = self._lazily(lazy_form(optimizer), rows)
+            following, changed = update(p, g, state, own_rate, count)
+        self._add_slot(p, following, "parameter", name)
+        for slot, value in changed.items():
+            self._add_slot(state[slot], value, slot, name)
+        return following
 
     def _lazily(self, optimizer: Optimizer, rows: Rows) -> Callable[..., Update]:
         """Returns the update of a table and its state that changes only these rows."""

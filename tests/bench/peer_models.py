@@ -127,6 +127,7 @@ def write_step(model: Path) -> tuple[Path, str]:
         loss="softmax-cross-entropy",
         optimizer="adamw",
         weight_decay=DECAY,
+        decay_all=True,
         frozen=[FROZEN],
     )
     (labels,) = set(step.data) - {port.name for port in onnx.load(model).graph.input}

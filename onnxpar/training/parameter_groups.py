@@ -1,0 +1,122 @@
+"""Groups of parameters with learning rates and hyperparameters of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.trained import matching
+from onnxpar.training.optimizers import Optimizer, make_optimizer
+
+_SCALE = "lr_scale"
+_FLAGS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters whose names match a glob; the other fields are as in `Rule`.
+
+    text       what the user wrote, such as "*.embed*:lr_scale=0.1,weight_decay=0"
+    optimizer  another update rule, by name; None for that of the step
+    options    hyperparameters by name, in place of the optimizer's own
+    """
+
+    text: str
+    glob: str
+    lr_scale: float
+    optimizer: str | None
+    options: Mapping[str, float]
+
+    @staticmethod
+    def parse(text: str) -> Group:
+        """Parses GLOB:NAME=VALUE,... Errors: StrategyError."""
+        glob, _, rest = text.rpartition(":")
+        given = dict(_pair(part, text) for part in rest.split(","))
+        scale, name = given.pop(_SCALE, "1"), given.pop("optimizer", None)
+        numbers = {key: _number(value, text) for key, value in given.items()}
+        lr_scale = _number(scale, text)
+        if not glob or not 0 <= lr_scale < float("inf"):
+            raise _wrong(text)
+        return Group(text, glob, lr_scale, name, numbers)
+
+    def rule(self, base: Optimizer) -> Rule:
+        """Returns the rule for this group in a step with the optimizer `base`. Errors:
+        StrategyError."""
+        if self.optimizer is not None:
+            found = make_optimizer(self.optimizer, **self.options)
+            if found is None:
+                raise _wrong(self.text)
+            return Rule(found, self.lr_scale)
+        known = [f.name for f in fields(base)]
+        for key in self.options:
+            if key not in known:
+                raise StrategyError(
+                    f"--group {self.text}: the optimizer has no hyperparameter {key!r}; give "
+                    f"{', '.join((_SCALE, *known))}"
+                )
+        return Rule(replace(base, **self.options), self.lr_scale)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a parameter is updated; the learning rate is multiplied by `lr_scale`."""
+
+    optimizer: Optimizer
+    lr_scale: float = 1.0
+
+
+def rules_of(
+    optimizer: Optimizer,
+    groups: Sequence[Group],
+    names: Collection[str],
+    undecayed: Collection[str],
+) -> tuple[dict[str, Rule], dict[str, list[str]]]:
+    """Returns the rule of each parameter, and the parameters by what a summary says of their rule.
+
+    Of the groups that match a parameter, the last one holds, alone. Parameters in `undecayed` are
+    not decayed, unless their group gives a weight decay. Errors: StrategyError for a group that
+    matches no parameter.
+    """
+    of: dict[str, Group] = {}
+    for group in groups:
+        of |= dict.fromkeys(matching(group.glob, names, "--group"), group)
+    rules: dict[str, Rule] = {}
+    told: dict[str, list[str]] = {}
+    for name in names:
+        chosen = of.get(name)
+        rule = Rule(optimizer) if chosen is None else chosen.rule(optimizer)
+        what = [] if chosen is None else [f"--group {chosen.text}"]
+        decides = chosen is not None and "weight_decay" in chosen.options
+        if rule.optimizer.weight_decay and not decides:
+            if name in undecayed:
+                plain = replace(rule.optimizer, weight_decay=0.0)
+                rule = replace(rule, optimizer=plain)
+                what.append("weight_decay=0, biases and scales of normalizations")
+            else:
+                what.append(f"weight_decay={rule.optimizer.weight_decay:g}")
+        rules[name] = rule
+        if what:
+            told.setdefault(", ".join(what), []).append(name)
+    return rules, told
+
+
+def _pair(part: str, text: str) -> tuple[str, str]:
+    key, is_given, value = part.strip().partition("=")
+    if not (key and is_given):
+        raise _wrong(text)
+    return key.strip().replace("-", "_"), value.strip()
+
+
+def _number(value: str, text: str) -> float:
+    try:
+        return _FLAGS[value] if value in _FLAGS else float(value)
+    except ValueError:
+        raise _wrong(text) from None
+
+
+def _wrong(text: str) -> StrategyError:
+    return StrategyError(
+        f"--group {text!r}: write a glob, a colon, and numbers by name, such as "
+        "'*.bias:lr_scale=2,weight_decay=0'"
+    )
