@@ -45,6 +45,7 @@ from onnxpar.trainer.merge import merge as merge_checkpoint
 from onnxpar.trainer.picture import draw_losses
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
+from onnxpar.training.loss_settings import LossSettings, numbers_of
 from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import OPTIMIZERS, make_optimizer
 from onnxpar.training.parameter_groups import Group
@@ -57,7 +58,14 @@ def grad(args: argparse.Namespace) -> int:
     loss = LossOptions(
         args.loss,
         args.loss_of,
-        args.class_axis,
+        LossSettings(
+            args.class_axis,
+            Margin(args.margin, args.logit_scale, args.interclass_filtering_threshold),
+            args.label_smoothing,
+            numbers_of("--class-weights", args.class_weights),
+            args.delta,
+            numbers_of("--pos-weight", args.pos_weight),
+        ),
         args.params,
         args.frozen,
         args.batch_norm,
@@ -67,7 +75,6 @@ def grad(args: argparse.Namespace) -> int:
         args.recompute,
         args.lazy,
         args.recompute_nodes,
-        Margin(args.margin, args.logit_scale, args.interclass_filtering_threshold),
         Sampling(args.sample_rate, args.sample_groups),
         args.stop_gradient,
         dict(args.padding_idx),

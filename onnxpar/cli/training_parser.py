@@ -50,7 +50,8 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
         help=f"{', '.join(LOSSES)}, or an output that is the loss itself. Labels are class "
         f"numbers; the label {IGNORED} does not count. bce and softmax-cross-entropy are of "
         "scores; if the model ends in a Sigmoid, or in a Softmax of the classes, of its input. bce "
-        "is of probabilities if the model otherwise makes numbers from 0 to 1",
+        "is of probabilities if the model otherwise makes numbers from 0 to 1. kl takes "
+        "log-probabilities and target probabilities; it is PyTorch's batchmean, kl-mean its mean",
     )
     to.add_argument(
         "--loss-of",
@@ -62,6 +63,29 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="dimension of the classes; default: the last, or the second of four or more",
+    )
+    to.add_argument(
+        "--label-smoothing",
+        type=float,
+        metavar="X",
+        help="for softmax-cross-entropy: share of the target that all classes have in equal parts",
+    )
+    to.add_argument(
+        "--class-weights",
+        metavar="W,W,...",
+        help="weight of each class in the mean of a loss over labels: numbers, or an .npy file",
+    )
+    to.add_argument(
+        "--delta",
+        type=float,
+        metavar="X",
+        help="for huber and smooth-l1: difference from which the loss grows linearly; default: 1",
+    )
+    to.add_argument(
+        "--pos-weight",
+        metavar="W,...",
+        help="for bce: factor of the loss of positive targets, or one for each element of the "
+        "output's last dimension: numbers, or an .npy file",
     )
     to.add_argument(
         "--margin",

@@ -33,7 +33,8 @@ SAMPLES = "samples"
 """Name of the input that says how many samples of a batch count, if a loss cannot tell by its
 labels; by default, all."""
 WEIGHT = f"{EVALUATION}.weight"
-"""Name of the output that says which part of the elements of a batch an evaluation counts."""
+"""Prefix of the names of outputs that say by what a mean of an evaluation was divided, as a share
+of the elements of a batch."""
 MAGNITUDES = "magnitudes"
 """Name of the output that has the sum of the absolute values of each parameter after the update: a
 parameter that is not finite has a sum that is not."""

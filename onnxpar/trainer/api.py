@@ -29,6 +29,7 @@ from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
+from onnxpar.training.loss_settings import LossSettings, Numbers, numbers_of
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.margins import Margin
 from onnxpar.training.optimizers import Optimizer, make_optimizer
@@ -45,6 +46,10 @@ def grad(
     optimizer: str | Optimizer | None,
     loss_of: str | None = None,
     class_axis: int | None = None,
+    label_smoothing: float | None = None,
+    class_weights: Numbers | None = None,
+    delta: float | None = None,
+    pos_weight: Numbers | None = None,
     margin: float | None = None,
     logit_scale: float | None = None,
     interclass_filtering_threshold: float | None = None,
@@ -78,12 +83,18 @@ def grad(
 
     model       a file, an onnx.ModelProto, or its bytes
     output      the file to write
-    loss        softmax-cross-entropy, nll, mse, bce, arcface or cosface, or the name of an output
-                that is the loss
+    loss        softmax-cross-entropy, nll, arcface, cosface, mse, l1, huber, smooth-l1, bce, kl or
+                kl-mean, or the name of an output that is the loss
     optimizer   sgd, momentum, adam, adamw, lamb or adagrad, with its hyperparameters by name
                 (weight_decay, momentum, beta1 ...), or an Optimizer; "none" to return gradients
     loss_of     the output to compare with the target, if the model has several
     class_axis  the dimension of classes: by default the last, or the second of four or more
+    label_smoothing  share of the target that all classes have in equal parts
+    class_weights  the weight of each class in the mean: numbers, or an .npy file
+    delta       for huber and smooth-l1, the difference from which the loss grows linearly; 1 by
+                default
+    pos_weight  for bce, a factor of the loss of positive targets: a number, or one for each element
+                of the output's last dimension
     margin      what arcface adds to the angle of the label's class (by default 0.5, in radians), or
                 what cosface takes from its cosine (by default 0.4)
     logit_scale the factor of the cosines of arcface and cosface; 64 by default
@@ -137,7 +148,14 @@ def grad(
     wanted = LossOptions(
         loss,
         loss_of,
-        class_axis,
+        LossSettings(
+            class_axis,
+            Margin(margin, logit_scale, interclass_filtering_threshold),
+            label_smoothing,
+            numbers_of("--class-weights", class_weights),
+            delta,
+            numbers_of("--pos-weight", pos_weight),
+        ),
         params,
         frozen,
         batch_norm,
@@ -147,7 +165,6 @@ def grad(
         recompute,
         lazy,
         recompute_nodes,
-        Margin(margin, logit_scale, interclass_filtering_threshold),
         Sampling(sample_rate, sample_groups),
         stop_gradient,
         padding_idx or {},

@@ -223,13 +223,13 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
     """Returns the metrics of the model, by name: means over all that counts in the data. Errors:
     InputError if nothing does."""
     measured = [trainer.measure(batch) for batch in data.epoch(0, None)]
-    total = sum(weight for _, weight in measured)
-    if not total:
-        raise InputError(f"--eval: every label is {IGNORED}, which does not count; give labels")
-    return {
-        name: sum(each[name] * weight for each, weight in measured if weight) / total
-        for name in measured[0][0]
-    }
+    found = {}
+    for name in measured[0]:
+        parts = [each[name] for each in measured if each[name][1]]
+        if not parts:
+            raise InputError(f"--eval: every label is {IGNORED}, which does not count; give labels")
+        found[name] = sum(mean * weight for mean, weight in parts) / sum(w for _, w in parts)
+    return found
 
 
 def last_checkpoint(run: Run, goes_on: bool = False) -> str:

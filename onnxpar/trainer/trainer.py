@@ -177,17 +177,18 @@ class Trainer(Closing):
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
         """Returns the loss and other metrics, by name, of the model in inference mode on a batch.
         Changes no state. Errors: InputError, RankError."""
-        return self.measure(batch)[0]
+        return {name: value for name, (value, _) in self.measure(batch).items()}
 
-    def measure(self, batch: Mapping[str, Array]) -> tuple[dict[str, float], float]:
-        """Like `evaluate`; also returns the weight of these means among those of other batches: the
+    def measure(self, batch: Mapping[str, Array]) -> dict[str, tuple[float, float]]:
+        """Like `evaluate`; also returns the weight of each mean among those of other batches: the
         part of the batch that counts."""
         names = self.spec.evaluation
-        values = dict(
-            zip(names, map(float, self.session.run(names, self._fed(batch))), strict=True)
-        )
-        weight = values.pop(WEIGHT, 1.0)
-        return {name[len(EVALUATION) + 1 :]: value for name, value in values.items()}, weight
+        values = dict(zip(names, map(float, self.session.run(names, self._fed(batch))), strict=True))
+        return {
+            (short := name[len(EVALUATION) + 1 :]): (value, values.get(f"{WEIGHT}.{short}", 1.0))
+            for name, value in values.items()
+            if not name.startswith(WEIGHT)
+        }
 
     def hold(self, folder: str | os.PathLike[str]) -> None:
         """Creates a folder for checkpoints, if it does not exist, and locks it until `close`, so

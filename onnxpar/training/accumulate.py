@@ -65,16 +65,13 @@ def accumulate(
     ]
     evaluated = iterations.scan("evaluate", list(back.evaluated.values()), [], instead)
     iterations.finish()
-    weight = None
-    if back.weight is not None:
-        weight = counts[back.counts.index(back.weight)]
     return replace(
         back,
         loss=results[0],
         gradients=dict(zip(back.gradients, results[1:], strict=False)),
         evaluated=dict(zip(back.evaluated, evaluated, strict=True)),
         running=running,
-        weight=weight,
+        weights_of={n: counts[back.counts.index(v)] for n, v in back.weights_of.items()},
     )
 
 

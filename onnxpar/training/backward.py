@@ -26,8 +26,9 @@ from onnxpar.training.equal_nodes import merge_equal
 from onnxpar.training.evaluation import copy_for_use
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient, sampled_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
-from onnxpar.training.losses import LOSSES, LossSettings, Mean, Targets, add_loss, check_loss
-from onnxpar.training.margins import DEFAULT_MARGIN, Margin
+from onnxpar.training.loss_settings import DEFAULT_SETTINGS, LossSettings
+from onnxpar.training.losses import LOSSES, add_loss, check_loss
+from onnxpar.training.means import Mean, Targets
 from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
 from onnxpar.training.read_rows import drop_unread_rows
@@ -48,7 +49,7 @@ class LossOptions:
 
     loss        one of LOSSES, or the name of an output of the model that is a loss
     output      the output that the loss compares with the target, if the model has several
-    class_axis  the dimension of classes: by default the last, or the second of four or more
+    settings    settings of the loss
     params      globs of the weights to train; by default, `find_trained` chooses
     frozen      globs of weights not to train
     statistics  the samples over which BatchNormalization takes statistics, one of STATISTICS
@@ -58,7 +59,6 @@ class LossOptions:
     recompute   True to compute activations again in the backward pass instead of keeping them
     lazy        globs of tables of which a step updates only the rows that it looks up
     recompute_nodes  globs of nodes to compute again, instead of a choice among all
-    margin      the numbers of a margin softmax
     sampling    the fraction of classes that a step computes
     stop_gradient  globs of tensors and nodes through which no gradient flows back
     padding_idx  by glob of tables, the row that lookups do not train
@@ -67,7 +67,7 @@ class LossOptions:
 
     loss: str
     output: str | None = None
-    class_axis: int | None = None
+    settings: LossSettings = DEFAULT_SETTINGS
     params: Sequence[str] = ()
     frozen: Sequence[str] = ()
     statistics: str | None = None
@@ -77,16 +77,10 @@ class LossOptions:
     recompute: bool = False
     lazy: Sequence[str] = ()
     recompute_nodes: Sequence[str] = ()
-    margin: Margin = DEFAULT_MARGIN
     sampling: Sampling = ALL_CLASSES
     stop_gradient: Sequence[str] = ()
     padding_idx: Mapping[str, int] = field(default_factory=dict)
     running_variance: str | None = None
-
-    @property
-    def settings(self) -> LossSettings:
-        """The settings of the loss itself."""
-        return LossSettings(self.class_axis, self.margin)
 
     @property
     def batch_norm(self) -> tuple[str | None, int | None, str | None]:
@@ -126,7 +120,7 @@ class Backward:
     targets     the inputs that the loss compares the output with, by what they are
     counts      by what means over labels are divided: in a graph for one of several micro-batches,
                 its own part, in place of which `accumulate` puts the sum over all
-    weight      that of the means of an evaluation; None if all labels count
+    weights_of  the weight of each mean of an evaluation, by name, if not all labels count
     cautions    sentences on gradients that may differ from torch's
     """
 
@@ -142,7 +136,7 @@ class Backward:
     targets: Mapping[str, gs.Variable] = field(default_factory=dict)
 
     counts: Sequence[Value] = ()
-    weight: Value | None = None
+    weights_of: Mapping[str, Value] = field(default_factory=dict)
     cautions: Sequence[str] = ()
 
     @property
@@ -200,7 +194,8 @@ def add_backward(
         metrics = add_loss(Builder(graph, "evaluation"), used, *which, targets)
     measured = {} if has_messages else {"loss": metrics.loss, **metrics.others}
     evaluated = {name: means.of(mean) for name, mean in measured.items()}
-    weight = means.count_of(metrics.loss) if measured else None
+    by_mean = {name: means.count_of(mean) for name, mean in measured.items()}
+    weights_of = {name: value for name, value in by_mean.items() if value is not None}
     counts = list(dict.fromkeys(means.counts.values()))
     results = [*(v.tensor for v in (loss, *evaluated.values(), *counts)), *(t for _, t in running)]
     drop_unread_rows(graph, results, {t.name for t in weights.trained})
@@ -229,7 +224,7 @@ def add_backward(
         sample,
         targets.made,
         counts,
-        weight,
+        weights_of,
         cautions,
     )
 

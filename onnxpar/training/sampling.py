@@ -20,7 +20,8 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.training_spec import IGNORED, SEED
 from onnxpar.training.class_groups import ClassGroups
 from onnxpar.training.draws import integers_of
-from onnxpar.training.losses import BY_CLASS, LossSettings, Targets
+from onnxpar.training.loss_settings import BY_LABEL, LossSettings
+from onnxpar.training.means import Targets
 from onnxpar.training.sampled_head import Head, find_head
 
 _MOST = 64
@@ -143,16 +144,26 @@ def sample_loss(
 ) -> Sample:
     """Restricts the output that a loss is of to a sample of its classes; returns the sample. Other
     arguments are as for `add_loss` and `sample_classes`. Errors: StrategyError."""
-    if loss not in BY_CLASS:
+    if loss not in BY_LABEL:
         raise StrategyError(
             f"--sample-rate {sampling.rate}: the loss {loss!r} has no classes; only "
-            f"{', '.join(BY_CLASS)} have; leave --sample-rate out"
+            f"{', '.join(BY_LABEL)} have; leave --sample-rate out"
         )
     if settings.class_axis not in (None, 1, -1):
         raise StrategyError(
             f"--class-axis {settings.class_axis}: classes are sampled of scores of shape [samples, "
             "classes]; leave --sample-rate out, or transpose the output in the model"
         )
+    of_all = {
+        "--label-smoothing": settings.label_smoothing,
+        "--class-weights": settings.class_weights,
+    }
+    for option, value in of_all.items():
+        if value is not None:
+            raise StrategyError(
+                f"{option} and --sample-rate: a sample has classes of other numbers in each step; "
+                "leave one out"
+            )
     scores = outputs[output] if output else next(iter(outputs.values()))
     labels = targets.tensor("labels", np.int64, list(scores.shape or ())[:1])
     return sample_classes(graph, scores, weights, labels, sampling)

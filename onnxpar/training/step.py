@@ -129,9 +129,10 @@ def make_step(
     for name, value in back.evaluated.items():
         step.evaluation.append(f"{EVALUATION}.{name}")
         add_output(graph, value, step.evaluation[-1])
-    if back.weight is not None:
-        step.evaluation.append(WEIGHT)
-        add_output(graph, back.weight * (1 / (options.accumulate * program.count)), WEIGHT)
+    for name, weight in back.weights_of.items():
+        step.evaluation.append(f"{WEIGHT}.{name}")
+        share = weight * (1 / (options.accumulate * program.count))
+        add_output(graph, share, step.evaluation[-1])
     check_names(graph, "the training step")
     if any(is_message(node) for node in graph.nodes):
         drop_unread(graph)

@@ -306,7 +306,7 @@ def test_a_name_that_the_model_has_is_not_taken(tmp_path: Path) -> None:
         (scores(4), {"loss": "nll"}, r"'y' has the shape \[4\]; a loss over classes needs"),
         (scores(4, 5), {"loss": "nll", "class_axis": 2}, "class axis 2: .* 'y' has 2 dimensions"),
         (scores(4, 5), {"loss": "nll", "class_axis": -3}, "class axis -3: .* 'y' has 2 dimensions"),
-        (scores(4, 5), {"loss": "mse", "class_axis": 1}, "class axis 1: the loss mse has no class"),
+        (scores(4, 5), {"loss": "mse", "class_axis": 1}, "--class-axis: the loss 'mse' has none"),
         (
             "whole (float[4,3] x, float[3] w) => (int64[4] y) "
             "{ s = Mul(x, w)  y = ArgMax<axis = 1, keepdims = 0>(s) }",

@@ -1,0 +1,102 @@
+"""The settings of losses, and which losses have them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import StrategyError
+from onnxpar.training.margins import DEFAULT_MARGIN, MARGINS, Margin
+
+CROSS_ENTROPY = "softmax-cross-entropy"
+BY_LABEL = (CROSS_ENTROPY, "nll", *MARGINS)
+"""The losses whose targets are class numbers."""
+DIVERGENCES = ("kl", "kl-mean")
+WITH_DELTA = ("huber", "smooth-l1")
+_OF: Mapping[str, Sequence[str]] = {
+    "--class-axis": (*BY_LABEL, *DIVERGENCES),
+    "--label-smoothing": (CROSS_ENTROPY,),
+    "--class-weights": BY_LABEL,
+    "--delta": WITH_DELTA,
+    "--pos-weight": ("bce",),
+}
+"""The losses for which a setting is, by the setting's option."""
+
+Numbers = str | os.PathLike[str] | Sequence[float] | Array | float
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Settings of a loss; each holds for some losses only. None for the default.
+
+    class_axis       the dimension of classes: by default the last, or the second of four or more
+    margin           the numbers of a margin softmax
+    label_smoothing  share of the target that all classes have in equal parts
+    class_weights    the weight of each class in the mean
+    delta            the difference from which a loss grows linearly
+    pos_weight       factor of the loss of positive targets: one number, or one for each element of
+                     the last dimension
+    """
+
+    class_axis: int | None = None
+    margin: Margin = DEFAULT_MARGIN
+    label_smoothing: float | None = None
+    class_weights: tuple[float, ...] | None = None
+    delta: float | None = None
+    pos_weight: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Errors: StrategyError for a number out of range."""
+        smoothing, delta = self.label_smoothing, self.delta
+        if smoothing is not None and not 0 <= smoothing <= 1:
+            raise StrategyError(f"--label-smoothing {smoothing}: must be from 0 to 1")
+        if delta is not None and not 0 < delta < float("inf"):
+            raise StrategyError(f"--delta {delta}: must be above 0")
+
+    def check(self, loss: str) -> None:
+        """Errors: StrategyError for a setting that a loss does not have."""
+        self.margin.check(loss)
+        given = {
+            "--class-axis": self.class_axis,
+            "--label-smoothing": self.label_smoothing,
+            "--class-weights": self.class_weights,
+            "--delta": self.delta,
+            "--pos-weight": self.pos_weight,
+        }
+        for option, value in given.items():
+            if value is not None and loss not in _OF[option]:
+                raise StrategyError(
+                    f"{option}: the loss {loss!r} has none; only {', '.join(_OF[option])} have; "
+                    f"leave {option} out"
+                )
+
+
+DEFAULT_SETTINGS = LossSettings()
+
+
+def numbers_of(option: str, given: Numbers | None) -> tuple[float, ...] | None:
+    """Returns numbers that are given as such, as text ("1,2,0.5") or as an .npy file. Errors:
+    StrategyError unless they are finite and 0 or more."""
+    if given is None:
+        return None
+    try:
+        if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".npy")):
+            given = np.load(Path(given), allow_pickle=False)
+        elif isinstance(given, str):
+            given = [float(part) for part in given.split(",")]
+        found = np.asarray(given, np.float64)
+    except (OSError, ValueError, EOFError) as error:
+        raise StrategyError(
+            f"{option} {given}: give numbers, such as 1,2,0.5, or an .npy file of them ({error})"
+        ) from None
+    if found.ndim > 1 or not found.size or not (np.isfinite(found) & (found >= 0)).all():
+        raise StrategyError(
+            f"{option}: give a vector of finite numbers that are 0 or more; these have the shape "
+            f"{list(found.shape)}"
+        )
+    return tuple(found.reshape(-1).tolist())

@@ -1,0 +1,78 @@
+"""What losses are made of: inputs for labels and targets, and means over what counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import numpy_helper
+
+from onnxpar.grad.value import Value
+from onnxpar.ir.training_spec import SAMPLES
+
+
+@dataclass
+class Targets:
+    """Graph inputs for labels and targets; each is added to the graph on first use.
+
+    sampled  the labels among the sampled classes, if the scores are those of a sampled head
+    batch    number of samples in a batch, if a batch may have fewer, by the input SAMPLES
+    """
+
+    graph: gs.Graph
+    made: dict[str, gs.Variable] = field(default_factory=dict)
+    sampled: gs.Tensor | None = None
+    batch: int | None = None
+
+    def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
+        """Returns the input for `name`. Its name in the graph has underscores appended if another
+        tensor has that name."""
+        if name not in self.made:
+            free, taken = name, self.graph.tensors().keys()
+            while free in taken:
+                free += "_"
+            self.made[name] = gs.Variable(free, np.dtype(dtype), list(shape))
+            self.graph.inputs.append(self.made[name])
+        return self.made[name]
+
+    def mean(self, each: Value) -> Mean:
+        """Returns the mean of a number for each element of the target, over the samples of a batch
+        that may have fewer than the graph has room for."""
+        if self.batch is None or each.shape[:1] != (self.batch,):
+            return Mean(each.mean())
+        # a float: integers may decide shapes, so they could not be fed
+        given = self.tensor(SAMPLES, np.float32, [])
+        given.onnx_default = numpy_helper.from_array(np.array(self.batch, np.float32), given.name)
+        samples = each.builder.value(given)
+        place = each.builder.arange(self.batch, np.float32).reshape([-1] + [1] * (each.rank - 1))
+        share = samples.cast(each.dtype).op("Max", 0.0).op("Min", float(self.batch)) * (
+            1 / self.batch
+        )
+        return Mean((place < samples).where(each, 0.0).mean(), share)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over those elements of a batch that count: `total` is their sum, and `count` their
+    number, both divided by the number of all elements of the batch; 1 if all count."""
+
+    total: Value
+    count: Value | None = None
+
+    def of(self, count: Value | None, parts: int) -> Value:
+        """Returns the share of the batch in the mean over a larger batch of so many parts, which
+        are added up; `count` is the sum of the counts of all parts. NaN if nothing counts."""
+        if count is None:
+            return self.total if parts == 1 else self.total * (1 / parts)
+        return self.total / count.cast(self.total.dtype)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The mean loss over the samples, and other metrics by name."""
+
+    loss: Mean
+    others: Mapping[str, Mean]
