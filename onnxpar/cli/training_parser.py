@@ -132,19 +132,18 @@ def _add_optimizer(to: argparse.ArgumentParser) -> None:
         help=f"update rule of the parameters; {NONE}: the step returns the gradients as outputs "
         "NAME.grad, and updates nothing",
     )
-    for name in ("weight-decay", "momentum", "beta1", "beta2", "epsilon"):
-        key = name.replace("-", "_")
-        users = [o for o, kind in OPTIMIZERS.items() if key in {f.name for f in fields(kind)}]
-        where = f"for {', '.join(users)}"
-        to.add_argument(
-            f"--{name}", type=float, metavar="X", help=f"hyperparameter of the optimizer; {where}"
-        )
-    to.add_argument(
-        "--nesterov",
-        action="store_true",
-        default=None,
-        help="use Nesterov's momentum; for momentum",
-    )
+    users: dict[str, list[str]] = {}
+    flags: set[str] = set()
+    for optimizer, kind in OPTIMIZERS.items():
+        for field in fields(kind):
+            users.setdefault(field.name, []).append(optimizer)
+            flags |= {field.name} if isinstance(field.default, bool) else set()
+    for name, of in users.items():
+        option, text = f"--{name.replace('_', '-')}", f"hyperparameter of {', '.join(of)}"
+        if name in flags:
+            to.add_argument(option, action="store_true", default=None, help=text)
+        else:
+            to.add_argument(option, type=float, metavar="X", help=text)
     to.add_argument(
         "--decay-all",
         action="store_true",

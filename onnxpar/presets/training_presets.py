@@ -154,7 +154,12 @@ def updated_with(graph: gs.Graph, step: Step, slot: Slot) -> tuple[str, ...]:
     """Names of the tensors that an optimizer computes with elementwise from a parameter: its own
     states of the parameter, and the parameter's next value."""
     output = next(t for t in graph.outputs if t.name == slot.output)
-    states = [s.input for s in step.slots if s.of == slot.of and s.kind != slot.kind]
+    shapes = {t.name: list(t.shape) for t in graph.inputs}
+    states = [
+        s.input
+        for s in step.slots
+        if s.of == slot.of and s.kind != slot.kind and shapes[s.input] == shapes[slot.input]
+    ]
     return (*states, output.inputs[0].inputs[0].name)
 
 

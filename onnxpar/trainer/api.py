@@ -32,7 +32,8 @@ from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, Numbers, numbers_of
 from onnxpar.training.manual import RankProgram
 from onnxpar.training.margins import Margin
-from onnxpar.training.optimizers import Optimizer, make_optimizer
+from onnxpar.training.optimizer import Optimizer
+from onnxpar.training.optimizers import make_optimizer
 from onnxpar.training.parameter_groups import Group
 from onnxpar.training.sampling import Sampling
 from onnxpar.training.step import StepOptions, make_step
@@ -85,8 +86,9 @@ def grad(
     output      the file to write
     loss        softmax-cross-entropy, nll, arcface, cosface, mse, l1, huber, smooth-l1, bce, kl or
                 kl-mean, or the name of an output that is the loss
-    optimizer   sgd, momentum, adam, adamw, lamb or adagrad, with its hyperparameters by name
-                (weight_decay, momentum, beta1 ...), or an Optimizer; "none" to return gradients
+    optimizer   sgd, momentum, adam, adamw, lamb, adagrad, rmsprop, nadam, adafactor, lion, lars or
+                muon, with its hyperparameters by name (weight_decay, momentum, beta1 ...), or an
+                Optimizer; "none" to return gradients
     loss_of     the output to compare with the target, if the model has several
     class_axis  the dimension of classes: by default the last, or the second of four or more
     label_smoothing  share of the target that all classes have in equal parts

@@ -18,7 +18,7 @@ from onnxpar.trainer.export_weights import export_weights as export_weights
 from onnxpar.trainer.loop import Record as Record
 from onnxpar.trainer.merge import merge as merge
 from onnxpar.trainer.trainer import Trainer as Trainer
-from onnxpar.training.optimizers import Optimizer as Optimizer
+from onnxpar.training.optimizer import Optimizer as Optimizer
 
 __all__ = [
     "Optimizer",

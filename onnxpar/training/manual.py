@@ -126,8 +126,10 @@ class RankProgram(Program):
                 if tensor.name not in kept:
                     as_constant(graph, tensor, default)
         ports = [t.name for t in (*graph.inputs, *graph.outputs)]
-        like = {slot.output: slot.of or slot.input for slot in step.slots}
-        like |= {slot.input: slot.of for slot in step.slots if slot.of}
+        ranks = {t.name: len(t.shape) for t in graph.inputs}
+        of = {s.input: s.input for s in step.slots}
+        of |= {s.input: s.of for s in step.slots if s.of and ranks[s.input] == ranks[s.of]}
+        like = {slot.output: of[slot.input] for slot in step.slots} | of
         like |= {name: name.removesuffix(GRADIENT) for name in ports if name.endswith(GRADIENT)}
         fed = {t.name: t.shape for t in graph.inputs if t.name in step.data}
         tensors = {

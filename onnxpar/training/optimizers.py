@@ -1,57 +1,22 @@
-"""Optimizers as graph nodes, which compute the next parameter and state from parameter, gradient
-and state.
+"""The optimizers, by name.
 
-All follow PyTorch's classes of the same names; LAMB follows You et al., "Large Batch Optimization
-for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's bias correction.
+Those that PyTorch has follow its classes of the same names. LAMB follows You et al., "Large Batch
+Optimization for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2, with Adam's bias
+correction; LARS, You et al., "Large Batch Training of Convolutional Networks" (2017), algorithm 1;
+Lion, Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Value
-
-State = Mapping[str, Value]
-DECAYS = ("beta1", "beta2")
-"""Hyperparameters that are decay rates of moving averages: below 1."""
-Update = tuple[Value, dict[str, Value]]
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """An update rule for parameters. Fields are hyperparameters; the learning rate is an input of
-    the step.
-
-    slots   names of the state tensors of each parameter, which start as zeros
-    counts  True if an update depends on the number of steps so far
-    """
-
-    weight_decay: float = 0.0
-
-    slots: ClassVar[tuple[str, ...]] = ()
-    counts: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Errors: StrategyError if a hyperparameter is out of range."""
-        for field in fields(self):
-            value, most = getattr(self, field.name), 1 if field.name in DECAYS else math.inf
-            if not 0 <= value < most:
-                known = "from 0 to below 1" if most == 1 else "0 or more"
-                name = type(self).__name__.lower()
-                raise StrategyError(f"{name}: {field.name} is {value}; it must be {known}")
-
-    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        """Appends the update of a parameter `p` with gradient `g`; returns the next parameter and
-        its next state. `step`, a float64, counts updates from 1; it is None unless `counts`."""
-        raise NotImplementedError
-
-    def _decayed(self, p: Value, g: Value) -> Value:
-        """Returns the gradient plus weight decay (L2 regularization)."""
-        return g + p * self.weight_decay if self.weight_decay else g
+from onnxpar.training.adam_optimizers import Adam, AdamW, Lamb, NAdam, SparseAdam
+from onnxpar.training.matrix_optimizers import Adafactor, Muon
+from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm, trust
 
 
 @dataclass(frozen=True)
@@ -59,7 +24,7 @@ class Sgd(Optimizer):
     """Plain gradient descent."""
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        return p - self._decayed(p, g) * rate, {}
+        return p - self.decayed(p, g) * rate, {}
 
 
 @dataclass(frozen=True)
@@ -69,89 +34,20 @@ class Momentum(Optimizer):
     momentum: float = 0.9
     nesterov: bool = False
 
-    slots: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise StrategyError("momentum: nesterov needs a momentum above 0; it is 0")
 
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The buffer."""
+        return {"momentum_buffer": shape}
+
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        g = self._decayed(p, g)
+        g = self.decayed(p, g)
         buffer = state["momentum_buffer"] * self.momentum + g
         along = g + buffer * self.momentum if self.nesterov else buffer
         return p - along * rate, {"momentum_buffer": buffer}
-
-
-@dataclass(frozen=True)
-class Adam(Optimizer):
-    """Adam; weight decay is added to the gradient."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-
-    slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    counts: ClassVar[bool] = True
-
-    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        direction, following = self._direction(self._decayed(p, g), state, step)
-        return p - direction * rate, following
-
-    def _direction(self, g: Value, state: State, step: Value | None) -> Update:
-        """Returns Adam's direction, and the next state: the moving average of gradients over the
-        root of that of squares, both with bias correction."""
-        assert step is not None
-        mean = state["exp_avg"] * self.beta1 + g * (1 - self.beta1)
-        square = state["exp_avg_sq"] * self.beta2 + g * g * (1 - self.beta2)
-        of_mean, of_square = (
-            (1.0 - step.builder.constant(beta, step.dtype) ** step).cast(g.dtype)
-            for beta in (self.beta1, self.beta2)
-        )
-        direction = self._ratio(mean, square, of_mean, of_square)
-        return direction, {"exp_avg": mean, "exp_avg_sq": square}
-
-    def _ratio(self, mean: Value, square: Value, of_mean: Value, of_square: Value) -> Value:
-        return (mean / of_mean) / ((square / of_square).sqrt() + self.epsilon)
-
-
-@dataclass(frozen=True)
-class SparseAdam(Adam):
-    """Adam of the rows that a step looks up. As in PyTorch's class of this name and in TensorFlow's
-    LazyAdam, the bias correction counts all steps, and epsilon is added to the root of the mean
-    square before its correction."""
-
-    def _ratio(self, mean: Value, square: Value, of_mean: Value, of_square: Value) -> Value:
-        return mean / (square.sqrt() + self.epsilon) * (of_square.sqrt() / of_mean)
-
-
-@dataclass(frozen=True)
-class AdamW(Adam):
-    """Adam with decoupled weight decay."""
-
-    weight_decay: float = 0.01
-
-    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        direction, following = self._direction(g, state, step)
-        if self.weight_decay:
-            p = p - p * (rate * self.weight_decay)
-        return p - direction * rate, following
-
-
-@dataclass(frozen=True)
-class Lamb(Adam):
-    """AdamW with steps in proportion to the parameter's norm."""
-
-    weight_decay: float = 0.01
-    epsilon: float = 1e-6
-
-    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        direction, following = self._direction(g, state, step)
-        along = self._decayed(p, direction)
-        length, other = (p.builder.over_parts((v * v).sum()).sqrt() for v in (p, along))
-        known = (length > 0.0).op("And", other > 0.0)
-        trust = known.where(length / known.where(other, 1.0), 1.0)
-        return p - along * (trust * rate), following
 
 
 @dataclass(frozen=True)
@@ -160,12 +56,83 @@ class Adagrad(Optimizer):
 
     epsilon: float = 1e-10
 
-    slots: ClassVar[tuple[str, ...]] = ("sum",)
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The sum of squares."""
+        return {"sum": shape}
 
     def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
-        g = self._decayed(p, g)
+        g = self.decayed(p, g)
         total = state["sum"] + g * g
         return p - g / (total.sqrt() + self.epsilon) * rate, {"sum": total}
+
+
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """Steps over the root of a moving average of squared gradients. With `centered`, the square of
+    the average gradient is taken from it."""
+
+    alpha: float = 0.99
+    epsilon: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The averages, and the buffer if there is a momentum."""
+        names = ["square_avg"]
+        names += ["grad_avg"] if self.centered else []
+        names += ["momentum_buffer"] if self.momentum else []
+        return dict.fromkeys(names, shape)
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        g = self.decayed(p, g)
+        square = state["square_avg"] * self.alpha + g * g * (1 - self.alpha)
+        following, around = {"square_avg": square}, square
+        if self.centered:
+            mean = state["grad_avg"] * self.alpha + g * (1 - self.alpha)
+            following["grad_avg"] = mean
+            # rounding may make it negative where the gradient hardly changes
+            around = (square - mean * mean).op("Max", 0.0)
+        along = g / (around.sqrt() + self.epsilon)
+        if self.momentum:
+            along = state["momentum_buffer"] * self.momentum + along
+            following["momentum_buffer"] = along
+        return p - along * rate, following
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """Steps of one size along the signs of a momentum, with decoupled weight decay."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The momentum."""
+        return {"exp_avg": shape}
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        mean = state["exp_avg"]
+        along = (mean * self.beta1 + g * (1 - self.beta1)).op("Sign")
+        following = mean * self.beta2 + g * (1 - self.beta2)
+        return self.shrunk(p, rate) - along * rate, {"exp_avg": following}
+
+
+@dataclass(frozen=True)
+class Lars(Optimizer):
+    """Gradient descent with a buffer of past steps, each in proportion to the parameter's norm."""
+
+    momentum: float = 0.9
+    trust_coefficient: float = 1e-3
+
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The buffer."""
+        return {"momentum_buffer": shape}
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        length, other = norm(p), norm(g)
+        local = trust(length * self.trust_coefficient, other + length * self.weight_decay)
+        buffer = state["momentum_buffer"] * self.momentum + self.decayed(p, g) * (local * rate)
+        return p - buffer, {"momentum_buffer": buffer}
 
 
 def lazy_form(optimizer: Optimizer) -> Optimizer:
@@ -176,6 +143,8 @@ def lazy_form(optimizer: Optimizer) -> Optimizer:
             f"--lazy: {type(optimizer).__name__.lower()} changes rows that a step does not look "
             "up; use sgd, adam or adagrad"
         )
+    if isinstance(optimizer, Adam) and optimizer.amsgrad:
+        raise StrategyError("--lazy: SparseAdam has no amsgrad; leave it out")
     if optimizer.weight_decay:
         raise StrategyError(
             f"--lazy: a weight decay of {optimizer.weight_decay} changes rows that a step does not "
@@ -195,6 +164,12 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     "adamw": AdamW,
     "lamb": Lamb,
     "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+    "nadam": NAdam,
+    "adafactor": Adafactor,
+    "lion": Lion,
+    "lars": Lars,
+    "muon": Muon,
 }
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 from onnxpar.errors import StrategyError
 from onnxpar.grad.trained import matching
-from onnxpar.training.optimizers import Optimizer, make_optimizer
+from onnxpar.training.optimizer import Optimizer
+from onnxpar.training.optimizers import make_optimizer
 
 _SCALE = "lr_scale"
 _FLAGS = {"true": True, "false": False}

@@ -47,7 +47,8 @@ from onnxpar.training.cautions import (
 from onnxpar.training.decay import undecayed
 from onnxpar.training.lazy import Rows
 from onnxpar.training.loss_scale import GOOD, is_finite
-from onnxpar.training.optimizers import Optimizer, State, Update, lazy_form
+from onnxpar.training.optimizer import Optimizer, State, Update
+from onnxpar.training.optimizers import lazy_form
 from onnxpar.training.parameter_groups import Group, Rule, rules_of
 from onnxpar.training.program import Program
 
@@ -219,7 +220,14 @@ class _Update:
         name, optimizer = parameter.name, rule.optimizer
         p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
         g = p.builder.value(self.gradients[name].tensor)
-        state = {s: self._input(f"{name}.{s}", p.dtype, p.shape) for s in optimizer.slots}
+        if optimizer.needs_whole and self.program.is_part(name):
+            raise StrategyError(
+                f"each rank of this program has a part of {name!r}, but "
+                f"{type(optimizer).__name__.lower()} needs the whole parameter; give another "
+                f"optimizer, or --group '{name}:optimizer=adamw'"
+            )
+        slots = optimizer.slots(p.shape)
+        state = {s: self._input(f"{name}.{s}", p.dtype, shape) for s, shape in slots.items()}
         own_rate = rate.cast(p.dtype) * rule.lr_scale
         rows = self.rows.get(name)
         if rows is None:

@@ -23,7 +23,7 @@ from training.steps import (
 from onnxpar.checking.compare_training import compare_training
 from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
-from onnxpar.training.optimizers import Adam
+from onnxpar.training.adam_optimizers import Adam
 
 ONE = """lookup (int64[3] ids) => (double[3,2] y)
 <double[5,2] w = {0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9}> { y = Gather(w, ids) }"""

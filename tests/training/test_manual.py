@@ -184,16 +184,30 @@ def test_a_step_remembers_its_groups(group: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adagrad", "nadam", "lars"])
 def test_optimizers(optimizer: str, tmp_path: Path) -> None:
     """LAMB's steps are as long as the norms of whole parameters say."""
     spec = check(tmp_path, CASES["both"], optimizer=optimizer, weight_decay=0.1)
     bundle = Bundle.load(tmp_path / "step.par")
     for slot in spec.slots:
-        if slot.of:
+        if slot.of and slot.kind != "mu_complement":  # a number
             layout = bundle.inputs[slot.of].layout
             assert bundle.inputs[slot.input].layout == bundle.outputs[slot.output].layout == layout
     assert bundle.inputs["w2"].layout == Layout((Factor(16, (Axis("tp", 4),)), Factor(5)))
+
+
+def test_numbers_among_the_states_of_a_part(tmp_path: Path) -> None:
+    check(tmp_path, CASES["dealt"], optimizer="nadam")
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_a_part_of_a_matrix_is_refused(optimizer: str, tmp_path: Path) -> None:
+    """A rank has no rows or columns of the others; another optimizer may update the parts."""
+    message = f"each rank .* a part of 'b?w?[12]', but {optimizer} needs .* --group '.*:optimizer="
+    with pytest.raises(StrategyError, match=message):
+        check(tmp_path, CASES["dealt"], optimizer=optimizer)
+    parts = ["w*:optimizer=adamw", "b1:optimizer=adamw"]
+    check(tmp_path, CASES["dealt"], optimizer=optimizer, group=parts)
 
 
 @pytest.mark.matrix

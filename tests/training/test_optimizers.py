@@ -14,7 +14,8 @@ from training.steps import LINEAR, Array, run_unsplit, write_step
 
 from onnxpar.errors import StrategyError
 from onnxpar.training import grad
-from onnxpar.training.optimizers import AdamW, make_optimizer
+from onnxpar.training.adam_optimizers import AdamW
+from onnxpar.training.optimizers import make_optimizer
 
 STEPS = 5
 RATES = [0.1, 0.05, 0.2, 0.1, 0.01]
@@ -244,6 +245,10 @@ def test_an_optimizer_may_be_given_as_an_object(tmp_path: Path) -> None:
         ("adam", {"epsilon": -1e-8}, "adam: epsilon is -1e-08; it"),
         ("sgd", {"weight_decay": -1.0}, "sgd: weight_decay is -1.0; it"),
         ("momentum", {"momentum": float("nan")}, "momentum: momentum is nan; it"),
+        ("rmsprop", {"alpha": 1.0}, "rmsprop: alpha is 1.0; it must be from 0 to below 1"),
+        ("adafactor", {"beta2_decay": 0.1}, "beta2_decay is 0.1; it must be 0 or less"),
+        ("adafactor", {"clip_threshold": 0.5}, "clip_threshold is 0.5; it must be 1 or more"),
+        ("lamb", {"amsgrad": True}, "optimizer lamb has no hyperparameter 'amsgrad'"),
         ("momentum", {"momentum": 0.0, "nesterov": True}, "nesterov needs a momentum"),
     ],
 )

@@ -1,6 +1,7 @@
 """Writes updates.json: parameters after five steps of PyTorch 2.13's optimizers (run by hand, with
 onnxpar and tests/ on the path)."""
 
+import inspect
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +37,25 @@ def grouped(
         return [kind(each, lr=RATE, **options)]  # type: ignore[call-arg]
 
     return make
+
+
+def muon(**options: Any) -> Callable[[Named], list[Optimizer]]:
+    """Muon of the matrices in float64, where PyTorch rounds to bfloat16, and AdamW of the rest."""
+
+    def make(p: Named) -> list[Optimizer]:
+        return [
+            torch.optim.Muon([p["w1"], p["w3"]], lr=RATE, **options),
+            torch.optim.AdamW([p["w2"], p["w4"]], lr=RATE, weight_decay=0),
+        ]
+
+    return make
+
+
+def in_float64() -> None:
+    """Makes Muon's iteration run in float64."""
+    module = torch.optim._muon
+    source = inspect.getsource(module._zeropower_via_newtonschulz)
+    exec(source.replace(".bfloat16()", ".double().clone()"), module.__dict__)
 
 
 NONE = ("w2 w4", {"weight_decay": 0})
@@ -83,6 +103,51 @@ CASES: dict[str, Case] = {
             ),
         ],
     ),
+    "adam with amsgrad": (
+        {"optimizer": "adam", "amsgrad": True, "beta2": 0.5},
+        plain(torch.optim.Adam, amsgrad=True, betas=(0.9, 0.5)),
+    ),
+    "adamw with amsgrad": (
+        {"optimizer": "adamw", "amsgrad": True, "beta2": 0.5, "decay_all": True},
+        plain(torch.optim.AdamW, amsgrad=True, betas=(0.9, 0.5)),
+    ),
+    "rmsprop": ({"optimizer": "rmsprop"}, plain(torch.optim.RMSprop)),
+    "rmsprop with all": (
+        {
+            **{"optimizer": "rmsprop", "alpha": 0.8, "momentum": 0.7, "centered": True},
+            **{"weight_decay": 0.1, "epsilon": 0.01, "decay_all": True},
+        },
+        plain(
+            torch.optim.RMSprop, alpha=0.8, momentum=0.7, centered=True, weight_decay=0.1, eps=0.01
+        ),
+    ),
+    "nadam": (
+        {"optimizer": "nadam", "weight_decay": 0.1, "momentum_decay": 0.02},
+        grouped(torch.optim.NAdam, ("w1 w3", {"weight_decay": 0.1}), NONE, momentum_decay=0.02),
+    ),
+    "adafactor": ({"optimizer": "adafactor"}, plain(torch.optim.Adafactor)),
+    "adafactor with all": (
+        {
+            **{"optimizer": "adafactor", "weight_decay": 0.1, "beta2_decay": -0.5},
+            **{"epsilon": 2.0, "clip_threshold": 1.5},
+        },
+        grouped(
+            torch.optim.Adafactor,
+            ("w1 w3", {"weight_decay": 0.1}),
+            NONE,
+            beta2_decay=-0.5,
+            eps=(None, 2.0),
+            d=1.5,
+        ),
+    ),
+    "muon": ({"optimizer": "muon"}, muon()),
+    "muon with all": (
+        {
+            **{"optimizer": "muon", "weight_decay": 0.3, "momentum": 0.8},
+            **{"match_rms_adamw": True, "group": ["w*:nesterov=false"]},
+        },
+        muon(weight_decay=0.3, momentum=0.8, nesterov=False, adjust_lr_fn="match_rms_adamw"),
+    ),
 }
 
 
@@ -115,6 +180,7 @@ def trained(make: Callable[[Named], list[Optimizer]]) -> dict[str, list[Any]]:
 
 def main() -> None:
     torch.set_default_dtype(torch.float64)
+    in_float64()
     cases = {name: {"how": how, "after": trained(make)} for name, (how, make) in CASES.items()}
     Path(__file__).with_name("updates.json").write_text(json.dumps(cases) + "\n")
 

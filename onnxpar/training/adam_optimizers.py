@@ -1,0 +1,142 @@
+"""Adam and its relatives, which step along moving averages of gradients over roots of those of
+squares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from onnxpar.grad.value import Value
+from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm, trust
+
+
+@dataclass(frozen=True)
+class Moments(Optimizer):
+    """The moving averages of gradients and of their squares, as in Adam."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    counts: ClassVar[bool] = True
+
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The moving averages."""
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+
+    def averages(self, g: Value, state: State) -> tuple[Value, Value]:
+        """Returns the next moving averages of gradients and of squares."""
+        mean = state["exp_avg"] * self.beta1 + g * (1 - self.beta1)
+        return mean, state["exp_avg_sq"] * self.beta2 + g * g * (1 - self.beta2)
+
+    def corrections(self, g: Value, step: Value | None) -> tuple[Value, Value]:
+        """Returns by what the averages are divided, because they started as zeros."""
+        assert step is not None
+        of_mean, of_square = (
+            (1.0 - step.builder.constant(beta, step.dtype) ** step).cast(g.dtype)
+            for beta in (self.beta1, self.beta2)
+        )
+        return of_mean, of_square
+
+    def direction(self, g: Value, state: State, step: Value | None) -> Update:
+        """Returns Adam's direction, and the next state: the moving average of gradients over the
+        root of that of squares, both with bias correction."""
+        mean, square = self.averages(g, state)
+        of_mean, of_square = self.corrections(g, step)
+        largest, following = self.kept(square, state)
+        along = (mean / of_mean) / ((largest / of_square).sqrt() + self.epsilon)
+        return along, {"exp_avg": mean, "exp_avg_sq": square, **following}
+
+    def kept(self, square: Value, state: State) -> Update:
+        """Returns the average of squares by which Adam divides, and what more it keeps of it."""
+        return square, {}
+
+
+@dataclass(frozen=True)
+class Adam(Moments):
+    """Adam; weight decay is added to the gradient. With `amsgrad`, it divides by the largest
+    average of squares so far."""
+
+    amsgrad: bool = False
+
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The moving averages, and the largest of squares."""
+        more = {"max_exp_avg_sq": shape} if self.amsgrad else {}
+        return {**super().slots(shape), **more}
+
+    def kept(self, square: Value, state: State) -> Update:
+        """Returns the largest average so far with `amsgrad`, else this one."""
+        if not self.amsgrad:
+            return square, {}
+        largest = state["max_exp_avg_sq"].op("Max", square)
+        return largest, {"max_exp_avg_sq": largest}
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        direction, following = self.direction(self.decayed(p, g), state, step)
+        return p - direction * rate, following
+
+
+@dataclass(frozen=True)
+class SparseAdam(Moments):
+    """Adam of the rows that a step looks up. As in PyTorch's class of this name and in TensorFlow's
+    LazyAdam, the bias correction counts all steps, and epsilon is added to the root of the mean
+    square before its correction."""
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        mean, square = self.averages(g, state)
+        of_mean, of_square = self.corrections(g, step)
+        direction = mean / (square.sqrt() + self.epsilon) * (of_square.sqrt() / of_mean)
+        return p - direction * rate, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay."""
+
+    weight_decay: float = 0.01
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        direction, following = self.direction(g, state, step)
+        return self.shrunk(p, rate) - direction * rate, following
+
+
+@dataclass(frozen=True)
+class Lamb(Moments):
+    """AdamW with steps in proportion to the parameter's norm."""
+
+    weight_decay: float = 0.01
+    epsilon: float = 1e-6
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        direction, following = self.direction(g, state, step)
+        along = self.decayed(p, direction)
+        return p - along * (trust(norm(p), norm(along)) * rate), following
+
+
+@dataclass(frozen=True)
+class NAdam(Moments):
+    """Adam with Nesterov's momentum, which grows over the steps to beta1."""
+
+    momentum_decay: float = 4e-3
+
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """The moving averages, and 1 minus the product of all momentums so far: zero at first."""
+        return {**super().slots(shape), "mu_complement": ()}
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        mean, square = self.averages(self.decayed(p, g), state)
+        _, of_square = self.corrections(g, step)
+        mu, following = (self._momentum(step, ahead).cast(p.dtype) for ahead in (0, 1))
+        complement = 1.0 - mu + state["mu_complement"] * mu
+        ahead = 1.0 - following + complement * following
+        root = (square / of_square).sqrt() + self.epsilon
+        of_gradient, of_mean = (1.0 - mu) / complement * rate, following / ahead * rate
+        along = (self.decayed(p, g) * of_gradient + mean * of_mean) / root
+        return p - along, {"exp_avg": mean, "exp_avg_sq": square, "mu_complement": complement}
+
+    def _momentum(self, step: Value | None, ahead: int) -> Value:
+        assert step is not None
+        count = (step + float(ahead)) * self.momentum_decay
+        power = step.builder.constant(0.96, step.dtype) ** count
+        return (1.0 - power * 0.5) * self.beta1

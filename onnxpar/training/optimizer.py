@@ -1,0 +1,77 @@
+"""What an optimizer is: nodes that compute the next parameter and state from parameter, gradient
+and state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from onnxpar.errors import StrategyError
+from onnxpar.grad.value import Value
+
+State = Mapping[str, Value]
+DECAYS = ("beta1", "beta2", "alpha")
+"""Hyperparameters that are decay rates of moving averages: below 1."""
+BELOW_ZERO = ("beta2_decay",)
+"""Hyperparameters that are exponents of a decay: 0 or less."""
+Update = tuple[Value, dict[str, Value]]
+Slots = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An update rule for parameters. Fields are hyperparameters; the learning rate is an input of
+    the step.
+
+    counts       True if an update depends on the number of steps so far
+    needs_whole  True if an update needs the whole parameter, so that the program of a rank that has
+                 a part of it cannot compute it
+    """
+
+    weight_decay: float = 0.0
+
+    counts: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Errors: StrategyError if a hyperparameter is out of range."""
+        for field in fields(self):
+            value, known = getattr(self, field.name), "0 or more"
+            is_right = 0 <= value < math.inf
+            if field.name in DECAYS:
+                is_right, known = 0 <= value < 1, "from 0 to below 1"
+            elif field.name in BELOW_ZERO:
+                is_right, known = -math.inf < value <= 0, "0 or less"
+            if not is_right:
+                name = type(self).__name__.lower()
+                raise StrategyError(f"{name}: {field.name} is {value}; it must be {known}")
+
+    def slots(self, shape: Sequence[int]) -> Slots:
+        """Returns the shapes of the state tensors of a parameter, which start as zeros, by name."""
+        return {}
+
+    def update(self, p: Value, g: Value, state: State, rate: Value, step: Value | None) -> Update:
+        """Appends the update of a parameter `p` with gradient `g`; returns the next parameter and
+        its next state. `step`, a float64, counts updates from 1; it is None unless `counts`."""
+        raise NotImplementedError
+
+    def decayed(self, p: Value, g: Value) -> Value:
+        """Returns the gradient plus weight decay (L2 regularization)."""
+        return g + p * self.weight_decay if self.weight_decay else g
+
+    def shrunk(self, p: Value, rate: Value) -> Value:
+        """Returns the parameter after a decoupled weight decay."""
+        return p - p * (rate * self.weight_decay) if self.weight_decay else p
+
+
+def norm(x: Value) -> Value:
+    """Returns the Euclidean norm of a parameter, or of a tensor of its shape, over all shards."""
+    return x.builder.over_parts((x * x).sum()).sqrt()
+
+
+def trust(length: Value, other: Value) -> Value:
+    """Returns the quotient of two norms; 1 if one of them is zero."""
+    known = (length > 0.0).op("And", other > 0.0)
+    return known.where(length / known.where(other, 1.0), 1.0)
