@@ -86,6 +86,7 @@ def grad(args: argparse.Namespace) -> int:
         args.accumulate,
         [Group.parse(text) for text in args.group],
         args.decay_all,
+        args.ema,
     )
     strategy = Strategy.given(args.strategy or None)
     source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
@@ -247,7 +248,9 @@ def weights(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> int:
     """Runs `checkpoint merge`: writes a model with the weights of a checkpoint."""
-    count = merge_checkpoint(args.checkpoint, args.model, args.output, training=args.training)
+    count = merge_checkpoint(
+        args.checkpoint, args.model, args.output, training=args.training, ema=args.ema
+    )
     print(f"{count} weights of {args.checkpoint} are in {args.output}")
     return 0
 

@@ -190,6 +190,13 @@ def _add_step(to: argparse.ArgumentParser) -> None:
         help="scale the gradients down if their global norm exceeds X",
     )
     to.add_argument(
+        "--ema",
+        type=float,
+        metavar="DECAY",
+        help="keep a moving average of each parameter, which `train --eval` evaluates and "
+        "`checkpoint merge --ema` writes; DECAY is its decay in a step, such as 0.999",
+    )
+    to.add_argument(
         "--precision",
         choices=PRECISIONS,
         help="type in which the model computes; parameters and their states keep their types",
@@ -432,6 +439,11 @@ def add_merge(to: argparse.ArgumentParser) -> None:
     to.add_argument("model", metavar="model.onnx", help="the model that was trained")
     to.add_argument(
         "-o", "--output", required=True, metavar="FILE", help="model to write, such as trained.onnx"
+    )
+    to.add_argument(
+        "--ema",
+        action="store_true",
+        help="write the moving averages of the weights, which `grad --ema` keeps",
     )
     to.add_argument(
         "--training",

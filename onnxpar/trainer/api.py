@@ -72,6 +72,7 @@ def grad(
     accumulate: int = 1,
     group: Sequence[str] = (),
     decay_all: bool = False,
+    ema: float | None = None,
     untie: bool = False,
     dims: Mapping[str, int | str] | None = None,
     devices: int | None = None,
@@ -127,6 +128,8 @@ def grad(
     group       hyperparameters of the parameters whose names match a glob, and a factor of their
                 learning rate: "*.bias:lr_scale=2,weight_decay=0"; the last that matches holds
     decay_all   True to decay biases and scales of normalizations, too, as PyTorch's optimizers do
+    ema         decay of moving averages of the parameters, which evaluations then use, and
+                `merge(ema=True)` writes
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
     preset      "manual" if the model is one rank's program with collectives; then the step is one,
@@ -176,7 +179,7 @@ def grad(
     how = Strategy.given(strategy)
     source = Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
     of_groups = [Group.parse(text) for text in group]
-    options = StepOptions(optimizer, clip_norm, accumulate, of_groups, decay_all)
+    options = StepOptions(optimizer, clip_norm, accumulate, of_groups, decay_all, ema)
     with model_file(model) as path:
         made, _ = write_step(path, Path(output), wanted, options, source, untie)
     assert made.step is not None

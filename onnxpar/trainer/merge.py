@@ -11,6 +11,7 @@ from onnx import GraphProto
 from onnxpar.canonicalize.untie import untie
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.ir.stored import check_stored, graphs_of, nodes_of, stored_tensors
+from onnxpar.ir.training_spec import AVERAGE
 from onnxpar.load.load import read_proto
 from onnxpar.model.given_model import Source, model_file
 from onnxpar.model.write_model import NewValue, write_model
@@ -27,6 +28,7 @@ def merge(
     output: str | os.PathLike[str],
     *,
     training: bool = False,
+    ema: bool = False,
 ) -> int:
     """Writes the model with the weights of a checkpoint, which may be from any mesh; returns the
     number of replaced weights.
@@ -34,6 +36,7 @@ def merge(
     checkpoint  a checkpoint, or a folder whose newest complete checkpoint is used
     model       the model that was trained: a file, an onnx.ModelProto, or its bytes
     output      the file to write
+    ema         True for the moving averages of the weights (`grad --ema`)
     training    True to leave Dropout and batch-norm in training mode; by default they are switched
                 to inference
 
@@ -41,17 +44,25 @@ def merge(
     ModelError if the model lacks a weight of the checkpoint, or has it with another shape.
     """
     with model_file(model) as path:
-        return _merge(Checkpoint.load(checkpoint), path, Path(output), training)
+        return _merge(Checkpoint.load(checkpoint), path, Path(output), training, ema)
 
 
-def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
+def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: bool) -> int:
     proto = read_proto(path)
     if not target.parent.is_dir():
         raise OnnxparError(f"{target.parent}: no such folder for the output")
     refuse_overwriting({"model": path, "output": target})
     if not training:
         _to_inference(proto.graph)
-    trained = [slot.input for slot in found.slots if slot.kind in IN_MODEL]
+    trained = {slot.input: slot.input for slot in found.slots if slot.kind in IN_MODEL}
+    if ema:
+        averages = {slot.of: slot.input for slot in found.slots if slot.kind == AVERAGE}
+        if not averages:
+            raise ModelError(
+                f"{found.path} has no moving averages; leave --ema out, or write the step with "
+                "`onnxpar grad --ema`"
+            )
+        trained |= averages
     known = {t.name for t in proto.graph.initializer}
     apart = {name.rpartition("@")[0] for name in trained if name not in known}
     if apart:
@@ -75,7 +86,7 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool) -> int:
                 f"{path}: {name!r} has the shape {list(tensors[name].dims)}, but "
                 f"{list(blank.shape)} in the checkpoint {found.path}"
             )
-        return NewValue(blank.dtype, blank.shape, partial(found.states.fill, name))
+        return NewValue(blank.dtype, blank.shape, partial(found.states.fill, trained[name]))
 
     write_model(proto, path.parent, target, value)
     return len(trained)

@@ -16,14 +16,14 @@ from onnxpar.grad.vjp import is_message
 from onnxpar.ir.clone import needed
 from onnxpar.ir.lazy_values import stored_proto
 from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
-from onnxpar.ir.training_spec import EVALUATION, MAGNITUDES, SAMPLES, SCALE, SEED
+from onnxpar.ir.training_spec import AVERAGE, EVALUATION, MAGNITUDES, SAMPLES, SCALE, SEED
 from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
 from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
 from onnxpar.training.cautions_of_stops import cautions_of_stops
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
-from onnxpar.training.evaluation import copy_for_use
+from onnxpar.training.evaluation import copy_for_use, read_averages
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient, sampled_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.loss_settings import DEFAULT_SETTINGS, LossSettings
@@ -39,7 +39,14 @@ from onnxpar.training.stops import stop_gradients
 
 LOSS = "loss"
 PORTS = (LOSS, "learning_rate", "step", SEED, "gradient_norm", "skipped", SCALE, GOOD, MAGNITUDES)
-ENDINGS = (".next", ".grad", ".again", f"{EVALUATION}.loss", f"{EVALUATION}.accuracy")
+ENDINGS = (
+    ".next",
+    ".grad",
+    ".again",
+    f".{AVERAGE}",
+    f"{EVALUATION}.loss",
+    f"{EVALUATION}.accuracy",
+)
 """Suffixes of the names of tensors that a training step adds to a model."""
 
 
@@ -120,6 +127,8 @@ class Backward:
     targets     the inputs that the loss compares the output with, by what they are
     counts      by what means over labels are divided: in a graph for one of several micro-batches,
                 its own part, in place of which `accumulate` puts the sum over all
+    averages    the moving averages of the parameters, as graph inputs, by parameter; empty if there
+                are none
     weights_of  the weight of each mean of an evaluation, by name, if not all labels count
     cautions    sentences on gradients that may differ from torch's
     """
@@ -138,6 +147,7 @@ class Backward:
     counts: Sequence[Value] = ()
     weights_of: Mapping[str, Value] = field(default_factory=dict)
     cautions: Sequence[str] = ()
+    averages: Mapping[str, gs.Variable] = field(default_factory=dict)
 
     @property
     def samples(self) -> gs.Variable | None:
@@ -146,12 +156,16 @@ class Backward:
 
 
 def add_backward(
-    model: Model, options: LossOptions, program: Program | None = None, turns: int = 1
+    model: Model,
+    options: LossOptions,
+    program: Program | None = None,
+    turns: int = 1,
+    averages: bool = False,
 ) -> Backward:
     """Appends a loss and its gradients with respect to the trained weights to the graph of a model
     that was loaded for training; the graph's outputs do not change. Returns the appended values: of
-    one of `turns` micro-batches, and of one of the program's ranks. Errors: StrategyError,
-    ModelError."""
+    one of `turns` micro-batches, and of one of the program's ranks. With `averages`, the model is
+    evaluated with moving averages of its parameters. Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
     _check(model, options, program)
@@ -172,7 +186,8 @@ def add_backward(
     # of a part of the step.
     has_messages = any(is_message(node) for node in graph.nodes)
     is_sampled, count = bool(options.sampling), len(graph.nodes)
-    used = None if has_messages else copy_for_use(graph, bool(options.statistics), is_sampled)
+    has_copy = is_sampled or averages
+    used = None if has_messages else copy_for_use(graph, bool(options.statistics), has_copy)
     apart = {id(node) for node in nodes_within(graph.nodes[count:])}
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, norms, *options.batch_norm)
@@ -206,6 +221,9 @@ def add_backward(
     values, rows = _add_gradients(graph, loss.tensor, seed, parameters, options, lazy, sample)
     weights = _settle_lost(graph, weights, values, parts)
     parameters = [p for p in parameters if p.name in values]
+    averaged = {}
+    if averages:
+        averaged = read_averages(graph, [v.tensor.name for v in evaluated.values()], parameters)
     of_rows = [value for each in rows.values() for value in each.values()]
     results = [loss, *evaluated.values(), *counts, *values.values(), *of_rows]
     merge_equal(graph, [*(v.tensor for v in results), *(after for _, after in running)])
@@ -226,6 +244,7 @@ def add_backward(
         counts,
         weights_of,
         cautions,
+        averaged,
     )
 
 

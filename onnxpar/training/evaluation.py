@@ -1,12 +1,16 @@
-"""Copies the model in inference mode, for evaluation during training."""
+"""The model as it is evaluated during training: in inference mode, maybe with averaged weights."""
 
 from __future__ import annotations
 
-import onnx_graphsurgeon as gs
+from collections.abc import Collection, Sequence
 
-from onnxpar.ir.clone import clone_nodes
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxpar.ir.clone import clone_nodes, needed
 from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.ir.subgraphs import all_nodes, nodes_within
+from onnxpar.ir.training_spec import AVERAGE
 from onnxpar.training.draws import is_off
 
 
@@ -33,6 +37,27 @@ def copy_for_use(
                 node.outputs.pop()
     graph.nodes.extend(copies)
     return {t.name: tensors.get(id(t), t) for t in graph.outputs}
+
+
+def read_averages(
+    graph: gs.Graph, evaluated: Collection[str], parameters: Sequence[gs.Variable]
+) -> dict[str, gs.Variable]:
+    """Makes the nodes that compute `evaluated`, which nothing else reads, read moving averages of
+    the parameters. Returns these, new inputs that start as the parameters do, by parameter."""
+    averages: dict[str, gs.Variable] = {}
+    for parameter in parameters:
+        average = gs.Variable(f"{parameter.name}.{AVERAGE}", parameter.dtype, list(parameter.shape))
+        average.onnx_default = TensorProto()
+        average.onnx_default.CopyFrom(parameter.onnx_default)
+        average.onnx_default.name = average.name
+        graph.inputs.append(average)
+        averages[parameter.name] = average
+    own = {p.name: p for p in parameters}
+    for node in nodes_within(needed(graph, evaluated)):
+        for i, tensor in enumerate(node.inputs):
+            if tensor is not None and own.get(tensor.name) is tensor:
+                node.inputs[i] = averages[tensor.name]
+    return averages
 
 
 def _differs(node: gs.Node, takes_statistics: bool) -> bool:

@@ -21,6 +21,7 @@ from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
 from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.training_spec import (
+    AVERAGE,
     EVALUATION,
     GRADIENT,
     MAGNITUDES,
@@ -62,6 +63,7 @@ class StepOptions:
     accumulate  number of micro-batches in a step
     groups      parameters with hyperparameters of their own; the last that matches holds
     decay_all   True to decay biases and scales of normalizations, too
+    ema         decay of moving averages of the parameters; None for no averages
     """
 
     optimizer: Optimizer | None
@@ -69,14 +71,18 @@ class StepOptions:
     accumulate: int = 1
     groups: Sequence[Group] = ()
     decay_all: bool = False
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise StrategyError(f"--clip-norm {self.clip_norm}: must be above 0")
         if self.accumulate != 1:
             check_count(self.accumulate)
-        if self.groups and self.optimizer is None:
-            raise StrategyError("--group is for steps that update; give an --optimizer")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise StrategyError(f"--ema {self.ema}: must be from 0 to below 1")
+        for option, given in (("--group", self.groups), ("--ema", self.ema is not None)):
+            if given and self.optimizer is None:
+                raise StrategyError(f"{option} is for steps that update; give an --optimizer")
 
     def check_lazy(self) -> None:
         """Errors: StrategyError if no table can be trained lazily with these options."""
@@ -85,6 +91,10 @@ class StepOptions:
         if self.accumulate != 1:
             raise StrategyError(
                 "--lazy and --accumulate: micro-batches look up different rows; leave one out"
+            )
+        if self.ema is not None:
+            raise StrategyError(
+                "--lazy and --ema: each step moves the averages of all rows; leave one out"
             )
 
 
@@ -105,7 +115,7 @@ def make_step(
     cautions += cautions_of_variance(graph, loss.batch_norm)
     for of_loss in (cautions_of_cosines, cautions_of_probabilities):
         cautions += of_loss(graph, loss.loss, loss.output)
-    back = add_backward(model, loss, program, options.accumulate)
+    back = add_backward(model, loss, program, options.accumulate, options.ema is not None)
     fed = [t.name for t in graph.inputs if default_of(t) is None]
     names = {what: str(tensor.name) for what, tensor in back.targets.items()}
     step = Step(
@@ -165,6 +175,7 @@ class _Update:
         self.gradients = back.gradients
         self.running = back.running
         self.rows = back.rows
+        self.averages = back.averages
         self.scale = back.scale
         self.loss_scale = loss.scale
         self.finite: Value | None = None
@@ -201,7 +212,8 @@ class _Update:
         rules, self.step.groups = rules_of(optimizer, self.options.groups, names, undecayed)
         rate = self._input(self.step.rate, self.number, [])
         count = None
-        if any(rule.optimizer.counts for rule in rules.values()):
+        has_count = any(rule.optimizer.counts for rule in rules.values())
+        if has_count or self.options.ema is not None:
             before = self._input("step", np.int64, [])
             count = (before + 1).cast(np.float64)
             self._slot(before, before + 1, "step", "")
@@ -240,7 +252,17 @@ class _Update:
         self._add_slot(p, following, "parameter", name)
         for slot, value in changed.items():
             self._add_slot(state[slot], value, slot, name)
+        if self.options.ema is not None and count is not None:
+            self._average(p, following, count, self.options.ema)
         return following
+
+    def _average(self, p: Value, following: Value, count: Value, decay: float) -> None:
+        """Adds the update of the moving average of a parameter. The first one makes it the
+        parameter itself, as torch.optim.swa_utils.get_ema_multi_avg_fn does."""
+        before = p.builder.value(self.averages[p.tensor.name])
+        moved = before * decay + following * (1 - decay)
+        after = count.equal(1.0).where(following, moved)
+        self._slot(before, after, AVERAGE, p.tensor.name)
 
     def _lazily(self, optimizer: Optimizer, rows: Rows) -> Callable[..., Update]:
         """Returns the update of a table and its state that changes only these rows."""
