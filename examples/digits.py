@@ -22,6 +22,7 @@ import onnxpar
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Run, records
 from onnxpar.trainer.merge import merge
+from onnxpar.trainer.rates import Schedule
 from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
 
@@ -115,7 +116,8 @@ def main() -> None:
         how = {"optimizer": "adam", "dims": {"batch": BATCH}, **statistics}
         grad(model, step, loss="softmax-cross-entropy", **how)
         onnxpar.shard(step, par, preset=args.preset, **mesh)
-        run = Run(args.epochs, args.lr, "cosine", warmup=20, checkpoint=folder / "checkpoints")
+        schedule = Schedule("cosine", warmup=20)
+        run = Run(args.epochs, args.lr, schedule, checkpoint=folder / "checkpoints")
         with Trainer(par) as trainer:
             batches, others = (Data.of(part, trainer.data) for part in (train, held_out))
             for record in records(trainer, batches, run, others):

@@ -20,6 +20,7 @@ import onnxpar
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Run, records
 from onnxpar.trainer.merge import merge
+from onnxpar.trainer.rates import Schedule
 from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad
 
@@ -87,7 +88,8 @@ def main() -> None:
         how = {"optimizer": "adamw", "clip_norm": 1.0, "accumulate": 4}
         grad(MODEL, step, loss="softmax-cross-entropy", **how)
         onnxpar.shard(step, par, preset=args.preset, **mesh)
-        run = Run(args.epochs, args.lr, "cosine", warmup=20, checkpoint=folder / "checkpoints")
+        schedule = Schedule("cosine", warmup=20)
+        run = Run(args.epochs, args.lr, schedule, checkpoint=folder / "checkpoints")
         with Trainer(par) as trainer:
             data = Data.of(windows(text), trainer.data)
             losses = []

@@ -43,6 +43,7 @@ from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run, last_checkpoint
 from onnxpar.trainer.merge import merge as merge_checkpoint
 from onnxpar.trainer.picture import draw_losses
+from onnxpar.trainer.rates import Schedule
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, numbers_of
@@ -104,8 +105,15 @@ def train(args: argparse.Namespace) -> int:
     run = Run(
         args.epochs,
         args.lr,
-        args.schedule,
-        args.warmup,
+        Schedule(
+            args.schedule,
+            args.warmup,
+            args.min_lr,
+            args.lr_power,
+            args.lr_step_size,
+            args.lr_gamma,
+            args.decay_steps,
+        ),
         args.seed,
         args.shuffle,
         Path(args.checkpoint) if args.checkpoint else None,

@@ -319,6 +319,30 @@ def add_train(to: argparse.ArgumentParser) -> None:
         metavar="N",
         help="warm-up steps, in which the learning rate rises from 0",
     )
+    to.add_argument(
+        "--min-lr",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="learning rate to which a schedule falls; default: 0",
+    )
+    to.add_argument(
+        "--lr-power", type=float, metavar="X", help="for polynomial: its degree; default: 1"
+    )
+    to.add_argument(
+        "--lr-step-size",
+        type=int,
+        metavar="N",
+        help="for step: steps after which the rate is multiplied by --lr-gamma, again and again",
+    )
+    to.add_argument("--lr-gamma", type=float, metavar="X", help="for step; default: 0.1")
+    to.add_argument(
+        "--decay-steps",
+        type=int,
+        metavar="N",
+        help="for wsd (warm-up, stable, decay): steps at the end of the run in which the rate "
+        "falls, along half a cosine",
+    )
     to.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order of samples")
     to.add_argument(
         "--no-shuffle",

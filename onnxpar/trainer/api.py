@@ -27,6 +27,7 @@ from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.elastic import Elastic
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run
+from onnxpar.trainer.rates import Schedule
 from onnxpar.training.backward import LossOptions
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, Numbers, numbers_of
@@ -198,6 +199,11 @@ def train(
     epochs: int = 1,
     schedule: str = "constant",
     warmup: int = 0,
+    min_lr: float = 0.0,
+    lr_power: float | None = None,
+    lr_step_size: int | None = None,
+    lr_gamma: float | None = None,
+    decay_steps: int | None = None,
     seed: int = 0,
     shuffle: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -230,8 +236,14 @@ def train(
     eval        samples for an evaluation after each epoch
     batch       the batch size you expect; an error if the step was written for another one
     epochs      number of passes over all samples
-    schedule    learning-rate schedule after warm-up: constant, linear or cosine
+    schedule    learning-rate schedule after warm-up: constant, linear, cosine, polynomial, step,
+                inverse-sqrt or wsd
     warmup      number of warm-up steps, in which the learning rate rises linearly
+    min_lr      the rate to which a schedule falls
+    lr_power    the degree of polynomial; 1 by default
+    lr_step_size, lr_gamma  for step, the number of steps after which the rate is multiplied by
+                lr_gamma, 0.1 by default
+    decay_steps for wsd, the number of steps at the end of the run in which the rate falls
     seed        decides the order of samples, and the random numbers of steps
     shuffle     False to use samples in the order of `data`
     checkpoint  a folder for checkpoints; one is saved at the end. The folder is locked against
@@ -265,7 +277,8 @@ def train(
     """
     # Long for the list of parameters and their descriptions, which editors show.
     folder = None if checkpoint is None else Path(checkpoint)
-    order = (epochs, lr, schedule, warmup, seed, shuffle)
+    falling = Schedule(schedule, warmup, min_lr, lr_power, lr_step_size, lr_gamma, decay_steps)
+    order = (epochs, lr, falling, seed, shuffle)
     run = Run(*order, folder, every, keep, resume, async_checkpoint, allow_changed)
     if profile is not None:
         check_place(profile)

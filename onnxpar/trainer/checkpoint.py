@@ -57,6 +57,18 @@ _LATE = 20.0
 """Seconds that other processes wait for files that rank 0 already sees."""
 
 
+_OF_SCHEDULE = {
+    "kind": "--schedule",
+    "warmup": "--warmup",
+    "min_lr": "--min-lr",
+    "power": "--lr-power",
+    "step_size": "--lr-step-size",
+    "gamma": "--lr-gamma",
+    "decay_steps": "--decay-steps",
+}
+"""The options of a schedule, by its field."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What decides which samples a run takes, and at which rates, besides the rate itself.
@@ -66,7 +78,7 @@ class Settings:
     data     digest of the data
     shuffle  False if samples are used in the order of the file
     seed     decides their order, and the random numbers of steps
-    schedule, warmup  of the learning rate
+    schedule of the learning rate: the fields of `rates.Schedule`
     epochs   passes over the data, if the rates of the schedule depend on them; else None
     """
 
@@ -75,8 +87,7 @@ class Settings:
     data: str
     shuffle: bool
     seed: int
-    schedule: str
-    warmup: int
+    schedule: Mapping[str, Any]
     epochs: int | None
 
     def differences(self, now: Settings) -> list[str]:
@@ -87,11 +98,13 @@ class Settings:
             "data": "data of digest {}",
             "shuffle": "shuffle {}",
             "seed": "--seed {}",
-            "schedule": "--schedule {}",
-            "warmup": "--warmup {}",
             "epochs": "--epochs {}",
         }
         pairs = [(text, getattr(self, name), getattr(now, name)) for name, text in texts.items()]
+        pairs += [
+            (f"{option} {{}}", self.schedule.get(name), now.schedule.get(name))
+            for name, option in _OF_SCHEDULE.items()
+        ]
         return [f"{text.format(a)}, now {b}" for text, a, b in pairs if a != b]
 
 

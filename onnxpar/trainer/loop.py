@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from onnxpar.base.arrays import Array
@@ -13,7 +13,7 @@ from onnxpar.errors import DivergenceError, InputError, StoppedError
 from onnxpar.ir.training_spec import IGNORED
 from onnxpar.trainer.checkpoint import Progress, Settings, checkpoints, warn
 from onnxpar.trainer.data import Data
-from onnxpar.trainer.rates import SCHEDULES, Rate, check_rate
+from onnxpar.trainer.rates import CONSTANT, ENDING, Rate, Schedule, check_rate
 from onnxpar.trainer.trainer import Trainer
 
 _SEEDS = 1 << 31
@@ -27,9 +27,8 @@ class Run:
     """The options of a training run. Errors: InputError for an option that no run can have.
 
     epochs      number of passes over all samples
-    rate        the learning rate; with a schedule or warm-up, its peak
-    schedule    learning-rate schedule after warm-up, one of SCHEDULES
-    warmup      steps in which the learning rate rises linearly
+    rate        the learning rate; with a schedule, its peak
+    schedule    how the learning rate rises and falls
     seed        decides the order of samples, and the random numbers of steps
     shuffle     False to use samples in the order of the file
     checkpoint  the folder of checkpoints; None to save none
@@ -42,8 +41,7 @@ class Run:
 
     epochs: int
     rate: float
-    schedule: str = "constant"
-    warmup: int = 0
+    schedule: Schedule = CONSTANT
     seed: int = 0
     shuffle: bool = True
     checkpoint: Path | None = None
@@ -57,7 +55,7 @@ class Run:
         """Checks what needs neither the data nor the step, before these are read."""
         if self.epochs < 1:
             raise InputError(f"--epochs {self.epochs}: must be at least 1")
-        check_rate(self.rate, self.schedule, self.warmup)
+        check_rate(self.rate)
         if not 0 <= self.seed < _SEEDS:
             raise InputError(f"--seed {self.seed}: must be from 0 to {_SEEDS - 1}")
         if self.every < 0:
@@ -137,7 +135,7 @@ def records(
     left = max(run.epochs - progress.epoch - 1, 0) * data.batches
     left += -(-(data.used - progress.samples) // data.batch) if progress.epoch < run.epochs else 0
     steps = progress.step + left
-    rate = Rate(run.rate, steps, run.schedule, run.warmup)
+    rate = Rate(run.rate, steps, run.schedule)
     if progress.epoch >= run.epochs and trainer.leads:
         warn(
             f"nothing to do: {run.checkpoint} has finished epoch {progress.epoch} of --epochs "
@@ -260,8 +258,8 @@ def _has_checkpoint(folder: Path, may: bool) -> bool:
 def _settings(run: Run, data: Data) -> Settings:
     """The settings of a run that its checkpoints record."""
     order = data.batch, data.count, data.digest(), run.shuffle, run.seed
-    epochs = run.epochs if run.schedule != SCHEDULES[0] else None
-    return Settings(*order, run.schedule, run.warmup, epochs)
+    epochs = run.epochs if run.schedule.kind in ENDING else None
+    return Settings(*order, asdict(run.schedule), epochs)
 
 
 def _start(trainer: Trainer, run: Run, settings: Settings) -> Progress:

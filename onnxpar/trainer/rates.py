@@ -1,51 +1,146 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules, as Hugging Face's transformers and PyTorch define them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from onnxpar.errors import InputError
 
-SCHEDULES = ("constant", "linear", "cosine")
+_TIMESCALE = 10_000
+"""Steps after which an inverse square root has fallen to 1 / sqrt(2), if there is no warm-up."""
 
 
-def check_rate(peak: float, schedule: str = SCHEDULES[0], warmup: int = 0) -> None:
-    """Checks the options of a schedule for a run of any length. Errors: InputError."""
-    if schedule not in SCHEDULES:
-        raise InputError(f"--schedule {schedule!r}: give one of {', '.join(SCHEDULES)}")
+def check_rate(peak: float) -> None:
+    """Errors: InputError for a learning rate that no run can have."""
     if not 0 <= peak < math.inf:
         raise InputError(f"--lr {peak}: the learning rate must be finite, and 0 or more")
-    if warmup < 0:
-        raise InputError(f"--warmup {warmup}: give a number of steps, or 0 for none")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a learning rate falls from its peak, after it has risen linearly over `warmup` steps.
+
+    kind         constant: it does not fall; linear, cosine (half of one), polynomial (of degree
+                 `power`, 1 by default): to `min_lr` at the end of the run; step: by the factor
+                 `gamma` (0.1 by default) every `step_size` steps; inverse-sqrt: with the root of
+                 the number of steps; wsd (warm-up, stable, decay): along half a cosine in the last
+                 `decay_steps` steps
+    min_lr       the least rate after warm-up
+    """
+
+    kind: str = "constant"
+    warmup: int = 0
+    min_lr: float = 0.0
+    power: float | None = None
+    step_size: int | None = None
+    gamma: float | None = None
+    decay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Errors: InputError for a schedule that no run can have."""
+        if self.kind not in SCHEDULES:
+            raise InputError(f"--schedule {self.kind!r}: give one of {', '.join(SCHEDULES)}")
+        if self.warmup < 0:
+            raise InputError(f"--warmup {self.warmup}: give a number of steps, or 0 for none")
+        if self.min_lr and self.kind == "constant":
+            raise InputError(f"--min-lr {self.min_lr}: a constant rate does not fall; leave it out")
+        for option, kind, is_needed, value in (
+            ("--lr-power", "polynomial", False, self.power),
+            ("--lr-gamma", "step", False, self.gamma),
+            ("--lr-step-size", "step", True, self.step_size),
+            ("--decay-steps", "wsd", True, self.decay_steps),
+        ):
+            if value is None and is_needed and self.kind == kind:
+                raise InputError(f"--schedule {kind}: give {option}, a number of steps")
+            if value is not None and self.kind != kind:
+                raise InputError(f"{option} {value}: it is for --schedule {kind}; leave it out")
+            if value is not None and not (1 if is_needed else 0) <= value < math.inf:
+                raise InputError(f"{option} {value}: must be {1 if is_needed else 0} or more")
+
+
+ENDING = ("linear", "cosine", "polynomial", "wsd")
+"""The schedules whose rates depend on the number of steps of a run."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate that rises linearly to `peak` over `warmup` steps. For the rest of `steps`,
-    the rate stays at `peak` (constant), or falls to zero linearly (linear) or along half a cosine
-    (cosine)."""
+    """A learning rate of a run of so many steps."""
 
     peak: float
     steps: int
-    schedule: str = "constant"
-    warmup: int = 0
+    schedule: Schedule
 
     def __post_init__(self) -> None:
-        check_rate(self.peak, self.schedule, self.warmup)
-        if self.warmup > self.steps:
+        check_rate(self.peak)
+        warmup, least = self.schedule.warmup, self.schedule.min_lr
+        rest = self.steps - warmup
+        if rest < 0:
             raise InputError(
-                f"--warmup {self.warmup}: the run has {self.steps} steps; give a number from 0 to "
+                f"--warmup {warmup}: the run has {self.steps} steps; give a number from 0 to "
                 f"{self.steps}"
+            )
+        if not 0 <= least <= self.peak:
+            raise InputError(f"--min-lr {least}: give a number from 0 to --lr, {self.peak}")
+        if (self.schedule.decay_steps or 0) > rest:
+            raise InputError(
+                f"--decay-steps {self.schedule.decay_steps}: the run has {rest} steps after "
+                f"warm-up; give a number from 1 to {rest}"
             )
 
     def at(self, step: int) -> float:
         """Returns the rate of a step; steps count from 0."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(self.steps - self.warmup, 1)
-        if self.schedule == "linear":
-            return self.peak * (1 - done)
-        if self.schedule == "cosine":
-            return self.peak * (1 + math.cos(math.pi * done)) / 2
+        if step < self.schedule.warmup:
+            return self.peak * (step + 1) / self.schedule.warmup
+        return SCHEDULES[self.schedule.kind](self, step - self.schedule.warmup)
+
+    def _between(self, share: float) -> float:
+        """Returns the rate at this share of the way from the least one to the peak."""
+        return self.schedule.min_lr + (self.peak - self.schedule.min_lr) * share
+
+    def _left(self, step: int) -> float:
+        """Returns the share of the steps after warm-up that is left."""
+        return 1 - step / max(self.steps - self.schedule.warmup, 1)
+
+    def _constant(self, step: int) -> float:
         return self.peak
+
+    def _linear(self, step: int) -> float:
+        return self._between(self._left(step))
+
+    def _cosine(self, step: int) -> float:
+        return self._between((1 + math.cos(math.pi * (1 - self._left(step)))) / 2)
+
+    def _polynomial(self, step: int) -> float:
+        power = 1.0 if self.schedule.power is None else self.schedule.power
+        return self._between(self._left(step) ** power)
+
+    def _steps(self, step: int) -> float:
+        assert self.schedule.step_size is not None
+        gamma = 0.1 if self.schedule.gamma is None else self.schedule.gamma
+        fallen = gamma ** (step // self.schedule.step_size)
+        return max(self.peak * fallen, self.schedule.min_lr)
+
+    def _inverse_root(self, step: int) -> float:
+        scale = self.schedule.warmup or _TIMESCALE
+        return max(self.peak / math.sqrt((step + scale) / scale), self.schedule.min_lr)
+
+    def _stable(self, step: int) -> float:
+        assert self.schedule.decay_steps is not None
+        stable = self.steps - self.schedule.warmup - self.schedule.decay_steps
+        done = max(step - stable, 0) / self.schedule.decay_steps
+        return self._between((1 + math.cos(math.pi * done)) / 2)
+
+
+SCHEDULES: Mapping[str, Callable[[Rate, int], float]] = {
+    "constant": Rate._constant,
+    "linear": Rate._linear,
+    "cosine": Rate._cosine,
+    "polynomial": Rate._polynomial,
+    "step": Rate._steps,
+    "inverse-sqrt": Rate._inverse_root,
+    "wsd": Rate._stable,
+}
+"""The rate of a step after warm-up, by the name of the schedule."""
+CONSTANT = Schedule()

@@ -183,7 +183,8 @@ class Trainer(Closing):
         """Like `evaluate`; also returns the weight of each mean among those of other batches: the
         part of the batch that counts."""
         names = self.spec.evaluation
-        values = dict(zip(names, map(float, self.session.run(names, self._fed(batch))), strict=True))
+        found = self.session.run(names, self._fed(batch))
+        values = dict(zip(names, map(float, found), strict=True))
         return {
             (short := name[len(EVALUATION) + 1 :]): (value, values.get(f"{WEIGHT}.{short}", 1.0))
             for name, value in values.items()

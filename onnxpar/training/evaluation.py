@@ -47,16 +47,17 @@ def read_averages(
     averages: dict[str, gs.Variable] = {}
     for parameter in parameters:
         average = gs.Variable(f"{parameter.name}.{AVERAGE}", parameter.dtype, list(parameter.shape))
-        average.onnx_default = TensorProto()
-        average.onnx_default.CopyFrom(parameter.onnx_default)
-        average.onnx_default.name = average.name
+        start = TensorProto()
+        start.CopyFrom(parameter.onnx_default)
+        start.name = average.name
+        average.onnx_default = start
         graph.inputs.append(average)
         averages[parameter.name] = average
-    own = {p.name: p for p in parameters}
+    own = {id(p): averages[p.name] for p in parameters}
     for node in nodes_within(needed(graph, evaluated)):
         for i, tensor in enumerate(node.inputs):
-            if tensor is not None and own.get(tensor.name) is tensor:
-                node.inputs[i] = averages[tensor.name]
+            if id(tensor) in own:
+                node.inputs[i] = own[id(tensor)]
     return averages
 
 

@@ -10,7 +10,6 @@ import pytest
 from onnxpar.errors import InputError
 from onnxpar.runtime.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
-from onnxpar.trainer.rates import Rate
 
 PORTS = [NodeArg("x", "tensor(float)", [4, 2]), NodeArg("labels", "tensor(int64)", [4])]
 
@@ -93,33 +92,3 @@ def test_files_that_are_no_data(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(InputError, match=r"one\.npy"):
         Data.read(tmp_path / "one.npy", PORTS)
-
-
-def rates(steps: int, schedule: str, warmup: int = 0) -> list[float]:
-    rate = Rate(2.0, steps, schedule, warmup)
-    return [rate.at(step) for step in range(steps)]
-
-
-def test_rates() -> None:
-    assert rates(3, "constant") == [2, 2, 2]
-    assert rates(4, "linear") == [2, 1.5, 1, 0.5]
-    np.testing.assert_allclose(rates(4, "cosine"), 1 + np.cos(np.pi * np.arange(4) / 4))
-    assert rates(5, "constant", 4) == [0.5, 1, 1.5, 2, 2]
-    assert rates(6, "linear", 2) == [1, 2, 2, 1.5, 1, 0.5]
-    np.testing.assert_allclose(
-        rates(6, "cosine", 2), [1, 2, *(1 + np.cos(np.pi * np.arange(4) / 4))]
-    )
-    assert rates(3, "cosine", 3) == pytest.approx([2 / 3, 4 / 3, 2])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "warmup", "message"),
-    [
-        ("steps", 0, "--schedule 'steps': give one of constant, linear, cosine"),
-        ("constant", 11, "--warmup 11: the run has 10 steps; give a number from 0 to 10"),
-        ("constant", -1, "--warmup -1: give a number of steps, or 0 for none"),
-    ],
-)
-def test_rates_that_do_not_fit(schedule: str, warmup: int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Rate(0.1, 10, schedule, warmup)

@@ -26,6 +26,7 @@ from onnxpar.trainer.checkpoint import checkpoints
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
 from onnxpar.trainer.loop import Record, Run, records
+from onnxpar.trainer.rates import Schedule
 
 EVERY, EPOCHS = 3, 3
 Deaths = Mapping[int, tuple[int, ...]]
@@ -91,7 +92,7 @@ def data_of(made: Path, trainer: Any) -> Data:
 
 
 def run_of(out: Path, resume: bool = False) -> Run:
-    return Run(EPOCHS, 0.02, "cosine", 3, checkpoint=out, every=EVERY, resume=resume)
+    return Run(EPOCHS, 0.02, Schedule("cosine", 3), checkpoint=out, every=EVERY, resume=resume)
 
 
 def train(made: Path, out: Path, elastic: Elastic | None) -> tuple[list[Record], dict[str, Any]]:
@@ -112,7 +113,7 @@ def by_hand(
         if step <= upto:
             shutil.copytree(path, out / path.name, dirs_exist_ok=True)
     with ThreadTrainer(par) as trainer:
-        run = Run(EPOCHS, 0.02, "cosine", 3, checkpoint=out, every=EVERY, resume=True)
+        run = Run(EPOCHS, 0.02, Schedule("cosine", 3), checkpoint=out, every=EVERY, resume=True)
         return list(records(trainer, data_of(made, trainer), run)), states(trainer)
 
 

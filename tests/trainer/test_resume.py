@@ -15,6 +15,7 @@ from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import sealed
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.loop import Run, records
+from onnxpar.trainer.rates import Schedule
 
 DRAW = np.random.default_rng(5)
 
@@ -49,8 +50,8 @@ def par(tmp_path_factory: Any) -> Path:
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_from_any_step(par: Path, after: int, tmp_path: Path) -> None:
     """Of two epochs of three steps, of which the last has five samples."""
-    how: dict[str, Any] = {"schedule": "cosine", "checkpoint": tmp_path / "c", "every": 1}
-    whole = train(par, Run(2, 0.05, schedule="cosine"))
+    how: dict[str, Any] = {"schedule": Schedule("cosine"), "checkpoint": tmp_path / "c", "every": 1}
+    whole = train(par, Run(2, 0.05, schedule=Schedule("cosine")))
     first_steps(par, after, Run(2, 0.05, **how))
     saved = Checkpoint.load(tmp_path / "c").progress
     assert (saved.step, saved.samples) == (after, 8 * (after % 3))
@@ -61,8 +62,8 @@ def test_from_any_step(par: Path, after: int, tmp_path: Path) -> None:
     ("more", "data", "text"),
     [
         ({"shuffle": False}, {}, "shuffle True, now False"),
-        ({"warmup": 2}, {}, "--warmup 0, now 2"),
-        ({"schedule": "linear"}, {}, "--schedule constant, now linear; --epochs None, now 2"),
+        ({"schedule": Schedule(warmup=2)}, {}, "--warmup 0, now 2"),
+        ({"schedule": Schedule("linear")}, {}, "--epochs None, now 2; --schedule constant, now linear"),
         ({}, samples(22), "21 samples, now 22; data of digest [0-9a-f]{16}, now"),
         ({}, {**samples(), "x": samples()["x"] + 1}, "data of digest [0-9a-f]{16}, now"),
     ],

@@ -33,6 +33,7 @@ from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Record, Run, records
 from onnxpar.trainer.merge import merge
+from onnxpar.trainer.rates import Schedule
 from onnxpar.trainer.trainer import Trainer
 from onnxpar.trainer.write_checkpoint import begin
 
@@ -62,7 +63,7 @@ def step(tmp_path: Path) -> Path:
 def test_a_run_tells_of_each_step(step: Path, tmp_path: Path) -> None:
     """As one rank would take them: the same batches, the same rates."""
     par, _ = shard(step, "zero2 2")
-    run = Run(2, 0.02, "cosine", warmup=3, seed=4)
+    run = Run(2, 0.02, Schedule("cosine", 3), seed=4)
     told, left = train(par, run)
     assert [(r.epoch, r.step, r.total) for r in told] == [
         (i // 5 + 1, i % 5 + 1, i + 1) for i in range(10)
@@ -100,19 +101,19 @@ def test_the_same_run_leaves_the_same_bits(step: Path) -> None:
 def test_resuming_continues_bit_identically(layout: str, step: Path, tmp_path: Path) -> None:
     """10 steps at once, or 5, 7 and the rest: in the middle of an epoch too."""
     par, _ = shard(step, layout)
-    _, at_once = train(par, Run(2, 0.02, "linear", 2))
+    _, at_once = train(par, Run(2, 0.02, Schedule("linear", 2)))
     folder = tmp_path / "checkpoints"
     with ThreadTrainer(par) as trainer:
-        run = Run(2, 0.02, "linear", 2, checkpoint=folder, every=7)
+        run = Run(2, 0.02, Schedule("linear", 2), checkpoint=folder, every=7)
         for record in records(trainer, data_for(trainer), run):
             if record.total == 8:
                 break  # as if it were killed
     assert newest(folder) == folder / "step_00000007"
-    told, left = train(par, Run(2, 0.02, "linear", 2, checkpoint=folder, resume=True))
+    told, left = train(par, Run(2, 0.02, Schedule("linear", 2), checkpoint=folder, resume=True))
     assert [(r.epoch, r.step, r.total) for r in told] == [(2, 3, 8), (2, 4, 9), (2, 5, 10)]
     same(left, at_once)
     assert newest(folder) == folder / "step_00000010"
-    told, left = train(par, Run(2, 0.02, "linear", 2, checkpoint=folder, resume=True))
+    told, left = train(par, Run(2, 0.02, Schedule("linear", 2), checkpoint=folder, resume=True))
     assert told == []
     same(left, at_once)
 
@@ -296,8 +297,7 @@ def test_checkpoints_that_cannot_be_read(change: dict[str, Any], message: str, s
     [
         ({"epochs": 0}, "--epochs 0: must be at least 1"),
         ({"resume": True}, "--resume: the folder of checkpoints is not given"),
-        ({"schedule": "step"}, "schedule 'step'"),
-        ({"warmup": 6}, "--warmup 6: the run has 5 steps"),
+        ({"schedule": Schedule(warmup=6)}, "--warmup 6: the run has 5 steps"),
         ({"rate": float("nan")}, "--lr nan: the learning rate must be finite"),
         ({"every": -1}, "--every -1: give the number of steps between checkpoints"),
         ({"seed": -1}, "--seed -1: must be from 0 to 2147483647"),
