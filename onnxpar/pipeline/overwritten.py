@@ -14,6 +14,7 @@ from onnxpar.errors import InputError, ModelError
 
 READ = {
     "api_key_file": "the file of API keys",
+    "config": "the file of --config",
     "hostfile": "the file of hosts",
     "tls_dir": "the folder of certificates",
     "audio": "the file of --audio",

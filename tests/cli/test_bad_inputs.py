@@ -436,7 +436,7 @@ def test_options_of_train_are_checked_before_files(
     "option,word",
     [
         (["--loss", "WRONG"], "loss 'WRONG'"),
-        (["--loss", "mse", "--class-axis", 1], "class axis 1"),
+        (["--loss", "mse", "--class-axis", 1], "--class-axis: the loss 'mse' has none"),
         (["--loss", "mse", "--loss-of", "z"], "output 'z'"),
         (["--loss", "mse", "--accumulate", 0], "--accumulate 0"),
         (["--loss", "mse", "--groups", 2], "--groups needs"),
