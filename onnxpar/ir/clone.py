@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.subgraphs import captured
+from onnxpar.ir.subgraphs import read_by
 
 
 def clone_nodes(
@@ -65,7 +65,7 @@ def needed(graph: gs.Graph, outputs: Collection[str], known: Collection[str] = (
     found = []
     for node in reversed(graph.nodes):
         if any(t.name in wanted for t in node.outputs if t.name):
-            wanted |= {t.name for t in node.inputs} | {t.name for t, _, _ in captured(node)}
+            wanted |= {t.name for t in read_by(node)}
             wanted -= set(known)
             found.append(node)
     return found[::-1]

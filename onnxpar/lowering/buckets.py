@@ -14,7 +14,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.cost.cost import Costs
 from onnxpar.ir.collectives import KINDS, PARTIAL, SPLIT, WHOLE
 from onnxpar.ir.reshards import Reshard, is_reshard, reshard_node, reshard_of
-from onnxpar.ir.subgraphs import captured
+from onnxpar.ir.subgraphs import read_by
 from onnxpar.layout.layout import Layout, dim_axes, is_data_dependent, leaves, local_size
 from onnxpar.layout.mesh import Mesh
 from onnxpar.layout.shares import Proportion
@@ -258,14 +258,9 @@ def independent_groups(
                 if any(t.name in other.dependent for t in node.inputs):
                     other.dependent |= bucket.dependent
         for bucket in open_buckets.values():
-            if any(t.name in bucket.dependent for t in _read(node)):
+            if any(t.name in bucket.dependent for t in read_by(node)):
                 bucket.dependent |= {t.name for t in node.outputs}
     return [bucket.nodes for bucket in (*full, *open_buckets.values()) if bucket.nodes]
-
-
-def _read(node: gs.Node) -> list[gs.Tensor]:
-    """The operands of a node, and the outer tensors that its subgraphs read."""
-    return [*node.inputs, *(tensor for tensor, _, _ in captured(node))]
 
 
 def _fuse(nodes: list[gs.Node]) -> gs.Node:

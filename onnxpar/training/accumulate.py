@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.ir.clone import clone_nodes, needed
-from onnxpar.ir.subgraphs import captured
+from onnxpar.ir.subgraphs import read_by
 from onnxpar.ir.training_spec import SEED
 from onnxpar.training.backward import Backward
 from onnxpar.training.program import Program
@@ -116,9 +116,7 @@ class _Iterations:
         body = gs.Graph(name=name, opset=self.graph.opset)
         inside, outside = Builder(body, f"{name}/body"), Builder(self.graph, name)
         old = needed(self.graph, targets, {t.name for t, _ in known})
-        read = {t.name for node in old for t in node.inputs} | {
-            t.name for n in old for t, _, _ in captured(n)
-        }
+        read = {t.name for node in old for t in read_by(node)}
         split = [t for t in self.split if t.name in read]
         self.graph.nodes = []
         totals = [outside.zeros(v.shape, v.dtype) for v in sums]
