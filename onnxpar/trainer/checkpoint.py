@@ -133,13 +133,9 @@ class Progress:
         settings = data["settings"]
         return Progress(**{**data, "settings": None if settings is None else Settings(**settings)})
 
-    def after_step(self, batch: int, count: int) -> Progress:
-        """Returns the progress one step later; `batch` is the number of samples in it, at most, and
-        `count` that of an epoch."""
-        samples = self.samples + batch
-        if samples >= count:
-            return replace(self, step=self.step + 1, epoch=self.epoch + 1, samples=0)
-        return replace(self, step=self.step + 1, samples=samples)
+    def after_epoch(self) -> Progress:
+        """Returns the progress at the beginning of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, samples=0)
 
     @property
     def name(self) -> str:

@@ -132,12 +132,12 @@ class Data:
     @property
     def batches(self) -> int:
         """Number of batches in an epoch."""
-        return self.count // self.batch if self.rest is None else -(-self.count // self.batch)
+        return self.left(0)
 
-    @property
-    def used(self) -> int:
-        """Number of samples that an epoch uses."""
-        return self.count if self.rest is not None else self.batches * self.batch
+    def left(self, first: int) -> int:
+        """Returns the number of batches that an epoch has after its `first` samples."""
+        rest = max(self.count - first, 0)
+        return rest // self.batch if self.rest is None else -(-rest // self.batch)
 
     def digest(self) -> str:
         """Returns a digest of all arrays: of every byte up to 256 MiB, else of 4,096 samples."""
@@ -154,7 +154,7 @@ class Data:
 
     def left_out(self) -> str:
         """Says how many samples an epoch leaves out, and why; "" if none."""
-        left = self.count - self.used
+        left = 0 if self.rest is not None else self.count % self.batch
         used = f"{self.count - left} of {self.count} samples, in {self.batches} batches"
         why = f"the other {left} do not fill a batch"
         return f"each epoch uses {used} of {self.batch}; {why}" if left else ""
@@ -165,10 +165,9 @@ class Data:
         order = np.arange(self.count)
         if seed is not None:
             order = np.random.default_rng([seed, number]).permutation(self.count)
-        for start in range(first, self.used, self.batch):
-            at = order[start : min(start + self.batch, self.used)]
-            if len(at) < self.batch and self.rest is None:
-                break  # a batch of another size began the epoch
+        for i in range(self.left(first)):
+            start = first + i * self.batch
+            at = order[start : start + self.batch]
             batch = {name: array[np.resize(at, self.batch)] for name, array in self.samples.items()}
             if self.rest is not None and len(at) < self.batch:
                 batch |= self.rest.without(batch, len(at))

@@ -131,10 +131,10 @@ def records(
     record of each step that a checkpoint includes. After a step in which `must_stop` is true on any
     rank, a checkpoint is saved, and the run ends. Errors: InputError, ModelError, RankError,
     DivergenceError; StoppedError if the run had to stop."""
-    progress = _start(trainer, run, _settings(run, data))
-    left = max(run.epochs - progress.epoch - 1, 0) * data.batches
-    left += -(-(data.used - progress.samples) // data.batch) if progress.epoch < run.epochs else 0
-    steps = progress.step + left
+    progress = _start(trainer, run, data)
+    steps = progress.step
+    if progress.epoch < run.epochs:
+        steps += data.left(progress.samples) + (run.epochs - progress.epoch - 1) * data.batches
     rate = Rate(run.rate, steps, run.schedule)
     if progress.epoch >= run.epochs and trainer.leads:
         warn(
@@ -155,7 +155,10 @@ def records(
             if trainer.problem and trainer.leads:
                 warn(f"epoch {epoch + 1}, step {number}: {trainer.problem}: nothing was updated")
             applied += not trainer.problem
-            progress = progress.after_step(data.batch, data.used)
+            samples = progress.samples + data.batch
+            progress = replace(progress, step=progress.step + 1, samples=samples)
+            if not data.left(samples):
+                progress = progress.after_epoch()
             evaluation = None
             if held_out is not None and progress.epoch > epoch:
                 evaluation = evaluate(trainer, held_out)
@@ -262,17 +265,17 @@ def _settings(run: Run, data: Data) -> Settings:
     return Settings(*order, asdict(run.schedule), epochs)
 
 
-def _start(trainer: Trainer, run: Run, settings: Settings) -> Progress:
+def _start(trainer: Trainer, run: Run, data: Data) -> Progress:
     """Locks the folder of checkpoints, loads the newest complete checkpoint if the run resumes, and
     returns the progress to start from. Errors: InputError for a new run if the folder has
     checkpoints of another run, or if the run that resumes has other settings."""
-    start = Progress(settings=settings)
     if run.checkpoint is None:
-        return start
+        return Progress()
     folder = run.checkpoint
     trainer.hold(folder)
+    settings = _settings(run, data)
     if not trainer.together.first(lambda: _has_checkpoint(folder, run.resume)):
-        return start
+        return Progress(settings=settings)
     checkpoint = trainer.find(folder)
     before = checkpoint.progress.settings
     changed = before.differences(settings) if before is not None else []
@@ -283,4 +286,4 @@ def _start(trainer: Trainer, run: Run, settings: Settings) -> Progress:
         )
     trainer.load(checkpoint, run.allow_changed)
     progress = replace(checkpoint.progress, settings=settings)
-    return progress if progress.samples < settings.samples else replace(progress, samples=0)
+    return progress if data.left(progress.samples) else progress.after_epoch()

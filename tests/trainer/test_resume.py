@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,29 @@ def test_checkpoints_that_count_steps_are_read_between_epochs(par: Path, tmp_pat
     record.write_text(sealed({k: v for k, v in data.items() if k != "sha256"}))
     with pytest.raises(ModelError, match="an older onnxpar wrote it in the middle of an epoch"):
         Checkpoint.load(record.parent)
+
+
+OWN = """m (float[5,6] x, float[6,5] w) => (float l)
+{ y = MatMul(x, w)  s = Mul(y, y)  l = ReduceMean<keepdims = 0>(s) }"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("count", [20, 21, 13, 12])
+def test_an_epoch_whose_last_samples_fill_no_batch_of_another_size_ends(
+    count: int, tmp_path: Path
+) -> None:
+    """A loss of the model's own cannot leave out samples that only fill a batch."""
+    (tmp_path / "8").mkdir()
+    first = shard(write_step(OWN.replace("[5,6]", "[8,6]"), tmp_path / "8", "l"), "data-parallel 2")
+    other, _ = shard(write_step(OWN, tmp_path, "l"), "data-parallel 2")
+    run = Run(2, 0.05, checkpoint=tmp_path / "c", every=1, shuffle=False)
+    with ThreadTrainer(first[0]) as trainer:
+        made = records(trainer, trainer.batches_of({"x": samples(20)["x"]}), run)
+        next(made), next(made)
+    again = replace(run, resume=True, allow_changed=True)
+    with ThreadTrainer(other) as trainer:
+        data = trainer.batches_of({"x": samples(count)["x"]})
+        told = [(each.epoch, each.step) for each in records(trainer, data, again)]
+    rest = (count - 8) // 5
+    assert told == [(1, 3 + i) for i in range(rest)] + [(2, 1 + i) for i in range(count // 5)]
+    assert Checkpoint.load(tmp_path / "c").progress.epoch == 2
