@@ -78,7 +78,7 @@ class RunError(RankError):
 
 
 class DivergenceError(OnnxparError):
-    """A training run whose loss is not finite any more."""
+    """A training run whose loss is not finite, or of which no step was applied."""
 
 
 class StoppedError(OnnxparError):

@@ -89,7 +89,7 @@ class PlaceTables(Pass):
                 {allowzero=1}
         update/w/ScatterND.5: float32 3x1 [-, -] = ScatterND(w, lazy/w/Reshape.32, update/w/Sub.4)
         w.next: float32 3x1 [-, -] = Identity(update/w/ScatterND.5)
-        update/w/ReduceL1.7: float32 scalar [] = ReduceL1(update/w/ScatterND.5, update/w/constant.6)
+        update/w/ReduceL1.7: float32 scalar [] = ReduceL1(update/w/Sub.4, update/w/constant.6)
                 {keepdims=0}
         update/w/Reshape.9: float32 1 [-] = Reshape(update/w/ReduceL1.7, update/w/constant.8)
                 {allowzero=1}
@@ -153,8 +153,7 @@ class PlaceTables(Pass):
         update/w/Sub.4: float32 1x1 [-, -] = Sub(update/w/Gather.1, update/w/Mul.3)
         lazy/w/Reshape.32: int64 1x1 [-, -] = Reshape(lazy/w/TopK.7:0, lazy/w/constant.31)
                 {allowzero=1}
-        update/w/ScatterND.5: float32 3x1 [-, -] = ScatterND(w, lazy/w/Reshape.32, update/w/Sub.4)
-        update/w/ReduceL1.7: float32 scalar [] = ReduceL1(update/w/ScatterND.5, update/w/constant.6)
+        update/w/ReduceL1.7: float32 scalar [] = ReduceL1(update/w/Sub.4, update/w/constant.6)
                 {keepdims=0}
         update/w/Reshape.9: float32 1 [-] = Reshape(update/w/ReduceL1.7, update/w/constant.8)
                 {allowzero=1}

@@ -38,8 +38,8 @@ WEIGHT = f"{EVALUATION}.weight"
 """Prefix of the names of outputs that say by what a mean of an evaluation was divided, as a share
 of the elements of a batch."""
 MAGNITUDES = "magnitudes"
-"""Name of the output that has the sum of the absolute values of each parameter after the update: a
-parameter that is not finite has a sum that is not."""
+"""Name of the output that has the sum of the absolute values of each parameter after the update, or
+of the rows of a lazily trained table that a step reads: a sum of what is not finite is not."""
 SEED = "seed"
 """Name of the input from which all random numbers of a step are derived."""
 

@@ -96,7 +96,7 @@ class Settings:
             "batch": "batches of {} samples",
             "samples": "{} samples",
             "data": "data of digest {}",
-            "shuffle": "shuffle {}",
+            "shuffle": "shuffling {}",
             "seed": "--seed {}",
             "epochs": "--epochs {}",
         }
@@ -105,7 +105,15 @@ class Settings:
             (f"{option} {{}}", self.schedule.get(name), now.schedule.get(name))
             for name, option in _OF_SCHEDULE.items()
         ]
-        return [f"{text.format(a)}, now {b}" for text, a, b in pairs if a != b]
+        changed = [(text, a, b) for text, a, b in pairs if a != b]
+        if self.epochs is None or now.epochs is None:  # another schedule, which says it
+            changed = [each for each in changed if each[0] != texts["epochs"]]
+        return [f"{text.format(_shown(a))}, now {_shown(b)}" for text, a, b in changed]
+
+
+def _shown(value: Any) -> str:
+    words = {None: "not given", True: "on", False: "off"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)

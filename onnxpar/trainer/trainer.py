@@ -141,9 +141,8 @@ class Trainer(Closing):
         self.problem = "gradients are not finite" if found.get(SKIPPED) else ""
         if found.get(SKIPPED):  # the graph itself has kept the states
             return found
-        if magnitudes := self._odd(values.get(MAGNITUDES, np.zeros(0))):
-            others = f" and of {len(magnitudes) - 1} other parameters" if magnitudes[1:] else ""
-            self.problem = f"the update of {magnitudes[0]!r}{others} is not finite"
+        if odd := self._odd(values.get(MAGNITUDES, np.zeros(0))):
+            self.problem = f"the update of {_first(odd, 'of ', 'parameter')} is not finite"
         if self.problem or not isfinite(loss):
             self.session.states.undo()
         if not isfinite(loss):
@@ -421,6 +420,13 @@ def held_by_first(folder: Path | None) -> Iterator[FolderLock | None]:
             yield lock
 
 
+def _first(names: Sequence[str], of: str, what: str) -> str:
+    """The first of several names, and how many others there are."""
+    more = len(names) - 1
+    others = f" and {of}{more} other {what}{'s' if more > 1 else ''}" if more else ""
+    return f"{names[0]!r}{others}"
+
+
 def _not_here(slots: Sequence[Slot]) -> str:
     """Says what a checkpoint has that a step does not keep, and the remedy."""
     trained = [slot.input for slot in slots if slot.kind == "parameter"]
@@ -429,9 +435,9 @@ def _not_here(slots: Sequence[Slot]) -> str:
             f"has {slots[0].input!r}, which this step does not keep: another optimizer wrote it; "
             "--allow-changed leaves it out"
         )
-    others = f" and {len(trained) - 1} other weights" if len(trained) > 1 else ""
+    first = _first(trained, "", "weight")
     return (
-        f"has trained {trained[0]!r}{others}, which this step holds as the model has them: write "
+        f"has trained {first}, which this step holds as the model has them: write "
         "the step from a model with the trained weights (`onnxpar checkpoint merge`, then `onnxpar "
         "grad --frozen`); --allow-changed goes on with those of the model"
     )

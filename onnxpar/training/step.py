@@ -7,7 +7,7 @@ state. The metadata `onnxpar.training` of the model lists the role of each input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,8 @@ from onnxpar.training.cautions import (
     cautions_of_variance,
 )
 from onnxpar.training.decay import undecayed
-from onnxpar.training.lazy import Rows
 from onnxpar.training.loss_scale import GOOD, is_finite
-from onnxpar.training.optimizer import Optimizer, State, Update
+from onnxpar.training.optimizer import Optimizer
 from onnxpar.training.optimizers import lazy_form
 from onnxpar.training.parameter_groups import Group, Rule, rules_of
 from onnxpar.training.program import Program
@@ -219,16 +218,16 @@ class _Update:
             self._slot(before, before + 1, "step", "")
         lengths: dict[str, Value] = {}
         for parameter in self.parameters:
-            following = self._update(parameter, rules[parameter.name], rate, count)
-            lengths[parameter.name] = _norm(following, "ReduceL1", self.number)
+            changed = self._update(parameter, rules[parameter.name], rate, count)
+            lengths[parameter.name] = _norm(changed, "ReduceL1", self.number)
         self.step.magnitudes, each = self.program.totals(self.builder, lengths)
         add_output(self.graph, each, MAGNITUDES)
 
     def _update(
         self, parameter: gs.Variable, rule: Rule, rate: Value, count: Value | None
     ) -> Value:
-        """Adds outputs for the next values of a parameter and its optimizer state; returns the
-        former."""
+        """Adds outputs for the next values of a parameter and its optimizer state; returns what
+        changes of the parameter: all of it, or the rows of a lazily trained table."""
         name, optimizer = parameter.name, rule.optimizer
         p = self.program.builder(self.graph, f"update/{name}", name).value(parameter)
         g = p.builder.value(self.gradients[name].tensor)
@@ -246,15 +245,23 @@ class _Update:
             following, changed = optimizer.update(p, g, state, own_rate, count)
             following = self._checked(p, following)
             changed = {s: self._checked(state[s], value) for s, value in changed.items()}
+            moved = following
         else:
-            update = self._lazily(lazy_form(optimizer), rows)
-            following, changed = update(p, g, state, own_rate, count)
+            of_rows = {slot: rows.read(value) for slot, value in state.items()}
+            before, lazy = rows.read(p), lazy_form(optimizer)
+            moved, changed = lazy.update(before, rows.copies(g), of_rows, own_rate, count)
+            moved = self._checked(before, moved)
+            following = rows.written(p, moved)
+            changed = {
+                slot: rows.written(state[slot], self._checked(of_rows[slot], value))
+                for slot, value in changed.items()
+            }
         self._add_slot(p, following, "parameter", name)
         for slot, value in changed.items():
             self._add_slot(state[slot], value, slot, name)
         if self.options.ema is not None and count is not None:
             self._average(p, following, count, self.options.ema)
-        return following
+        return moved
 
     def _average(self, p: Value, following: Value, count: Value, decay: float) -> None:
         """Adds the update of the moving average of a parameter. The first one makes it the
@@ -263,21 +270,6 @@ class _Update:
         moved = before * decay + following * (1 - decay)
         after = count.equal(1.0).where(following, moved)
         self._slot(before, after, AVERAGE, p.tensor.name)
-
-    def _lazily(self, optimizer: Optimizer, rows: Rows) -> Callable[..., Update]:
-        """Returns the update of a table and its state that changes only these rows."""
-
-        def update(p: Value, g: Value, state: State, rate: Value, count: Value | None) -> Update:
-            of_state = {name: rows.read(value) for name, value in state.items()}
-            of_p = rows.read(p)
-            row, changed = optimizer.update(of_p, rows.copies(g), of_state, rate, count)
-            states = {
-                name: rows.written(state[name], self._checked(of_state[name], value))
-                for name, value in changed.items()
-            }
-            return rows.written(p, self._checked(of_p, row)), states
-
-        return update
 
     @property
     def _is_dynamic(self) -> bool:

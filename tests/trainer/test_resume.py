@@ -62,12 +62,12 @@ def test_from_any_step(par: Path, after: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "data", "text"),
     [
-        ({"shuffle": False}, {}, "shuffle True, now False"),
+        ({"shuffle": False}, {}, "shuffling on, now off"),
         ({"schedule": Schedule(warmup=2)}, {}, "--warmup 0, now 2"),
         (
             {"schedule": Schedule("linear")},
             {},
-            "--epochs None, now 2; --schedule constant, now linear",
+            "--schedule constant, now linear; give",
         ),
         ({}, samples(22), "21 samples, now 22; data of digest [0-9a-f]{16}, now"),
         ({}, {**samples(), "x": samples()["x"] + 1}, "data of digest [0-9a-f]{16}, now"),

@@ -57,6 +57,22 @@ def test_a_gradient_of_a_finite_loss(
         same(states(trainer), states(other))
 
 
+@pytest.mark.parametrize("place", [{}, {"place": {"w": "host"}}], ids=["memory", "host"])
+def test_rows_of_a_table(place: dict[str, Any], tmp_path: Path) -> None:
+    """That a step looks up; it reads no others."""
+    text = """m (int64[4] i, float[50,3] w) => (float[4,3] r) { r = Gather(w, i) }"""
+    par, _ = shard(write_step(text, tmp_path, "mse", lazy=["w"]), "data-parallel 2", **place)
+    feeds = {"i": np.array([3, 49, 3, 0]), "target": np.zeros((4, 3), np.float32)}
+    with ThreadTrainer(par) as trainer:
+        before = states(trainer)
+        assert trainer.step(feeds, 3e38)["skipped"] == 1
+        assert trainer.problem == "the update of 'w' is not finite"
+        same(states(trainer), before)
+        assert "skipped" not in trainer.step(feeds, 0.1)
+        changed = (states(trainer)["w"] != before["w"]).any(1)
+    np.testing.assert_array_equal(np.flatnonzero(changed), [0, 3, 49])
+
+
 @pytest.mark.processes
 def test_ranks_that_are_processes(tmp_path: Path) -> None:
     par, _ = shard(write_step(ROOT, tmp_path, "l", "adam"), "zero1 2")
