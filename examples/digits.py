@@ -119,7 +119,9 @@ def main() -> None:
         schedule = Schedule("cosine", warmup=20)
         run = Run(args.epochs, args.lr, schedule, checkpoint=folder / "checkpoints")
         with Trainer(par) as trainer:
-            batches, others = (Data.of(part, trainer.data) for part in (train, held_out))
+            batches, others = (
+                Data.of(part, trainer.data, trainer.spec.batch) for part in (train, held_out)
+            )
             for record in records(trainer, batches, run, others):
                 if record.evaluation is not None:
                     at = f"epoch: {record.epoch} step: {record.step}"

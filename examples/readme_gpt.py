@@ -91,7 +91,7 @@ def main() -> None:
         schedule = Schedule("cosine", warmup=20)
         run = Run(args.epochs, args.lr, schedule, checkpoint=folder / "checkpoints")
         with Trainer(par) as trainer:
-            data = Data.of(windows(text), trainer.data)
+            data = Data.of(windows(text), trainer.data, trainer.spec.batch)
             losses = []
             for record in records(trainer, data, run):
                 losses.append(record.values["loss"])

@@ -324,6 +324,13 @@ def named_number(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(f"{text!r}: give NAME=NUMBER") from None
 
 
+def named_number_or_none(text: str) -> tuple[str, int | None]:
+    """Parses NAME=NUMBER or NAME=none. Errors: argparse.ArgumentTypeError."""
+    if text.endswith("=none"):
+        return text.removesuffix("=none"), None
+    return named_number(text)
+
+
 def mesh(text: str) -> Mesh:
     """Parses a mesh argument. Errors: argparse.ArgumentTypeError."""
     try:

@@ -80,6 +80,7 @@ def grad(args: argparse.Namespace) -> int:
         args.stop_gradient,
         dict(args.padding_idx),
         args.running_variance,
+        dict(args.batch_dim),
     )
     options = StepOptions(
         make_optimizer(args.optimizer, **_hyperparameters(args)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from onnxpar.cli.options import GivenModel, add_dims, mesh, named_number
+from onnxpar.cli.options import GivenModel, add_dims, mesh, named_number, named_number_or_none
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
@@ -228,6 +228,16 @@ def _add_step(to: argparse.ArgumentParser) -> None:
         metavar="K",
         help="number of micro-batches in a step, one after the other; each has the model's batch "
         "size",
+    )
+    to.add_argument(
+        "--batch-dim",
+        type=named_number_or_none,
+        action="append",
+        default=[],
+        metavar="NAME=K",
+        help="number of the dimension of an input that numbers samples, or none if all samples "
+        "share the input; by default, the dimension from which the first one of the labels or of "
+        "the target comes",
     )
 
 

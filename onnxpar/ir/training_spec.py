@@ -89,6 +89,7 @@ class Step:
     labels       input for class numbers, of which -100 does not count; None if the loss has none
     target       input for what the loss compares the output with; None if it is no such loss
     samples      input for the number of samples that count; None if the labels say so, or nothing
+    batch        by input that has samples, the dimension that numbers them
     full_batches  True if each sample of a batch changes what the step does with the others
     turns        number of micro-batches that the step processes one after the other
     precision    dtype of computation; None for that of the parameters
@@ -114,6 +115,7 @@ class Step:
     turns: int = 1
     precision: str | None = None
     data: list[str] = field(default_factory=list)
+    batch: dict[str, int] = field(default_factory=dict)
     metrics: list[str] = field(default_factory=list)
     evaluation: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)

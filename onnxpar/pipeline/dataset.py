@@ -68,7 +68,8 @@ def with_dataset(options: Options, model: Model) -> Options:
         )
     entries = {}
     for number, (name, rank) in enumerate(shapes.items()):
-        counts = _counts(asked, rank, ranks) if isinstance(asked, str) else asked[number]
+        dim = model.step.batch.get(name) if model.step is not None else 0
+        counts = _counts(asked, rank, dim, ranks) if isinstance(asked, str) else asked[number]
         if len(counts) != rank:
             raise StrategyError(
                 f"--dataset-strategy: {name} has {rank} dimensions, but {len(counts)} numbers of "
@@ -95,11 +96,11 @@ def _ranks(options: Options, model: Model) -> int:
     return mesh.size if mesh is not None else options.devices or 1
 
 
-def _counts(asked: str, rank: int, ranks: int) -> list[int]:
-    """Returns the numbers of shards of an input's dimensions: the first over all ranks, or none."""
+def _counts(asked: str, rank: int, dim: int | None, ranks: int) -> list[int]:
+    """Returns the numbers of shards of an input's dimensions: `dim` over all ranks, or none."""
     counts = [1] * rank
-    if rank and asked == DATA_PARALLEL:
-        counts[0] = ranks
+    if rank and dim is not None and asked == DATA_PARALLEL:
+        counts[dim] = ranks
     return counts
 
 

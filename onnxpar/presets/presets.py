@@ -78,7 +78,7 @@ def default_rounds(
     """Annotations for what a strategy leaves open: data-parallel over the axis `dp`, if there is
     one."""
     mesh = sharding.mesh
-    size = _batch_size(graph)
+    size = _batch_size(graph, step)
     if "dp" not in mesh.sizes or size is None or size < mesh.sizes["dp"]:
         return []
     return [list(batch_annotations(graph, sharding, (mesh.axis("dp"),), step))]
@@ -169,13 +169,14 @@ def _expert_rounds(
 def batch_annotations(
     graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None = None
 ) -> Iterator[Annotation]:
-    """Splits the batch: the first dimension of the first input, and of every input in which it has
-    the same size. Gradients that are sums of few rows are whole.
+    """Splits the batch: in a training step, what the step says; else the first dimension of the
+    first input, and of every input in which it has the same size. Gradients that are sums of few
+    rows are whole.
 
     If the batch has fewer elements than shards, some ranks have none; a batch of one element stays
     whole. Errors: StrategyError for a model without a batch.
     """
-    size = _batch_size(graph)
+    size = _batch_size(graph, step)
     parts = parts_over(axes)
     if parts == 1:
         return
@@ -183,53 +184,67 @@ def batch_annotations(
         raise StrategyError(f"data-parallel over {parts}: {_no_batch(graph)}")
     if step is not None:
         yield from sparse_sums(sharding, step, axes)
-    for name, factors in _batched(graph, sharding, step):
-        yield TensorAnnotation(name, _batch_axes(factors, axes, step.turns if step else 1))
+    for name, factors, dim in _batched(graph, sharding, step):
+        yield TensorAnnotation(name, _batch_axes(factors, dim, axes, step.turns if step else 1))
 
 
 def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = None) -> set[int]:
     """The atoms that number the samples of a batch."""
     return {
         leaf.atom
-        for _, factors in _batched(graph, sharding, step)
+        for _, factors, batch in _batched(graph, sharding, step)
         for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
-        if dim == 0
+        if dim == batch
     }
 
 
 def _batched(
     graph: gs.Graph, sharding: ShardingState, step: Step | None
-) -> Iterator[tuple[str, TensorFactors]]:
-    """Inputs whose first dimension is the batch: it has the same size as in the first input."""
-    size = _batch_size(graph)
-    states = {slot.input for slot in step.slots} if step else set()
-    for tensor in graph.inputs if size is not None else ():
-        is_data = not is_weight(tensor) and tensor.name not in states
-        factors = sharding.factors.tensors.get(tensor.name) if is_data else None
-        if factors and factors.dims and factors.dims[0].size == size and factors.leaves:
-            yield tensor.name, factors
+) -> Iterator[tuple[str, TensorFactors, int]]:
+    """Inputs that have samples, with the dimension that numbers them."""
+    for name, dim in _batch_dims(graph, step).items():
+        factors = sharding.factors.tensors.get(name)
+        if factors and dim in factors.dim_of_leaf:
+            yield name, factors, dim
 
 
-def _batch_axes(factors: TensorFactors, axes: Axes, iterations: int) -> list[Axes | None]:
-    """The axes for the leaves of the first dimension. The first leaf takes them; if it is too
-    short, it shares them with the next: two groups of samples, each over two ranks. Leaves that
-    number the `iterations` of gradient accumulation are not split."""
+def _batch_axes(factors: TensorFactors, dim: int, axes: Axes, iterations: int) -> list[Axes | None]:
+    """The axes for the leaves of a dimension. The first leaf takes them; if it is too short, it
+    shares them with the next: two groups of samples, each over two ranks. Leaves that number the
+    `iterations` of gradient accumulation are not split."""
     out: list[Axes | None] = [None] * len(factors.leaves)
     left = axes
-    for i, leaf in enumerate(factors.leaves):
-        parts = parts_over(left)
+    own_leaves = [i for i, at in enumerate(factors.dim_of_leaf) if at == dim]
+    for i in own_leaves:
+        leaf, parts = factors.leaves[i], parts_over(left)
         if iterations > 1:
             iterations //= leaf.size
             continue
-        if factors.dim_of_leaf[i] or parts == 1:
+        if parts == 1:
             break
-        is_last = i + 1 == len(out) or factors.dim_of_leaf[i + 1] > 0
-        own = parts if leaf.size >= parts or is_last else gcd(leaf.size, parts)
+        own = parts if leaf.size >= parts or i == own_leaves[-1] else gcd(leaf.size, parts)
         out[i], left = nest([own, parts // own], left) or (left, ())
     return out
 
 
-def _batch_size(graph: gs.Graph) -> int | None:
+def _batch_dims(graph: gs.Graph, step: Step | None) -> dict[str, int]:
+    """The dimension that numbers samples, by input: of a model that is no training step, the first,
+    if it has the same size as in the first input."""
+    if step is not None:
+        return step.batch
+    size = _first_size(graph)
+    data = [t for t in graph.inputs if not is_weight(t) and t.shape]
+    return {t.name: 0 for t in data if size is not None and t.shape[0] == size}
+
+
+def _batch_size(graph: gs.Graph, step: Step | None) -> int | None:
+    if step is None:
+        return _first_size(graph)
+    sizes = [t.shape[step.batch[t.name]] for t in graph.inputs if t.name in step.batch]
+    return int(sizes[0]) if sizes else None
+
+
+def _first_size(graph: gs.Graph) -> int | None:
     for tensor in graph.inputs:
         if not is_weight(tensor) and tensor.shape and isinstance(tensor.shape[0], int):
             return int(tensor.shape[0])

@@ -74,6 +74,7 @@ def grad(
     group: Sequence[str] = (),
     decay_all: bool = False,
     ema: float | None = None,
+    batch_dim: Mapping[str, int | None] | None = None,
     untie: bool = False,
     dims: Mapping[str, int | str] | None = None,
     devices: int | None = None,
@@ -131,6 +132,8 @@ def grad(
     decay_all   True to decay biases and scales of normalizations, too, as PyTorch's optimizers do
     ema         decay of moving averages of the parameters, which evaluations then use, and
                 `merge(ema=True)` writes
+    batch_dim   by input, the dimension that numbers samples, or None for an input that all samples
+                share; by default, onnxpar finds them
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
     preset      "manual" if the model is one rank's program with collectives; then the step is one,
@@ -175,6 +178,7 @@ def grad(
         stop_gradient,
         padding_idx or {},
         running_variance,
+        batch_dim or {},
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)

@@ -23,84 +23,97 @@ _DIGESTED = 1 << 28
 @dataclass(frozen=True)
 class Rest:
     """How a step leaves out samples: by labels that do not count, or by an input for the number of
-    samples that do."""
+    samples that do. `of_labels` is the dimension of labels that numbers samples."""
 
     labels: str | None
     samples: str | None
+    of_labels: int = 0
 
     @staticmethod
     def of(step: Step, in_training: bool) -> Rest | None:
         """Returns how a step, or else its evaluation, leaves out samples; None if it cannot."""
         if (in_training and step.full_batches) or not (step.labels or step.samples):
             return None
-        return Rest(step.labels, step.samples)
+        return Rest(step.labels, step.samples, step.batch.get(step.labels or "", 0))
 
     def without(self, batch: Mapping[str, Array], count: int) -> dict[str, Array]:
         """Returns the inputs by which only the first `count` samples of a batch count."""
         found = {self.samples: np.array(count, np.float32)} if self.samples else {}
         if self.labels:
-            place = np.arange(len(batch[self.labels])) < count
-            kept = place.reshape(-1, *[1] * (batch[self.labels].ndim - 1))
-            found[self.labels] = np.where(kept, batch[self.labels], IGNORED)
+            labels, at = batch[self.labels], self.of_labels
+            place = np.arange(labels.shape[at]) < count
+            kept = place.reshape([-1 if axis == at else 1 for axis in range(labels.ndim)])
+            found[self.labels] = np.where(kept, labels, IGNORED)
         return found
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training data by input: `samples`, arrays whose first dimension counts samples, and `fixed`
+    """Training data by input: `samples`, arrays of samples along the dimensions `dims`, and `fixed`
     arrays, which are the same in every batch. `batch` is the number of samples in a batch, `count`
     in total. `rest` says how a step leaves out samples that only fill a batch; None if it cannot,
     so that the last samples of each epoch are not used."""
 
     samples: Mapping[str, Array]
     fixed: Mapping[str, Array]
+    dims: Mapping[str, int]
     batch: int
     count: int
     rest: Rest | None = None
 
     @staticmethod
-    def read(path: str | os.PathLike[str], ports: Sequence[Any], rest: Rest | None = None) -> Data:
+    def read(
+        path: str | os.PathLike[str],
+        ports: Sequence[Any],
+        dims: Mapping[str, int],
+        rest: Rest | None = None,
+    ) -> Data:
         """Reads arrays for the inputs `ports` (`NodeArg`s) from an .npz file, by input name.
+        `dims` are the dimensions that number samples, of inputs and of arrays.
 
         Errors: InputError if an array is missing or has another shape or number of samples, or if
         there are fewer samples than in a batch.
         """
-        return Data.of(read_npz(Path(path)), ports, str(path), rest)
+        return Data.of(read_npz(Path(path)), ports, dims, str(path), rest)
 
     @staticmethod
     def of(
         arrays: Mapping[str, Array],
         ports: Sequence[Any],
+        dims: Mapping[str, int],
         source: str = "data",
         rest: Rest | None = None,
     ) -> Data:
         """Like `read`, but with arrays in memory, by input name; errors name them by `source`."""
-        samples, fixed = {}, {}
-        batch = int(ports[0].shape[0]) if ports and ports[0].shape else 1
+        samples: dict[str, Array] = {}
+        fixed: dict[str, Array] = {}
         for port in ports:
             if port.name not in arrays:
                 have = ", ".join(sorted(arrays))
                 raise InputError(
                     f"{source} has no array for the input {port.name!r}; its arrays: {have}"
                 )
-            array = arrays[port.name]
-            if array.shape == tuple(port.shape) and (not port.shape or port.shape[0] != batch):
-                fixed[port.name] = array
-            elif array.shape[1:] == tuple(port.shape[1:]) and port.shape[:1] == [batch]:
-                samples[port.name] = array
-            else:
-                wanted = ", ".join(["samples", *map(str, port.shape[1:])])
+            array, at = arrays[port.name], dims.get(port.name)
+            wanted: list[Any] = list(port.shape)
+            if at is not None:
+                wanted[at] = "samples"
+            fits = all(w in ("samples", s) for w, s in zip(wanted, array.shape, strict=False))
+            if array.ndim != len(wanted) or not fits:
+                text = ", ".join(map(str, wanted))
                 raise InputError(
                     f"{source}: the array {port.name!r} has the shape {list(array.shape)}; the "
-                    f"step needs [{wanted}]"
+                    f"step needs [{text}]"
                 )
-        counts = {name: len(array) for name, array in samples.items()}
+            (fixed if at is None else samples)[port.name] = array
+        counts = {name: array.shape[dims[name]] for name, array in samples.items()}
         if len(set(counts.values())) > 1:
             text = ", ".join(f"{n} of {name!r}" for name, n in counts.items())
             raise InputError(
                 f"{source}: the arrays must have equal numbers of samples, but have {text}"
             )
         count = next(iter(counts.values()), 0)
+        sizes = [int(port.shape[dims[port.name]]) for port in ports if port.name in dims]
+        batch = sizes[0] if sizes else 1
         if rest is not None and rest.labels is not None and rest.labels not in samples:
             rest = None
         if not samples or count < (batch if rest is None else 1):
@@ -108,18 +121,19 @@ class Data:
                 f"{source} has {count} samples, but a batch has {batch}; add samples, or write a "
                 "step for smaller batches with `onnxpar grad --dim`"
             )
-        return Data(samples, fixed, batch, count, rest)
+        return Data(samples, fixed, dims, batch, count, rest)
 
     @staticmethod
     def given(
         data: str | os.PathLike[str] | Mapping[str, Array],
         ports: Sequence[Any],
+        dims: Mapping[str, int],
         rest: Rest | None = None,
     ) -> Data:
         """Like `read`, with an .npz file or with arrays by input name."""
         if isinstance(data, Mapping):
-            return Data.of(data, ports, rest=rest)
-        return Data.read(data, ports, rest)
+            return Data.of(data, ports, dims, rest=rest)
+        return Data.read(data, ports, dims, rest)
 
     def check_batch(self, batch: int | None) -> None:
         """Errors: InputError if the user expects another batch size; None expects nothing."""
@@ -148,7 +162,8 @@ class Data:
             found.update(f"{name} {array.dtype.str} {array.shape}".encode())
             parts = array
             if is_large and name in self.samples:
-                parts = array[np.linspace(0, len(array) - 1, 4096).astype(np.int64)]
+                at = np.linspace(0, self.count - 1, 4096).astype(np.int64)
+                parts = np.take(array, at, self.dims[name])
             found.update(np.ascontiguousarray(parts).tobytes())
         return found.hexdigest()[:16]
 
@@ -168,7 +183,8 @@ class Data:
         for i in range(self.left(first)):
             start = first + i * self.batch
             at = order[start : start + self.batch]
-            batch = {name: array[np.resize(at, self.batch)] for name, array in self.samples.items()}
+            rows = np.resize(at, self.batch)
+            batch = {n: np.take(array, rows, self.dims[n]) for n, array in self.samples.items()}
             if self.rest is not None and len(at) < self.batch:
                 batch |= self.rest.without(batch, len(at))
             yield {**self.fixed, **batch}

@@ -108,7 +108,7 @@ class Trainer(Closing):
     ) -> Data:
         """Returns samples as batches for training, or for evaluation: an .npz file, or arrays by
         input name. Errors: InputError."""
-        found = Data.given(data, self.data, Rest.of(self.spec, trains))
+        found = Data.given(data, self.data, self.spec.batch, Rest.of(self.spec, trains))
         self._check_labels({**found.samples, **found.fixed})
         return found
 

@@ -31,28 +31,21 @@ def check_count(count: int) -> None:
         )
 
 
-def accumulate(
-    graph: gs.Graph, back: Backward, data: Sequence[str], count: int, program: Program
-) -> Backward:
+def accumulate(graph: gs.Graph, back: Backward, count: int, program: Program) -> Backward:
     """Makes the graph process `count` micro-batches per step, in place; returns the loss and
-    gradients of such a step. The batch dimension of the inputs `data` grows by the factor `count`,
-    loss and gradients become sums over the micro-batches, and each micro-batch in turn updates the
-    running statistics. Random numbers differ between micro-batches.
+    gradients of such a step. The batch dimensions of inputs grow by the factor `count`, loss and
+    gradients become sums over the micro-batches, and each micro-batch in turn updates the running
+    statistics. Random numbers differ between micro-batches.
 
     Each micro-batch has the model's batch size. All micro-batches read the same value of an input
-    whose first dimension is not the batch. `check_count` has accepted the count. Errors:
-    StrategyError.
+    that has no batch. `check_count` has accepted the count. Errors: StrategyError.
     """
-    by_name = {t.name: t for t in graph.inputs}
-    first = by_name[data[0]]
-    if not first.shape:
+    if back.batch is None:
         raise StrategyError(
-            f"--accumulate {count}: input {first.name!r} has no batch dimension; leave "
-            "--accumulate out"
+            f"--accumulate {count}: no input has a batch dimension; leave --accumulate out, or "
+            "give --batch-dim NAME=K"
         )
-    batch = int(first.shape[0])
-    split = [by_name[n] for n in data if by_name[n].shape and by_name[n].shape[0] == batch]
-    iterations = _Iterations(graph, split, by_name.get(SEED), back.samples, count)
+    iterations = _Iterations(graph, back, count)
     counts = [
         program.summed(graph, total) for total in iterations.scan("count", list(back.counts), [])
     ]
@@ -81,21 +74,24 @@ class _Iterations:
     def __init__(
         self,
         graph: gs.Graph,
-        split: Sequence[gs.Variable],
-        seed: gs.Variable | None,
-        samples: gs.Variable | None,
+        back: Backward,
         count: int,
     ) -> None:
+        assert back.batch is not None
+        by_name = {t.name: t for t in graph.inputs}
         self.graph = graph
-        self.split = split
-        self.seed = seed
-        self.samples = samples
+        self.dims = back.batch_dims
+        self.split = [by_name[name] for name in self.dims]
+        self.seed = by_name.get(SEED)
+        self.samples = back.samples
+        self.batch = back.batch.size
         self.count = count
         self.nodes = list(graph.nodes)
         self.added: list[gs.Node] = []
         self.long: dict[str, gs.Variable] = {}
-        for tensor in split:
-            shape = [count * int(tensor.shape[0]), *tensor.shape[1:]]
+        for tensor in self.split:
+            shape = list(tensor.shape)
+            shape[self.dims[tensor.name]] *= count
             self.long[tensor.name] = gs.Variable(tensor.name, tensor.dtype, shape)
 
     def scan(
@@ -121,10 +117,7 @@ class _Iterations:
         self.graph.nodes = []
         totals = [outside.zeros(v.shape, v.dtype) for v in sums]
         given = [*totals, *(outside.value(before) for before, _ in running)]
-        sequences = [
-            outside.value(self.long[tensor.name]).reshape([self.count, *tensor.shape])
-            for tensor in split
-        ]
+        sequences = [self._micro_batches(outside, tensor) for tensor in split]
         sequences.append(outside.constant(np.arange(self.count, dtype=np.int64)))
         shapes = [*(v.shape for v in given), *(v.shape[1:] for v in sequences)]
         for value, shape in zip((*given, *sequences), shapes, strict=True):
@@ -140,7 +133,7 @@ class _Iterations:
         if self.seed is not None:
             instead[id(self.seed)] = (inside.value(self.seed) * self.count + iteration).tensor
         if self.samples is not None:  # a micro-batch has those behind the ones before it
-            before = iteration.cast(np.float32) * float(self.split[0].shape[0])
+            before = iteration.cast(np.float32) * float(self.batch)
             instead[id(self.samples)] = (inside.value(self.samples) - before).tensor
         instead |= self._read_inside(inside, old, instead)
         copies, tensors = clone_nodes(old, f"{name}/", instead)
@@ -161,6 +154,15 @@ class _Iterations:
         self.added += self.graph.nodes
         return [outside.value(t) for t in results]
 
+    def _micro_batches(self, outside: Builder, tensor: gs.Variable) -> Value:
+        """Returns an input, with a dimension of micro-batches before the others."""
+        at, shape = self.dims[tensor.name], list(tensor.shape)
+        apart = outside.value(self.long[tensor.name]).reshape(
+            [*shape[:at], self.count, *shape[at:]]
+        )
+        others = [axis for axis in range(apart.rank) if axis != at]
+        return apart.transpose([at, *others])
+
     def _read_inside(
         self, inside: Builder, nodes: Sequence[gs.Node], known: Mapping[int, gs.Tensor]
     ) -> dict[int, gs.Tensor]:
@@ -179,5 +181,5 @@ class _Iterations:
         self.graph.nodes = self.added
         self.graph.inputs = [self.long.get(t.name, t) for t in self.graph.inputs]
         if self.samples is not None:
-            whole = np.array(self.split[0].shape[0] * self.count, np.float32)
+            whole = np.array(self.batch * self.count, np.float32)
             self.samples.onnx_default = numpy_helper.from_array(whole, self.samples.name)

@@ -19,6 +19,7 @@ from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_rea
 from onnxpar.ir.training_spec import AVERAGE, EVALUATION, MAGNITUDES, SAMPLES, SCALE, SEED
 from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
+from onnxpar.training.batch import Batch, find_batch
 from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
 from onnxpar.training.cautions_of_stops import cautions_of_stops
 from onnxpar.training.draws import seed_draws
@@ -27,7 +28,7 @@ from onnxpar.training.evaluation import copy_for_use, read_averages
 from onnxpar.training.lazy import Rows, lazy_lookups, lookup_gradient, sampled_gradient
 from onnxpar.training.loss_scale import GOOD, LossScale
 from onnxpar.training.loss_settings import DEFAULT_SETTINGS, LossSettings
-from onnxpar.training.losses import LOSSES, add_loss, check_loss
+from onnxpar.training.losses import LOSSES, add_loss, check_loss, compared_by
 from onnxpar.training.means import Mean, Targets
 from onnxpar.training.precision import check_precision, lower_precision
 from onnxpar.training.program import Program
@@ -70,6 +71,7 @@ class LossOptions:
     stop_gradient  globs of tensors and nodes through which no gradient flows back
     padding_idx  by glob of tables, the row that lookups do not train
     running_variance  one of VARIANCES, by which running variances move; None is biased
+    batch_dims  by input, the dimension that numbers samples; None for an input without one
     """
 
     loss: str
@@ -88,6 +90,7 @@ class LossOptions:
     stop_gradient: Sequence[str] = ()
     padding_idx: Mapping[str, int] = field(default_factory=dict)
     running_variance: str | None = None
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def batch_norm(self) -> tuple[str | None, int | None, str | None]:
@@ -131,6 +134,7 @@ class Backward:
                 are none
     weights_of  the weight of each mean of an evaluation, by name, if not all labels count
     cautions    sentences on gradients that may differ from torch's
+    batch       the batch; None if there is none
     """
 
     loss: Value
@@ -148,6 +152,17 @@ class Backward:
     weights_of: Mapping[str, Value] = field(default_factory=dict)
     cautions: Sequence[str] = ()
     averages: Mapping[str, gs.Variable] = field(default_factory=dict)
+    batch: Batch | None = None
+
+    @property
+    def batch_dims(self) -> dict[str, int]:
+        """The dimension that numbers samples, by input of the step."""
+        if self.batch is None:
+            return {}
+        own = [t for name, t in self.targets.items() if name != SAMPLES]
+        at, size = self.batch.of_labels, self.batch.size
+        has = [t.name for t in own if len(t.shape) > at and t.shape[at] == size]
+        return {**self.batch.dims, **dict.fromkeys(has, at)}
 
     @property
     def samples(self) -> gs.Variable | None:
@@ -173,6 +188,7 @@ def add_backward(
     renamed = _free_names(graph)
     ends = _ends(graph, renamed, options)
     weights = find_trained(model, options.params, options.frozen, ends)
+    batch = _batch_of(graph, renamed, options, program, turns)
     cautions += cautions_of_stops(model, weights, ends, options.loss not in LOSSES)
     parts = {
         t.name: _as_input(graph, t, program.part_shape(t.name, t.shape))
@@ -191,7 +207,7 @@ def add_backward(
     apart = {id(node) for node in nodes_within(graph.nodes[count:])}
     seed_draws(graph, SEED)
     running = settle_batch_norms(model, norms, *options.batch_norm)
-    targets = Targets(graph, batch=_batch_of(graph, program))
+    targets = Targets(graph, batch=batch if program.count == 1 else None)
     outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.settings
     sample = None
@@ -245,6 +261,7 @@ def add_backward(
         weights_of,
         cautions,
         averaged,
+        batch,
     )
 
 
@@ -285,11 +302,18 @@ def _check(model: Model, options: LossOptions, program: Program) -> None:
         )
 
 
-def _batch_of(graph: gs.Graph, program: Program) -> int | None:
-    """Returns the number of samples in a batch; None if each rank of a program has samples of its
-    own, or if there is no batch."""
-    data = [t for t in graph.inputs if default_of(t) is None][:1]
-    return int(data[0].shape[0]) if program.count == 1 and data and data[0].shape else None
+def _batch_of(
+    graph: gs.Graph,
+    renamed: Mapping[str, str],
+    options: LossOptions,
+    program: Program,
+    turns: int,
+) -> Batch | None:
+    """Returns the batch of a model; None if it has none. Errors: StrategyError."""
+    outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
+    compared = compared_by(outputs, options.loss, options.output, options.settings)
+    fed = [t for t in graph.inputs if default_of(t) is None]
+    return find_batch(graph, fed, compared, options.batch_dims, program.count == 1, turns > 1)
 
 
 def _add_gradients(

@@ -57,14 +57,12 @@ def by_label(kind: str) -> LossFunction:
 
 def _class_axis(y: Value, settings: LossSettings) -> int:
     """Returns the dimension of classes. Errors: StrategyError."""
-    axis = settings.class_axis
+    axis = settings.class_axis_of(y.rank)
     if y.rank < 2:
         raise StrategyError(
             f"output {y.tensor.name!r} has the shape {list(y.shape)}; a loss over classes needs a "
             "dimension of samples and one of classes; choose another output with --loss-of"
         )
-    if axis is None:
-        return y.rank - 1 if y.rank < 4 else 1
     if not -y.rank <= axis < y.rank:
         raise StrategyError(
             f"class axis {axis}: output {y.tensor.name!r} has {y.rank} dimensions; give a number "

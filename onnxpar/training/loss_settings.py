@@ -50,6 +50,10 @@ class LossSettings:
     delta: float | None = None
     pos_weight: tuple[float, ...] | None = None
 
+    def class_axis_of(self, rank: int) -> int:
+        """Returns the dimension of classes of an output of this rank."""
+        return (rank - 1 if rank < 4 else 1) if self.class_axis is None else self.class_axis
+
     def __post_init__(self) -> None:
         """Errors: StrategyError for a number out of range."""
         smoothing, delta = self.label_smoothing, self.delta

@@ -9,6 +9,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder
 from onnxpar.ir.tensors import is_float
+from onnxpar.training.batch import Compared
 from onnxpar.training.class_losses import LossFunction, by_label, divergence
 from onnxpar.training.element_losses import (
     absolute,
@@ -64,6 +65,18 @@ def add_loss(
             "gradient; choose an output of floating-point numbers with --loss-of"
         )
     return LOSSES[kind](made, settings, targets)
+
+
+def compared_by(
+    outputs: Mapping[str, gs.Tensor], kind: str, output: str | None, settings: LossSettings
+) -> Compared:
+    """Returns what a loss compares with labels or a target. The arguments are as for `add_loss`."""
+    if kind not in LOSSES:
+        return Compared(outputs[kind])
+    tensor = outputs[output] if output else next(iter(outputs.values()))
+    rank = len(tensor.shape)
+    classes = settings.class_axis_of(rank) % max(rank, 1) if kind in BY_LABEL else None
+    return Compared(tensor, [axis for axis in range(rank) if axis != classes])
 
 
 def check_loss(

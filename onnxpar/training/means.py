@@ -12,6 +12,7 @@ from onnx import numpy_helper
 
 from onnxpar.grad.value import Value
 from onnxpar.ir.training_spec import SAMPLES
+from onnxpar.training.batch import Batch
 
 
 @dataclass
@@ -19,13 +20,13 @@ class Targets:
     """Graph inputs for labels and targets; each is added to the graph on first use.
 
     sampled  the labels among the sampled classes, if the scores are those of a sampled head
-    batch    number of samples in a batch, if a batch may have fewer, by the input SAMPLES
+    batch    the batch, if it may have fewer samples, by the input SAMPLES
     """
 
     graph: gs.Graph
     made: dict[str, gs.Variable] = field(default_factory=dict)
     sampled: gs.Tensor | None = None
-    batch: int | None = None
+    batch: Batch | None = None
 
     def tensor(self, name: str, dtype: Any, shape: Sequence[int]) -> gs.Variable:
         """Returns the input for `name`. Its name in the graph has underscores appended if another
@@ -41,16 +42,17 @@ class Targets:
     def mean(self, each: Value) -> Mean:
         """Returns the mean of a number for each element of the target, over the samples of a batch
         that may have fewer than the graph has room for."""
-        if self.batch is None or each.shape[:1] != (self.batch,):
+        batch = self.batch
+        if batch is None or each.rank == 0 or each.shape[batch.of_labels] != batch.size:
             return Mean(each.mean())
         # a float: integers may decide shapes, so they could not be fed
         given = self.tensor(SAMPLES, np.float32, [])
-        given.onnx_default = numpy_helper.from_array(np.array(self.batch, np.float32), given.name)
+        given.onnx_default = numpy_helper.from_array(np.array(batch.size, np.float32), given.name)
         samples = each.builder.value(given)
-        place = each.builder.arange(self.batch, np.float32).reshape([-1] + [1] * (each.rank - 1))
-        share = samples.cast(each.dtype).op("Max", 0.0).op("Min", float(self.batch)) * (
-            1 / self.batch
-        )
+        shape = [-1 if axis == batch.of_labels else 1 for axis in range(each.rank)]
+        place = each.builder.arange(batch.size, np.float32).reshape(shape)
+        counted = samples.cast(each.dtype).op("Max", 0.0).op("Min", float(batch.size))
+        share = counted * (1 / batch.size)
         return Mean((place < samples).where(each, 0.0).mean(), share)
 
 

@@ -123,12 +123,13 @@ def make_step(
         **names,  # type: ignore[arg-type]
         full_batches=bool(back.running),
         data=[name for name in fed if name != SEED],
+        batch=back.batch_dims,
         cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights)],
         sampled={back.sample.table: list(back.sample.sizes)} if back.sample else {},
     )
     graph.outputs = []
     if options.accumulate != 1:
-        back = accumulate(graph, back, step.data, options.accumulate, program)
+        back = accumulate(graph, back, options.accumulate, program)
         step.turns = options.accumulate
     back = program.over_ranks(graph, back)
     for name, gradient in back.gradients.items():

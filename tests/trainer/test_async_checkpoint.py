@@ -60,7 +60,7 @@ def data_of(trainer: ThreadTrainer) -> Data:
     ids, more = (draw.integers(0, 40, (40, n)) for n in (2, 3))
     target = draw.standard_normal((40, 4)).astype(np.float32)
     arrays = {"x": x, "labels": draw.integers(0, 5, 40), "ids": ids, "more": more, "target": target}
-    return Data.of(arrays, trainer.data)
+    return Data.of(arrays, trainer.data, trainer.spec.batch)
 
 
 def train(trainer: ThreadTrainer, run: Run) -> list[Record]:

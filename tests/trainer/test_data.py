@@ -12,6 +12,7 @@ from onnxpar.runtime.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 
 PORTS = [NodeArg("x", "tensor(float)", [4, 2]), NodeArg("labels", "tensor(int64)", [4])]
+DIMS = {"x": 0, "labels": 0}
 
 
 def arrays(count: int = 11) -> dict[str, np.ndarray]:
@@ -24,7 +25,7 @@ def order(data: Data, epoch: int, seed: int | None, first: int = 0) -> list[int]
 
 
 def test_batches_are_whole_and_what_is_left_over_is_dropped() -> None:
-    data = Data.of(arrays(), PORTS)
+    data = Data.of(arrays(), PORTS, DIMS)
     assert (data.batch, data.count, data.batches) == (4, 11, 2)
     assert order(data, 0, None) == list(range(8))
     for batch in data.epoch(3, 7):
@@ -33,7 +34,7 @@ def test_batches_are_whole_and_what_is_left_over_is_dropped() -> None:
 
 
 def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
-    data = Data.of(arrays(), PORTS)
+    data = Data.of(arrays(), PORTS, DIMS)
     orders = [order(data, epoch, seed) for epoch in range(3) for seed in (0, 1)]
     assert len({tuple(o) for o in orders}) == 6
     assert all(len({*o}) == 8 for o in orders)
@@ -45,7 +46,7 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
 
 @pytest.mark.parametrize("count", [11, 3])
 def test_samples_that_fill_the_last_batch_do_not_count(count: int) -> None:
-    data = Data.of(arrays(count), PORTS, rest=Rest("labels", "samples"))
+    data = Data.of(arrays(count), PORTS, DIMS, rest=Rest("labels", "samples"))
     assert data.batches == -(-count // 4) and not data.left_out()
     *whole, last = data.epoch(0, None)
     assert all("samples" not in batch for batch in whole)
@@ -58,9 +59,24 @@ def test_samples_that_fill_the_last_batch_do_not_count(count: int) -> None:
 
 def test_what_has_no_samples_is_fed_as_it_is() -> None:
     mask = np.ones((3, 3), np.float32)
-    data = Data.of({**arrays(), "mask": mask}, [*PORTS, NodeArg("mask", "tensor(float)", [3, 3])])
+    ports = [NodeArg("mask", "tensor(float)", [3, 3]), *PORTS]
+    data = Data.of({**arrays(), "mask": mask}, ports, DIMS)
     batches = list(data.epoch(0, 0))
     assert len(batches) == 2 and all(batch["mask"] is mask for batch in batches)
+
+
+def test_samples_along_another_dimension() -> None:
+    """In the array as in the input."""
+    x, labels = np.arange(33).reshape(3, 11), np.arange(22).reshape(2, 11)
+    ports = [NodeArg("x", "tensor(int64)", [3, 4]), NodeArg("labels", "tensor(int64)", [2, 4])]
+    dims = {"x": 1, "labels": 1}
+    data = Data.of({"x": x, "labels": labels}, ports, dims, rest=Rest("labels", None, 1))
+    assert (data.batch, data.count, data.batches) == (4, 11, 3)
+    first, _, last = data.epoch(0, None)
+    np.testing.assert_array_equal(first["x"], x[:, :4])
+    np.testing.assert_array_equal(last["x"][:, :3], x[:, 8:])
+    np.testing.assert_array_equal(last["labels"][:, :3], labels[:, 8:])
+    np.testing.assert_array_equal(last["labels"][:, 3], -100)
 
 
 @pytest.mark.parametrize(
@@ -79,16 +95,16 @@ def test_what_has_no_samples_is_fed_as_it_is() -> None:
 def test_data_that_does_not_fit(given: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", **given)
     with pytest.raises(InputError, match=message):
-        Data.read(tmp_path / "train.npz", PORTS)
+        Data.read(tmp_path / "train.npz", PORTS, DIMS)
 
 
 def test_files_that_are_no_data(tmp_path: Path) -> None:
     path = tmp_path / "train.npz"
     with pytest.raises(InputError, match=r"train\.npz"):
-        Data.read(path, PORTS)
+        Data.read(path, PORTS, DIMS)
     path.write_text("x, y")
     with pytest.raises(InputError, match=r"train\.npz"):
-        Data.read(path, PORTS)
+        Data.read(path, PORTS, DIMS)
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(InputError, match=r"one\.npy"):
-        Data.read(tmp_path / "one.npy", PORTS)
+        Data.read(tmp_path / "one.npy", PORTS, DIMS)

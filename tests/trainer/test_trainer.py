@@ -45,7 +45,7 @@ def samples(count: int = 40, dtype: type = np.float32) -> dict[str, Array]:
 
 
 def data_for(trainer: Trainer, dtype: type = np.float32) -> Data:
-    return Data.of(samples(dtype=dtype), trainer.data)
+    return Data.of(samples(dtype=dtype), trainer.data, trainer.spec.batch)
 
 
 def train(par: Path, run: Run, dtype: type = np.float32) -> tuple[list[Record], dict[str, Array]]:
@@ -360,7 +360,7 @@ def test_merging_takes_running_statistics_too(tmp_path: Path) -> None:
         "labels": draw.integers(0, 3, 8),
     }
     with ThreadTrainer(par) as trainer:
-        data = Data.of(batch, trainer.data)
+        data = Data.of(batch, trainer.data, trainer.spec.batch)
         list(records(trainer, data, Run(3, 0.1, checkpoint=tmp_path / "c")))
         mean = trainer.session.states.read("mean")
     assert merge(tmp_path / "c", tmp_path / "model.onnx", tmp_path / "trained.onnx") == 8

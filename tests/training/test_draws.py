@@ -113,7 +113,7 @@ def test_a_run_draws_anew_in_each_step_and_goes_on_as_it_would_have(tmp_path: Pa
 
     def train(**how: object) -> list[float]:
         with ThreadTrainer(par) as trainer:
-            data = Data.of(batch, trainer.data)
+            data = Data.of(batch, trainer.data, trainer.spec.batch)
             run = Run(6, 0.01, shuffle=False, **how)  # type: ignore[arg-type]
             return [r.values["loss"] for r in records(trainer, data, run)]
 
@@ -121,7 +121,7 @@ def test_a_run_draws_anew_in_each_step_and_goes_on_as_it_would_have(tmp_path: Pa
     assert len({*at_once}) == 6 and train(seed=1) != at_once
     folder = tmp_path / "c"
     with ThreadTrainer(par) as trainer:
-        data = Data.of(batch, trainer.data)
+        data = Data.of(batch, trainer.data, trainer.spec.batch)
         list(records(trainer, data, Run(3, 0.01, shuffle=False, checkpoint=folder)))
     assert Checkpoint.load(folder).progress.step == 3
     assert train(checkpoint=folder, resume=True) == at_once[3:]

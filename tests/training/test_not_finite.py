@@ -61,7 +61,9 @@ def test_a_gradient_of_a_finite_loss(
 def test_rows_of_a_table(strategy: dict[str, Any] | None, tmp_path: Path) -> None:
     """That a step looks up; it reads no others."""
     text = """m (int64[4] i, float[50,3] w) => (float[4,3] r) { r = Gather(w, i) }"""
-    par, _ = shard(write_step(text, tmp_path, "mse", lazy=["w"]), "data-parallel 2", strategy=strategy)
+    par, _ = shard(
+        write_step(text, tmp_path, "mse", lazy=["w"]), "data-parallel 2", strategy=strategy
+    )
     feeds = {"i": np.array([3, 49, 3, 0]), "target": np.zeros((4, 3), np.float32)}
     with ThreadTrainer(par) as trainer:
         before = states(trainer)
