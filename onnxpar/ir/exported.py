@@ -18,7 +18,8 @@ _CALL = re.compile(
 )
 _DETACHED = re.compile(r"detach_?(_\d+)?$")
 """Matches the names that torch.export gives to results of detach()."""
-_NUMBER = re.compile(r"-?\d+$")
+_PADDING = {"embedding": 2, "embedding_bag": 8}
+"""The position of the argument `padding_idx`; -1 or None is none."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Call:
     def padding_row(self) -> int | None:
         """The row that a lookup does not train; None if there is none."""
         given = self.arguments.split(", ")
-        is_given = self.op == "embedding" and len(given) > 2 and _NUMBER.match(given[2])
-        return int(given[2]) if is_given and int(given[2]) >= 0 else None
+        text = "".join(given[at : at + 1]) if (at := _PADDING.get(self.op)) is not None else ""
+        return int(text) if text.isdigit() else None
 
     @property
     def scales_by_frequency(self) -> bool:

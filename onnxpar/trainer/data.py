@@ -116,7 +116,12 @@ class Data:
         batch = sizes[0] if sizes else 1
         if rest is not None and rest.labels is not None and rest.labels not in samples:
             rest = None
-        if not samples or count < (batch if rest is None else 1):
+        if not samples:
+            raise InputError(
+                f"{source}: no input of the step has samples; write the step again with `onnxpar "
+                "grad`, which says what it finds, or takes --batch-dim NAME=K"
+            )
+        if count < (batch if rest is None else 1):
             raise InputError(
                 f"{source} has {count} samples, but a batch has {batch}; add samples, or write a "
                 "step for smaller batches with `onnxpar grad --dim`"

@@ -98,6 +98,11 @@ def test_data_that_does_not_fit(given: dict[str, np.ndarray], message: str, tmp_
         Data.read(tmp_path / "train.npz", PORTS, DIMS)
 
 
+def test_a_step_without_samples() -> None:
+    with pytest.raises(InputError, match=r"no input of the step has samples; .* --batch-dim"):
+        Data.of({"x": np.zeros((4, 2))}, PORTS[:1], {})
+
+
 def test_files_that_are_no_data(tmp_path: Path) -> None:
     path = tmp_path / "train.npz"
     with pytest.raises(InputError, match=r"train\.npz"):
