@@ -47,6 +47,10 @@ FROZEN = "named by --frozen"
 UNNAMED = "not named by --params"
 STOPPED = "its gradient is stopped (detach, --stop-gradient)"
 HELD = "made of Constant nodes"
+CUT = (
+    "the loss depends on it only through numbers without a gradient (comparisons, indices, whole "
+    "numbers); a straight-through estimator adds a way around them"
+)
 _STATISTICS = "running statistics of a BatchNormalization"
 _SETTINGS: Mapping[str, Mapping[int, str]] = {
     "BatchNormalization": {3: _STATISTICS, 4: _STATISTICS},
@@ -211,6 +215,7 @@ class _Judge:
         self.model = model
         self.leading = leading(model.graph, outputs)
         self.stopped = leading(model.graph, outputs, lambda node: False) - self.leading
+        self.needed = leading(model.graph, outputs, lambda node: False, of_any_type=True)
         kinds = model.exported
         self.parameters = {n for n, kind in kinds.items() if kind == PARAMETER}
         self.all_named = bool(kinds) and self.parameters <= model.stored
@@ -228,6 +233,8 @@ class _Judge:
             return HELD
         if name in self.stopped:
             return STOPPED
+        if name not in self.leading and name in self.needed:
+            return CUT
         if name not in self.leading:
             return "the loss does not depend on it"
         kind = self.model.exported.get(name)
@@ -300,9 +307,10 @@ def leading(
     graph: gs.Graph,
     outputs: Collection[str] | None,
     ends: Callable[[gs.Node], bool] = is_stop,
+    of_any_type: bool = False,
 ) -> set[str]:
-    """Returns the names of the floating-point tensors on which the outputs depend, not through
-    nodes that `ends` accepts; `outputs` has names, None for all."""
+    """Returns the names of the floating-point tensors, or of those of any type, on which the
+    outputs depend, not through nodes that `ends` accepts; `outputs` has names, None for all."""
     named = [t for t in graph.outputs if outputs is None or t.name in outputs]
     found = {str(t.name) for t in named}
     for node in reversed(graph.nodes):
@@ -314,7 +322,7 @@ def leading(
                 continue
             settings = _SETTINGS.get(each.op, {}) if not each.domain else {}
             for i, tensor in enumerate(operands_of(each)):
-                if i not in settings and _may_carry(tensor):
+                if i not in settings and (of_any_type or _may_carry(tensor)):
                     found.add(str(tensor.name))
     return found
 

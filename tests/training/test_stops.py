@@ -170,6 +170,15 @@ def test_what_looks_as_if_torch_had_other_gradients(
     assert [told in caution for caution in cautions] == [True] * bool(told)
 
 
+@pytest.mark.parametrize("op", ["m = Greater(g, x)", "m = Cast<to = 7>(g)"])
+def test_a_way_that_has_no_gradient_is_told_of(op: str, tmp_path: Path) -> None:
+    text = f"""m (float[4,3] x, float[3,3] w1, float[3,2] w2) => (float[4,2] y)
+    {{ g = MatMul(x, w1)  {op}  h = Cast<to = 1>(m)  y = MatMul(h, w2) }}"""
+    with pytest.warns(UserWarning, match=r"w1 \(3x3\) is not trained: .* without a gradient"):
+        step = written(text, tmp_path)
+    assert [s.of for s in step.parameters] == ["w2"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_row_of_zeros_looks_like_padding(tmp_path: Path) -> None:
     path = FOLDER / "padding.legacy.onnx"
