@@ -171,7 +171,8 @@ class Trainer(Closing):
         name = self.spec.samples
         if name is None or name in batch:
             return batch
-        return {name: np.asarray(self.data[0].shape[0], np.float32), **batch}
+        size = next(p.shape[k] for p in self.data if (k := self.spec.batch.get(p.name)) is not None)
+        return {name: np.asarray(size, np.float32), **batch}
 
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
         """Returns the loss and other metrics, by name, of the model in inference mode on a batch.
