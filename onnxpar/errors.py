@@ -82,7 +82,7 @@ class DivergenceError(OnnxparError):
 
 
 class StoppedError(OnnxparError):
-    """A training run that a launcher has asked to end, and that has saved a checkpoint."""
+    """A training run that was asked to end, and that has saved a checkpoint."""
 
 
 class PassError(OnnxparError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from onnxpar.runtime.supervision import AGAIN
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step
-from onnxpar.trainer.checkpoint import tell
+from onnxpar.trainer.checkpoint import Progress, tell
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
 from onnxpar.trainer.export_weights import export_weights
@@ -123,7 +124,10 @@ def train(args: argparse.Namespace) -> int:
         args.resume,
         args.async_checkpoint,
         args.allow_changed,
+        args.patience,
+        args.keep_best,
     )
+    run.check_evaluation(bool(args.eval))
     check_timeout(args.timeout)
     if args.profile:
         check_place(args.profile)
@@ -140,6 +144,10 @@ def train(args: argparse.Namespace) -> int:
             print(f"onnxpar: {end}", file=sys.stderr)
             return 0
         except StoppedError as end:
+            if elastic is None or launched_rank() is None:
+                terminated = Terminated(signal.SIGTERM)
+                terminated.args = (last_checkpoint(run),)
+                raise terminated from None
             tell(str(end))
             return AGAIN
         except RankError as error:
@@ -211,10 +219,11 @@ def _follow(
             print(f"{word}{left_out}", flush=True)
     with tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar:
         last: int | None = None
+        best_step = 0
         for record in generations.records(data, held_out):
             if last is None or record.total <= last:  # a run that cannot start keeps all rows
                 _forget(metrics, record.total)
-            last = record.total
+            last, best_step = record.total, record.best_step
             bar.update(record.total - bar.n)
             for line in record.lines(loss):
                 bar.write(line, sys.stdout)
@@ -226,6 +235,8 @@ def _follow(
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
     if run.checkpoint is not None:
         print(f"the last checkpoint is {generations.trainer.checkpoint}")
+    if run.checkpoint is not None and run.keep_best and best_step:
+        print(f"the best checkpoint is {run.checkpoint / Progress(best_step).name}")
 
 
 def _add_row(metrics: Path, record: Record) -> None:

@@ -309,6 +309,13 @@ def add_train(to: argparse.ArgumentParser) -> None:
         "--eval", metavar="NPZ", help="like --data: samples to evaluate after each epoch"
     )
     to.add_argument(
+        "--patience",
+        type=int,
+        default=0,
+        metavar="N",
+        help="end the run after N evaluations in a row without a lower loss; default: 0, never",
+    )
+    to.add_argument(
         "--batch",
         type=int,
         metavar="N",
@@ -406,6 +413,12 @@ def _add_checkpoints(to: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="keep only the newest N complete checkpoints; 0: keep all",
+    )
+    to.add_argument(
+        "--keep-best",
+        action="store_true",
+        help="also save a checkpoint after the evaluation with the least loss, and keep it; the "
+        "command prints its name at the end",
     )
     to.add_argument(
         "--resume",

@@ -216,6 +216,8 @@ def train(
     resume: bool = False,
     allow_changed: bool = False,
     async_checkpoint: bool = False,
+    patience: int = 0,
+    keep_best: bool = False,
     elastic: bool = False,
     min_ranks: int | None = None,
     max_restarts: int | None = None,
@@ -259,6 +261,9 @@ def train(
                 trained weights are not those of the checkpoint's run
     async_checkpoint  True to write checkpoints while training goes on: ranks copy their shards in
                 memory, and take the next steps while the copies are written
+    patience    number of evaluations in a row without a lower loss after which the run ends; 0 for
+                none
+    keep_best   True to save a checkpoint after the evaluation with the least loss, and to keep it
     elastic     True to go on from the last checkpoint when ranks die. The steps after it are taken
                 again; their records replace the earlier ones
     min_ranks   with `elastic`, the fewest ranks with which the run goes on; default: 1
@@ -276,14 +281,17 @@ def train(
     start_ranks  starts the ranks elsewhere than on this host, such as `onnxpar.ray.Actors`
     verify      True to compare every byte of `par` with its digests first
 
-    To take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
+    In the main thread, SIGTERM makes a run with `checkpoint` save one and end with StoppedError. To
+    take single steps, use `Trainer`. Errors: OnnxparError; DivergenceError if the loss is not
     finite.
     """
     # Long for the list of parameters and their descriptions, which editors show.
     folder = None if checkpoint is None else Path(checkpoint)
     falling = Schedule(schedule, warmup, min_lr, lr_power, lr_step_size, lr_gamma, decay_steps)
     order = (epochs, lr, falling, seed, shuffle)
-    run = Run(*order, folder, every, keep, resume, async_checkpoint, allow_changed)
+    going_on = (resume, async_checkpoint, allow_changed)
+    run = Run(*order, folder, every, keep, *going_on, patience, keep_best)
+    run.check_evaluation(eval is not None)
     if profile is not None:
         check_place(profile)
     options: dict[str, Any] = {

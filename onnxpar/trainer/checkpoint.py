@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -119,13 +120,21 @@ def _shown(value: Any) -> str:
 @dataclass(frozen=True)
 class Progress:
     """How far a run is: the number of steps that it has taken, and the number of samples in the
-    current epoch. `epoch` is the number of that epoch, from 0; `settings` are those of the run,
-    None if steps were taken without one."""
+    current epoch.
+
+    epoch      number of that epoch, from 0
+    settings   those of the run; None if steps were taken without one
+    best       the least loss of an evaluation so far, after step `best_step`; None if there is none
+    worse      number of evaluations since then
+    """
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
     settings: Settings | None = None
+    best: float | None = None
+    best_step: int = 0
+    worse: int = 0
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Progress:
@@ -144,6 +153,12 @@ class Progress:
     def after_epoch(self) -> Progress:
         """Returns the progress at the beginning of the next epoch."""
         return replace(self, epoch=self.epoch + 1, samples=0)
+
+    def after_evaluation(self, loss: float) -> Progress:
+        """Returns the progress after an evaluation with this loss."""
+        if math.isfinite(loss) and (self.best is None or loss < self.best):
+            return replace(self, best=loss, best_step=self.step, worse=0)
+        return replace(self, worse=self.worse + 1)
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ if it has fewer ranks, and takes the steps after it again, on the same batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,23 @@ class Generations(Closing):
     """Trainers of a run, one after the other. Without `elastic`, there is one, whose errors end the
     run.
 
-    par      the folder of the sharded step
-    options  those of `Trainer`
+    par        the folder of the sharded step
+    must_stop  as of `loop.records`
+    options    those of `Trainer`
 
     Errors: as of `Trainer`; InputError if the run cannot be elastic.
     """
 
-    def __init__(self, par: Path, run: Run, elastic: Elastic | None, **options: Any) -> None:
+    def __init__(
+        self,
+        par: Path,
+        run: Run,
+        elastic: Elastic | None,
+        must_stop: Callable[[], bool] | None = None,
+        **options: Any,
+    ) -> None:
         self._par, self._run, self._options = par, run, options
+        self._must_stop = must_stop
         self._places = None if elastic is None else _Places(par, run, elastic)
         self.trainer = self._begin()
 
@@ -86,7 +95,7 @@ class Generations(Closing):
         run = self._run
         while True:
             try:
-                yield from records(self.trainer, data, run, held_out)
+                yield from records(self.trainer, data, run, held_out, self._must_stop)
                 return
             except RankError as error:
                 self.trainer.close()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.interrupts import Deferred
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.trainer.elastic import Elastic, Generations
@@ -28,7 +29,8 @@ def held_unless_launched(run: Run, elastic: Elastic | None) -> Iterator[FolderLo
 def living(
     par: Path, run: Run, elastic: Elastic | None, held: FolderLock | None, **options: Any
 ) -> Iterator[Generations | LaunchedGeneration]:
-    """Starts the ranks of a run, or joins them under a launcher, and ends them after the block.
+    """Starts the ranks of a run, or joins them under a launcher, and ends them after the block. In
+    the block, SIGTERM makes a run that saves checkpoints save one and end (StoppedError).
 
     par      the folder of the sharded step
     elastic  how the run lives on when ranks die; None: it does not
@@ -41,6 +43,12 @@ def living(
     if elastic is not None and launched is not None:
         with launched_generation(par, run, elastic, launched, **options) as generation:
             yield generation
+    elif run.checkpoint is not None:
+        with (
+            Deferred() as stop,
+            Generations(par, run, elastic, stop.asked.is_set, held=held, **options) as generations,
+        ):
+            yield generations
     else:
-        with Generations(par, run, elastic, held=held, **options) as generations:
+        with Generations(par, run, elastic, **options) as generations:
             yield generations

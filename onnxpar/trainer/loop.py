@@ -11,7 +11,7 @@ from pathlib import Path
 from onnxpar.base.arrays import Array
 from onnxpar.errors import DivergenceError, InputError, StoppedError
 from onnxpar.ir.training_spec import IGNORED
-from onnxpar.trainer.checkpoint import Progress, Settings, checkpoints, warn
+from onnxpar.trainer.checkpoint import Progress, Settings, checkpoints, tell, warn
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.rates import CONSTANT, ENDING, Rate, Schedule, check_rate
 from onnxpar.trainer.trainer import Trainer
@@ -37,6 +37,9 @@ class Run:
     resume      True to continue from the newest complete checkpoint, if there is one
     allow_changed  True to continue also with other data, another batch size or other options
     async_checkpoint  True to write checkpoints while training goes on
+    patience    number of evaluations in a row without a lower loss after which the run ends; 0 for
+                none
+    keep_best   True to save a checkpoint after the evaluation with the least loss, and to keep it
     """
 
     epochs: int
@@ -50,6 +53,8 @@ class Run:
     resume: bool = False
     async_checkpoint: bool = False
     allow_changed: bool = False
+    patience: int = 0
+    keep_best: bool = False
 
     def __post_init__(self) -> None:
         """Checks what needs neither the data nor the step, before these are read."""
@@ -63,6 +68,8 @@ class Run:
                 f"--every {self.every}: give the number of steps between checkpoints, or 0 to save "
                 "one at the end only"
             )
+        if self.patience < 0:
+            raise InputError(f"--patience {self.patience}: give a number of evaluations, or 0")
         if self.keep < 0:
             raise InputError(
                 f"--keep {self.keep}: give the number of checkpoints to keep, or 0 to keep all"
@@ -77,12 +84,27 @@ class Run:
                 ("--resume", self.resume),
                 ("--async-checkpoint", self.async_checkpoint),
                 ("--allow-changed", self.allow_changed),
+                ("--keep-best", self.keep_best),
             )
             for option, is_given in flags:
                 if is_given:
                     raise InputError(
                         f"{option}: the folder of checkpoints is not given; give --checkpoint DIR"
                     )
+
+    def check_evaluation(self, is_given: bool) -> None:
+        """Errors: InputError if the run needs an evaluation, and none is given."""
+        for option, needs in (("--patience", self.patience), ("--keep-best", self.keep_best)):
+            if needs and not is_given:
+                raise InputError(f"{option} is about the loss of an evaluation; give --eval, too")
+
+    def is_over(self, progress: Progress) -> bool:
+        """True if no step is to be taken after this progress."""
+        return progress.epoch >= self.epochs or self.has_stalled(progress)
+
+    def has_stalled(self, progress: Progress) -> bool:
+        """True if the loss of evaluations has not become lower for too long."""
+        return bool(self.patience) and progress.worse >= self.patience
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,7 @@ class Record:
     seconds     time of the step
     values      the loss before the update, and other metrics, by name
     evaluation  metrics on held-out data after the last step of an epoch; else None
+    best_step   the step after which an evaluation had the least loss so far; 0 if there is none
     """
 
     epoch: int
@@ -105,6 +128,7 @@ class Record:
     seconds: float
     values: dict[str, float]
     evaluation: dict[str, float] | None = None
+    best_step: int = 0
 
     def lines(self, loss: str) -> list[str]:
         """The lines that a run prints for the step, in MindSpore's form, with the number of the
@@ -131,6 +155,7 @@ def records(
     record of each step that a checkpoint includes. After a step in which `must_stop` is true on any
     rank, a checkpoint is saved, and the run ends. Errors: InputError, ModelError, RankError,
     DivergenceError; StoppedError if the run had to stop."""
+    run.check_evaluation(held_out is not None)
     progress = _start(trainer, run, data)
     steps = progress.step
     if progress.epoch < run.epochs:
@@ -142,7 +167,7 @@ def records(
             f"{run.epochs}; raise --epochs"
         )
     applied, first = 0, progress.step
-    while progress.epoch < run.epochs:
+    while not run.is_over(progress):
         epoch = progress.epoch
         order = run.seed if run.shuffle else None
         for batch in data.epoch(epoch, order, progress.samples):
@@ -159,19 +184,31 @@ def records(
             progress = replace(progress, step=progress.step + 1, samples=samples)
             if not data.left(samples):
                 progress = progress.after_epoch()
-            evaluation = None
+            evaluation, is_best = None, False
             if held_out is not None and progress.epoch > epoch:
                 evaluation = evaluate(trainer, held_out)
-            record = Record(epoch + 1, number, progress.step, at, seconds, values, evaluation)
+                progress = progress.after_evaluation(evaluation["loss"])
+                is_best = progress.best_step == progress.step
+            record = Record(
+                *(epoch + 1, number, progress.step, at, seconds, values),
+                evaluation,
+                progress.best_step,
+            )
             trainer.session.write_log(record.lines(trainer.spec.loss))
             yield record
-            is_due = progress.step == steps or (run.every and progress.step % run.every == 0)
+            is_due = run.is_over(progress) or (run.every and progress.step % run.every == 0)
+            is_due = is_due or (run.keep_best and is_best)
             stops = must_stop is not None and any(trainer.together.each(must_stop()))
             if is_due or stops:
                 _save(trainer, run, progress)
             if stops:
                 _finish_save(trainer, run)
                 raise StoppedError(f"the run was asked to end; {last_checkpoint(run)}")
+    if run.has_stalled(progress) and trainer.leads:
+        tell(
+            f"the run ends, because {progress.worse} evaluations in a row have no lower loss than "
+            f"that after step {progress.best_step}"
+        )
     _finish_save(trainer, run)
     if not applied and progress.step > first:
         raise DivergenceError(
@@ -189,15 +226,21 @@ def _save(trainer: Trainer, run: Run, progress: Progress) -> None:
         trainer.async_save(run.checkpoint, progress)
         return
     trainer.save(run.checkpoint, progress)
-    if run.keep:
-        trainer.keep(run.checkpoint, progress, run.keep)
+    _keep(trainer, run, progress)
 
 
 def _finish_save(trainer: Trainer, run: Run) -> None:
     """Waits for a checkpoint that is still being written, and removes old ones then."""
     finished = trainer.finish_save()
-    if finished is not None and run.checkpoint is not None and run.keep:
-        trainer.keep(run.checkpoint, finished, run.keep)
+    if finished is not None:
+        _keep(trainer, run, finished)
+
+
+def _keep(trainer: Trainer, run: Run, progress: Progress) -> None:
+    """Removes old checkpoints, if the run keeps only some."""
+    if run.checkpoint is not None and run.keep:
+        best = Progress(progress.best_step).name
+        trainer.keep(run.checkpoint, progress, run.keep, (best,) if run.keep_best else ())
 
 
 @contextmanager

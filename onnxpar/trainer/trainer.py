@@ -281,16 +281,24 @@ class Trainer(Closing):
         self.checkpoint = folder / progress.name
         self._is_whole[self.checkpoint] = True
 
-    def keep(self, folder: str | os.PathLike[str], progress: Progress, count: int) -> None:
-        """Removes old checkpoints from a folder, except the newest `count` complete ones. Ignores
-        checkpoints with more steps than `progress`. Errors: OnnxparError."""
+    def keep(
+        self,
+        folder: str | os.PathLike[str],
+        progress: Progress,
+        count: int,
+        besides: Collection[str] = (),
+    ) -> None:
+        """Removes old checkpoints from a folder, except the newest `count` complete ones, and those
+        named in `besides`. Ignores checkpoints with more steps than `progress`. Errors:
+        OnnxparError."""
         folder = Path(folder)
         names = self.together.first(lambda: _names(folder, progress.step))
         at = 0
         while count and at < len(names):
             count -= self._check_whole(folder / names[at])
             at += 1
-        self.together.first(lambda: remove(folder / name for name in names[at:]))
+        old = [name for name in names[at:] if name not in besides]
+        self.together.first(lambda: remove(folder / name for name in old))
 
     def _check_whole(self, path: Path) -> bool:
         """True if a checkpoint is complete. Compares the files with their digests, once, unless

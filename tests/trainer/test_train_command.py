@@ -221,6 +221,22 @@ def test_an_interrupted_run_says_where_its_last_checkpoint_is(
     assert error.startswith(f"onnxpar: interrupted; {ending.format(newest(tmp_path / 'c'))}")
 
 
+@pytest.mark.processes
+def test_a_terminated_run_saves_a_checkpoint(
+    made: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    run = start(started, made, tmp_path, epochs=2000)
+    assert wait_until(lambda: steps_done(tmp_path) > 8, 60), run.poll()
+    run.send_signal(signal.SIGTERM)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 143
+    last = newest(tmp_path / "c")
+    assert last is not None and steps_done(tmp_path) == Checkpoint.load(last).progress.step
+    assert error == (
+        f"onnxpar: terminated; the last checkpoint is {last}; continue from it with --resume\n"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("how", [[], ["--async-checkpoint"]])
