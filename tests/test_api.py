@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
     "check": ([onnxpar.check], set()),
     "inspect": ([onnxpar.inspect], {"sha256sums"}),
     "grad": ([onnxpar.training.grad], set()),
-    "train": ([onnxpar.training.train], set()),
+    "train": ([onnxpar.training.train], {"csv", "tensorboard"}),  # records are returned
     "checkpoint merge": ([onnxpar.training.merge], set()),
     "checkpoint weights": ([onnxpar.training.export_weights], set()),
     "opt": ([onnxpar.opt], set()),

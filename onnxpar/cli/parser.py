@@ -13,6 +13,7 @@ from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.generate_command import add_generate
+from onnxpar.cli.grad_parser import add_grad
 from onnxpar.cli.launch_command import add_launch
 from onnxpar.cli.options import (
     add_dump,
@@ -25,7 +26,7 @@ from onnxpar.cli.options import (
 )
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
-from onnxpar.cli.training_parser import add_grad, add_merge, add_train, add_weights
+from onnxpar.cli.training_parser import add_merge, add_train, add_weights
 from onnxpar.pipeline.pass_registry import passes_help
 
 EXAMPLES = """examples:

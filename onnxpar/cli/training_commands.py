@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections import deque
@@ -12,16 +11,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from onnxpar.base.interrupts import Terminated
-from onnxpar.base.json_text import json_text
 from onnxpar.base.units import quantity
 from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
+from onnxpar.cli.training_bar import Bar
 from onnxpar.errors import RankError, RunError, StoppedError
 from onnxpar.files.folder_lock import FolderLock
-from onnxpar.files.write_file import whole_file, writing
+from onnxpar.files.write_file import writing
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
 from onnxpar.ir.tensors import numel, shape_bytes
 from onnxpar.ir.training_spec import Step
@@ -41,8 +38,16 @@ from onnxpar.trainer.elastic import Elastic, Generations, generation_logs
 from onnxpar.trainer.export_weights import export_weights
 from onnxpar.trainer.launched_generation import LaunchedGeneration, NotNeededError
 from onnxpar.trainer.living import held_unless_launched, living
-from onnxpar.trainer.loop import Record, Run, last_checkpoint
+from onnxpar.trainer.loop import Run, last_checkpoint
 from onnxpar.trainer.merge import merge as merge_checkpoint
+from onnxpar.trainer.metrics_files import (
+    METRICS,
+    Csv,
+    JsonLines,
+    MetricsFile,
+    TensorBoard,
+    row_of,
+)
 from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.rates import Schedule
 from onnxpar.training.backward import LossOptions
@@ -163,6 +168,7 @@ def _train(
     """Trains; `held` is the lock on the folder of checkpoints, if any."""
     logs = Path(args.log_dir)
     rank = launched_rank()
+    files = _metrics_files(args, logs) if rank is None or rank.rank == 0 else []
     if rank is not None:
         own = generation_logs(logs, generation_number() if elastic else 0)
         redirect_output(own, rank, stdout=rank.rank != 0)
@@ -188,7 +194,7 @@ def _train(
             else:
                 with writing(logs):
                     logs.mkdir(parents=True, exist_ok=True)
-                _follow(generations, data, run, held_out, logs)
+                _follow(generations, data, run, held_out, logs, files)
         except RankError as error:
             generations.trainer.close()  # may complete a checkpoint
             first, *others = str(error).split("\n")
@@ -208,28 +214,28 @@ def _follow(
     run: Run,
     held_out: Data | None,
     logs: Path,
+    files: Sequence[MetricsFile],
 ) -> None:
-    """Trains, prints each step's loss, and writes metrics and a picture of the loss to the folder
-    `logs`."""
+    """Trains, prints each step's loss, and writes metrics to files, and a picture of the loss to
+    the folder `logs`."""
     loss = generations.trainer.spec.loss
-    metrics = logs / "metrics.jsonl"
-    total = run.epochs * data.batches
+    metrics = logs / METRICS
     for word, each in (("", data), ("evaluation: ", held_out)):
         if each is not None and (left_out := each.left_out()):
             print(f"{word}{left_out}", flush=True)
-    with tqdm(total=total, desc="steps", disable=not sys.stderr.isatty(), leave=False) as bar:
-        last: int | None = None
-        best_step = 0
+    last: int | None = None
+    best_step = 0
+    with Bar(run.epochs * data.batches, data.batch) as bar:
         for record in generations.records(data, held_out):
             if last is None or record.total <= last:  # a run that cannot start keeps all rows
-                _forget(metrics, record.total)
+                for file in files:
+                    file.begin(record.total)
             last, best_step = record.total, record.best_step
-            bar.update(record.total - bar.n)
-            for line in record.lines(loss):
-                bar.write(line, sys.stdout)
-            _add_row(metrics, record)
-    with writing(metrics):
-        metrics.touch()
+            bar.show(record.total, record.lines(loss), record.values[loss])
+            for file in files:
+                file.add(row_of(record))
+    for file in files:
+        file.close()
     with writing(logs / "loss.png"):
         draw_losses(metrics, logs / "loss.png")
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
@@ -239,23 +245,15 @@ def _follow(
         print(f"the best checkpoint is {run.checkpoint / Progress(best_step).name}")
 
 
-def _add_row(metrics: Path, record: Record) -> None:
-    """Adds the row of a step to a metrics file."""
-    row = {"epoch": record.epoch, "step": record.total, "learning_rate": record.rate}
-    if record.evaluation is not None:
-        row |= {f"eval_{name}": value for name, value in record.evaluation.items()}
-    with writing(metrics), metrics.open("a", encoding="utf-8") as sink:
-        line = json_text({**row, **record.values, "seconds": round(record.seconds, 6)})
-        sink.write(f"{line}\n")
-
-
-def _forget(metrics: Path, first: int) -> None:
-    """Removes the rows of step `first` and later steps from a metrics file, because these steps run
-    again."""
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
-    with whole_file(metrics) as sink:
-        sink.writelines(f"{line}\n" for line in kept)
+def _metrics_files(args: argparse.Namespace, logs: Path) -> list[MetricsFile]:
+    """Returns the files that the user asked for, and the one in the folder `logs`. Errors:
+    InputError."""
+    files: list[MetricsFile] = [JsonLines(logs / METRICS)]
+    if args.csv:
+        files.append(Csv(Path(args.csv)))
+    if args.tensorboard:
+        files.append(TensorBoard(Path(args.tensorboard)))
+    return files
 
 
 def weights(args: argparse.Namespace) -> int:

@@ -31,7 +31,8 @@ def main() -> None:
     sockets."""
     parent, work, control, bell, *files, rank, ranks, spins = map(int, sys.argv[1:])
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may go to all processes of a job
+        signal.signal(number, signal.SIG_IGN)  # the parent handles them
     watch = Watch(Wire(socket.socket(fileno=control)), rank)
     threading.Thread(target=watch.run, daemon=True, name="onnxpar-watch").start()
     wire = Wire(socket.socket(fileno=work))

@@ -21,11 +21,11 @@ from runtime.bundles import is_alive, wait_until
 from training.steps import MLP, newest, shard, write_model, write_step
 
 from onnxpar.cli.command_line import main
-from onnxpar.cli.training_commands import _add_row
 from onnxpar.runtime.log import Log
 from onnxpar.trainer.checkpoint import Checkpoint, checkpoints, damage
 from onnxpar.trainer.loop import Record
 from onnxpar.trainer.merge import merge
+from onnxpar.trainer.metrics_files import JsonLines, row_of
 from onnxpar.trainer.together import ALONE
 
 RATE = ["--lr", "0.02", "--schedule", "cosine", "--warmup", "3"]
@@ -225,9 +225,11 @@ def test_an_interrupted_run_says_where_its_last_checkpoint_is(
 def test_a_terminated_run_saves_a_checkpoint(
     made: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
+    """Also where a scheduler sends the signal to all processes of a job."""
     run = start(started, made, tmp_path, epochs=2000)
     assert wait_until(lambda: steps_done(tmp_path) > 8, 60), run.poll()
-    run.send_signal(signal.SIGTERM)
+    for process in (*children(run.pid), run.pid):
+        os.kill(process, signal.SIGTERM)
     _, error = run.communicate(timeout=60)
     assert run.returncode == 143
     last = newest(tmp_path / "c")
@@ -314,7 +316,7 @@ def test_rows_of_metrics_are_json(tmp_path: Path) -> None:
     """Also where a number is not finite."""
     values = {"loss": 0.5, "gradient_norm": math.inf}
     record = Record(1, 1, 1, 0.1, 0.2, values, {"loss": math.nan, "accuracy": 0.5})
-    _add_row(tmp_path / "metrics.jsonl", record)
+    JsonLines(tmp_path / "metrics.jsonl").add(row_of(record))
     text = (tmp_path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda word: pytest.fail(word))
     assert row["gradient_norm"] is None and row["eval_loss"] is None and row["loss"] == 0.5

@@ -1,0 +1,46 @@
+"""The progress of a training run on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from onnxpar.runtime.closing import Closing
+
+
+class Bar(Closing):
+    """A bar, drawn on a terminal only, with the samples that the run has trained on, how many it
+    trains on in a second, the time left, and the last loss.
+
+    steps   number of steps of the run
+    batch   number of samples in a step
+    """
+
+    def __init__(self, steps: int, batch: int) -> None:
+        self._batch = batch
+        self._bar: tqdm[None] | None = None
+        self._total = steps * batch
+
+    def show(self, step: int, lines: Sequence[str], loss: float) -> None:
+        """Shows the number of steps so far, below new lines. The rate does not count steps that an
+        earlier run has taken."""
+        if self._bar is None:
+            self._bar = tqdm(
+                total=self._total,
+                initial=(step - 1) * self._batch,
+                unit="sample",
+                unit_scale=True,
+                disable=not sys.stderr.isatty(),
+                leave=False,
+            )
+        self._bar.set_postfix({"loss": f"{loss:.4g}"}, refresh=False)
+        self._bar.update(step * self._batch - self._bar.n)
+        for line in lines:
+            self._bar.write(line, sys.stdout)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
