@@ -27,6 +27,7 @@ READ = {
     "data": "the file of --data",
     "eval": "the file of --eval",
     "compare": "the file of --compare",
+    "config": "the file of --config",
 }
 """Options that name a file to read, and words for it."""
 WRITTEN = {
@@ -35,6 +36,7 @@ WRITTEN = {
     "html": "--html",
     "save_strategy": "--save-strategy",
     "profile": "--profile",
+    "csv": "--csv",
 }
 """Options that name a file to write, and their flags."""
 
