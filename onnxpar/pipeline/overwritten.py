@@ -27,7 +27,6 @@ READ = {
     "data": "the file of --data",
     "eval": "the file of --eval",
     "compare": "the file of --compare",
-    "config": "the file of --config",
 }
 """Options that name a file to read, and words for it."""
 WRITTEN = {
