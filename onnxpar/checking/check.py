@@ -9,16 +9,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onnxpar.base.shown import Shown, text_of
-from onnxpar.checking.compare import Closeness, Report, compare, quietly
+from onnxpar.checking.compare import Closeness, Comparison, Report, compare, quietly
 from onnxpar.checking.compare_each import compare_each, inner_tensors
 from onnxpar.checking.compare_training import compare_training, judge_compressed, judge_gradients
+from onnxpar.checking.finite_differences import compare_gradients
 from onnxpar.checking.replicas import compare_replicas, compare_trained_replicas
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.ranges import Range, integer_ranges
@@ -86,7 +87,8 @@ class Check(Shown):
     """The result of a check: the plan, and the comparison of every output. `made_up` describes the
     inputs that were random because the user did not give them; `title` is the heading for a
     training run. `elsewhere` tells at which other open sizes the outputs were compared: they agree
-    there, or `report` is of the first sizes at which they do not."""
+    there, or `report` is of the first sizes at which they do not; of a training run, which
+    gradients were not compared with differences of the loss."""
 
     plan: Plan
     report: Report
@@ -278,13 +280,19 @@ def _check_training(model: Path, options: Options, way: Way) -> Check:
         made = pipeline.shard(model, par, replace(options, replicas=is_manual))
         with Trainer(par, timeout=way.timeout, log_dir=way.log_dir) as trainer:
             batches = islice(_batches(way, made, trainer), steps)
+            slopes: list[Comparison] = []
+            left_out = ""
             if is_manual:
                 report = compare_trained_replicas(trainer, batches, lr)
             else:
-                report = compare_training(model, trainer, batches, lr)
+                first = next(batches)
+                spec = trainer.spec.unsplit
+                slopes, left_out = compare_gradients(model, spec, first, seed=way.seed)
+                report = compare_training(model, trainer, chain([first], batches), lr)
     against = "compared with each other" if is_manual else "compared with one rank"
     title = f"{_trained(made)}\n{steps} steps over {made.mesh.size} ranks {against}:"
-    return Check(made, report, title)
+    report = replace(report, rows=(*report.rows, *slopes))
+    return Check(made, report, title, elsewhere=left_out)
 
 
 def _trained(made: Plan) -> str:

@@ -86,12 +86,16 @@ class Trained:
 
 @dataclass(frozen=True)
 class Left:
-    """An untrained floating-point constant, and the reason; `in_role` is True if a node reads it as
-    an operand that is usually a weight."""
+    """An untrained floating-point constant, and the reason.
+
+    in_role       True if a node reads it as an operand that is usually a weight
+    is_trainable  True if it would be trained, but for the user's choice
+    """
 
     tensor: gs.Constant
     reason: str
     in_role: bool = False
+    is_trainable: bool = False
 
     @property
     def name(self) -> str:
@@ -107,6 +111,11 @@ class Weights:
     trained: list[Trained]
     left: list[Left]
     asked: frozenset[str] = frozenset()
+
+    @property
+    def frozen(self) -> list[gs.Constant]:
+        """The weights that are not trained because of the user's choice alone."""
+        return [left.tensor for left in self.left if left.is_trainable]
 
 
 def find_trained(
@@ -139,7 +148,8 @@ def find_trained(
             found.trained.append(Trained(tensor, node, index))
         else:
             in_role = any(is_role(n, i) for n, i in uses_of(tensor))
-            found.left.append(Left(tensor, reason, in_role))
+            by_choice = reason in (FROZEN, UNNAMED) and judge.reason(tensor) is None
+            found.left.append(Left(tensor, reason, in_role, by_choice))
     if not found.trained:
         why = "".join(f"; {left.tensor.name!r}: {left.reason}" for left in found.left[:5])
         raise StrategyError(f"no weight is left to train; name weights with --params{why}")

@@ -20,6 +20,11 @@ def is_stop(node: gs.Node) -> bool:
     return node.op == "Identity" and _marked(node, _STOP) is not None
 
 
+def marks_stop(node: NodeProto) -> bool:
+    """True if no gradient, or that of some rows alone, flows back through a node of a file."""
+    return any(entry.key in (_STOP, _ROW) for entry in node.metadata_props)
+
+
 def mark_padding(gather: gs.Node, row: int) -> None:
     """Marks a Gather of rows of a table: this row gets no gradient from it."""
     _mark(gather, _ROW, str(row))

@@ -19,6 +19,8 @@ EVALUATION = "evaluation"
 """Prefix of evaluation outputs, and the name of the program that computes only these."""
 RESIDUAL = "residual"
 """Kind of slots that hold the part of a gradient that a rank has not sent yet."""
+FROZEN = "frozen"
+"""Kind of slots that hold a weight which the step does not train, but another step may have."""
 AVERAGE = "ema"
 """Kind of slots that are moving averages of parameters."""
 GRADIENT = ".grad"
@@ -48,7 +50,7 @@ SEED = "seed"
 class Slot:
     """A tensor that a step passes to the next one.
 
-    kind    "parameter", or the optimizer's name for it
+    kind    "parameter", FROZEN, or the optimizer's name for it
     of      the parameter that it belongs to; empty if it belongs to all
     default True if the model has its first value; else it starts as zero
     """
@@ -96,6 +98,7 @@ class Step:
     evaluation   outputs that measure the model without updating it; they can be computed alone
     magnitudes   the parameters in the order of the output MAGNITUDES; empty if there is none
     gradients    tensors of the graph that are gradients of the loss, by parameter
+    gradient_scale  by what these are multiplied; a factor that changes is the slot SCALE
     rows         sums of the gradients of looked-up rows, by lazily trained table
     deal         sharding of the tensors, if the step is a program per rank
     compression  compression of gradients that ranks exchange; empty for none
@@ -121,6 +124,7 @@ class Step:
     slots: list[Slot] = field(default_factory=list)
     magnitudes: list[str] = field(default_factory=list)
     gradients: dict[str, str] = field(default_factory=dict)
+    gradient_scale: float = 1.0
     rows: dict[str, str] = field(default_factory=dict)
     deal: StepSharding | None = None
     compression: str = ""

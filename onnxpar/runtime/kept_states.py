@@ -14,6 +14,7 @@ from typing import Any
 
 from onnxpar.base.arrays import Array
 from onnxpar.files.digests import Digests
+from onnxpar.ir.training_spec import FROZEN
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.host_table import HostTable, RowCache, RowUpdate
@@ -35,6 +36,9 @@ class KeptStates:
         self._folder = Path(spec.table_dir or bundle.path)
         self._cache = RowCache(spec.table_cache)
         self._first = FirstStates(bundle, rank)
+        slots = bundle.step.slots if bundle.step is not None else ()
+        self._unsaved = {slot.input for slot in slots if slot.kind == FROZEN}
+        """Those that nothing has changed: they have the values of the model."""
         self._kept: Mapping[str, Any] = {}
         self._before: Mapping[str, Any] | None = None
         self._updates: Mapping[str, RowUpdate] = {}
@@ -85,6 +89,7 @@ class KeptStates:
 
     def put(self, name: str, part: Array) -> None:
         """Keeps a copy of this rank's shard of a state."""
+        self._unsaved.discard(name)
         self._change({**self._kept, name: self._of(name, part)})
 
     def clear(self, name: str, parts: Shards) -> None:
@@ -147,8 +152,10 @@ class KeptStates:
         Snapshot(self._parts(parts)).write_later(folder, self._rank)
 
     def _parts(self, parts: Mapping[str, Shards]) -> Iterator[Part]:
-        """Yields this rank's shards of states, without those that a lower rank holds too."""
-        for name in [name for name in parts if self._rank in parts[name].sources]:
+        """Yields this rank's shards of states, without those that a lower rank holds too, and
+        without frozen weights of the model."""
+        saved = [n for n in parts if n not in self._unsaved and self._rank in parts[n].sources]
+        for name in saved:
             found = self._held(name, parts[name])
             is_table = isinstance(found, HostTable)
             yield name, found if is_table else view_of(found, self._ports[name].dtype)
@@ -156,6 +163,7 @@ class KeptStates:
     def load(self, folder: Path, parts: Mapping[str, Shards]) -> None:
         """Reads this rank's shards of states from a folder that ranks of the same mesh wrote, in
         the same layouts, and keeps them."""
+        self._unsaved -= parts.keys()
         files = PartFiles(folder)
         origins = {name: each.origins[self._rank] for name, each in parts.items()}
         self._change(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -19,6 +20,7 @@ from onnxpar.files.folder_lock import NAME as LOCK
 from onnxpar.files.folder_lock import FolderLock
 from onnxpar.ir.training_spec import (
     EVALUATION,
+    FROZEN,
     MAGNITUDES,
     RESIDUAL,
     SKIPPED,
@@ -73,6 +75,8 @@ class Trainer(Closing):
         """The number of steps that were taken, with those before the checkpoint that was loaded."""
         self.problem = ""
         """Why the last step changed no state; "" if it did."""
+        self._restored: frozenset[str] = frozenset()
+        """The frozen weights that a checkpoint had, which the next ones therefore have, too."""
         self._is_whole: dict[Path, bool] = {}
         self._held: set[Path] = set()
         self._locks: list[FolderLock] = []
@@ -132,38 +136,40 @@ class Trainer(Closing):
         not finite, unless a dynamic loss scale adapts to that; all states are then as before, too.
         """
         names = [self.spec.loss, *self.spec.metrics]
-        more = [MAGNITUDES] if self.spec.magnitudes else []
-        values = dict(
-            zip([*names, *more], self.run([*names, *more], batch, rate, seed), strict=True)
-        )
-        found = {name: float(values[name]) for name in names}
-        loss = found[self.spec.loss]
-        self.problem = "gradients are not finite" if found.get(SKIPPED) else ""
-        if found.get(SKIPPED):  # the graph itself has kept the states
-            return found
-        if odd := self._odd(values.get(MAGNITUDES, np.zeros(0))):
-            self.problem = f"the update of {_first(odd, 'of ', 'parameter')} is not finite"
-        if self.problem or not isfinite(loss):
-            self.session.states.undo()
-        if not isfinite(loss):
-            raise DivergenceError(f"the loss is {loss}")
+        values = self.run(names, batch, rate, seed)
+        found = dict(zip(names, map(float, values), strict=True))
+        if not isfinite(found[self.spec.loss]) and not found.get(SKIPPED):
+            raise DivergenceError(self.problem)
         return {**found, SKIPPED: 1.0} if self.problem else found
-
-    def _odd(self, magnitudes: Array) -> list[str]:
-        """The parameters that are not finite after a step."""
-        return [n for n, v in zip(self.spec.magnitudes, magnitudes, strict=True) if not isfinite(v)]
 
     def run(
         self, names: Sequence[str], batch: Mapping[str, Array], rate: float, seed: int | None = None
     ) -> list[Array]:
-        """Takes one step like `step`, and returns the outputs `names` as global arrays."""
+        """Takes one step like `step`, and returns the outputs `names` as global arrays. What is not
+        finite is only said in `problem`. Errors: InputError, RankError."""
         port = self.bundle.inputs[self.spec.rate]
         feeds = {**self._fed(batch), self.spec.rate: np.asarray(rate, port.dtype)}
         if self.spec.seed is not None:
             feeds[self.spec.seed] = np.asarray(self.steps if seed is None else seed, np.int64)
-        values = self.session.run(names, feeds, keep_states=True)
+        flags = [name for name in self.spec.metrics if name == SKIPPED]
+        flags += [MAGNITUDES] if self.spec.magnitudes else []
+        every = list(dict.fromkeys([*names, self.spec.loss, *flags]))
+        values = dict(zip(every, self.session.run(every, feeds, keep_states=True), strict=True))
         self.steps += 1
-        return values
+        self.problem = self._problem(values)
+        if self.problem and not values.get(SKIPPED):  # then the graph itself keeps the states
+            self.session.states.undo()
+        return [values[name] for name in names]
+
+    def _problem(self, values: Mapping[str, Array]) -> str:
+        """Why a step must not change the states; empty if it may."""
+        if values.get(SKIPPED):
+            return "gradients are not finite"
+        if not isfinite(loss := float(values[self.spec.loss])):
+            return f"the loss is {loss}"
+        lengths = zip(self.spec.magnitudes, values.get(MAGNITUDES, ()), strict=True)
+        odd = [name for name, length in lengths if not isfinite(length)]
+        return f"the update of {_first(odd, 'of ', 'parameter')} is not finite" if odd else ""
 
     def _fed(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
         """A batch whose samples all count, unless it says how many do. Errors: InputError."""
@@ -220,7 +226,7 @@ class Trainer(Closing):
         folder = Path(folder)
         with self._begun(folder, progress) as written:
             files = self.session.states.save(written)
-            given = self.steps, self.bundle, self.spec, files
+            given = self.steps, self.bundle, self._saved, files
             self.together.first(lambda: finish(written, progress, *given))
         self._note(folder, progress)
 
@@ -233,7 +239,7 @@ class Trainer(Closing):
         with self._begun(folder, progress) as written:
             self.session.states.save_later(written)
             if self.leads:
-                end = partial(finish, written, progress, self.steps, self.bundle, self.spec)
+                end = partial(finish, written, progress, self.steps, self.bundle, self._saved)
                 self._pending = PendingCheckpoint(written, self.session.ranks, end)
         self._unfinished = folder, progress
 
@@ -259,6 +265,12 @@ class Trainer(Closing):
         OnnxparError."""
         assert self._pending is not None, "async_save has begun it"
         return self._pending.wait(_MOMENT)
+
+    @property
+    def _saved(self) -> Step:
+        """The step with the slots that checkpoints have: without frozen weights of the model."""
+        slots = [s for s in self.spec.slots if s.kind != FROZEN or s.input in self._restored]
+        return replace(self.spec, slots=slots)
 
     @contextmanager
     def _begun(self, folder: Path, progress: Progress) -> Iterator[Path]:
@@ -340,15 +352,18 @@ class Trainer(Closing):
 
     def _load(self, checkpoint: Checkpoint, allow_changed: bool) -> None:
         known = {slot.input for slot in checkpoint.slots}
-        unsent = {slot.input for slot in self.spec.slots if slot.kind == RESIDUAL}
+        kinds = {slot.input: slot.kind for slot in self.spec.slots}
+        frozen = frozenset(name for name, kind in kinds.items() if kind == FROZEN)
         for name in self.bundle.states:
-            if name not in known | unsent:
+            if name not in known and kinds[name] not in (RESIDUAL, FROZEN):
                 raise ModelError(
                     f"{checkpoint.path} has no {name!r}; it belongs to another training "
                     "step; give a checkpoint of this one"
                 )
         more = [
-            s for s in checkpoint.slots if s.kind != RESIDUAL and s.input not in self.bundle.states
+            slot
+            for slot in checkpoint.slots
+            if slot.kind != RESIDUAL and slot.input not in kinds and slot.of not in frozen
         ]
         if more and not allow_changed:
             raise ModelError(f"{checkpoint.path} {_not_here(more)}")
@@ -358,14 +373,15 @@ class Trainer(Closing):
                 check_array(inputs[name], states.blank(name))
         except InputError as error:
             raise ModelError(f"{checkpoint.path}: {error}") from None
-        alike = [
-            n for n in self.bundle.states if states.has_same_shards(n, self.bundle.mesh, inputs[n])
-        ]
+        self.session.states.reset()
+        self._restored = frozen & known
+        names = [n for n in self.bundle.states if n not in frozen - known]
+        alike = [n for n in names if states.has_same_shards(n, self.bundle.mesh, inputs[n])]
         self.session.states.load(checkpoint.path, alike)
         tables = [n for n in self.session.states.on_host if n in known and n not in alike]
         if tables:
             self.session.states.load(checkpoint.path, tables, states.origin(tables))
-        for name in [n for n in self.bundle.states if n not in alike and n not in tables]:
+        for name in [n for n in names if n not in alike and n not in tables]:
             value = states.read(name) if name in known else self._zeros(name)
             self.session.states.write(name, value)
 

@@ -55,7 +55,7 @@ def finish(
     writes checkpoint.json, with the digests `files` and the number of steps `taken`, and gives the
     folder its final name. Replaces
     a checkpoint of that name, which stays complete until then. Errors: OnnxparError."""
-    layouts = {name: bundle.inputs[name].layout for name in bundle.states}
+    layouts = {slot.input: bundle.inputs[slot.input].layout for slot in step.slots}
     data: Mapping[str, Any] = {
         "format": FORMAT,
         "mesh": [list(axis) for axis in bundle.mesh.shape],

@@ -135,6 +135,7 @@ class Backward:
     weights_of  the weight of each mean of an evaluation, by name, if not all labels count
     cautions    sentences on gradients that may differ from torch's
     batch       the batch; None if there is none
+    frozen      the weights that the user's choice alone keeps from being trained, as graph inputs
     """
 
     loss: Value
@@ -153,6 +154,7 @@ class Backward:
     cautions: Sequence[str] = ()
     averages: Mapping[str, gs.Variable] = field(default_factory=dict)
     batch: Batch | None = None
+    frozen: Sequence[gs.Variable] = ()
 
     @property
     def batch_dims(self) -> dict[str, int]:
@@ -176,11 +178,13 @@ def add_backward(
     program: Program | None = None,
     turns: int = 1,
     averages: bool = False,
+    updates: bool = True,
 ) -> Backward:
     """Appends a loss and its gradients with respect to the trained weights to the graph of a model
     that was loaded for training; the graph's outputs do not change. Returns the appended values: of
     one of `turns` micro-batches, and of one of the program's ranks. With `averages`, the model is
-    evaluated with moving averages of its parameters. Errors: StrategyError, ModelError."""
+    evaluated with moving averages of its parameters. With `updates`, weights that the user freezes
+    are graph inputs, too. Errors: StrategyError, ModelError."""
     graph = model.graph
     program = program or Program()
     _check(model, options, program)
@@ -196,7 +200,8 @@ def add_backward(
         if program.is_part(t.name)
     }
     if options.precision is not None:
-        lower_precision(graph, options.precision, {t.name for t in weights.trained})
+        full = {t.name for t in (*weights.trained, *weights.frozen)}
+        lower_precision(graph, options.precision, full)
     norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
     # Send and Recv must run exactly once in a step: so there is no copy for evaluation, and no run
     # of a part of the step.
@@ -231,6 +236,8 @@ def add_backward(
     results = [*(v.tensor for v in (loss, *evaluated.values(), *counts)), *(t for _, t in running)]
     drop_unread_rows(graph, results, {t.name for t in weights.trained})
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in weights.trained]
+    frozen = weights.frozen if updates else []
+    held = [parts.get(t.name) or _as_input(graph, t) for t in frozen]
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     seed = loss.builder.constant(1, loss.dtype) if scale is None else scale.cast(loss.dtype)
     lazy = lazy_lookups(weights.trained, options.lazy, parameters, sample, apart)
@@ -262,6 +269,7 @@ def add_backward(
         cautions,
         averaged,
         batch,
+        held,
     )
 
 

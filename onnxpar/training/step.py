@@ -23,6 +23,7 @@ from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.training_spec import (
     AVERAGE,
     EVALUATION,
+    FROZEN,
     GRADIENT,
     MAGNITUDES,
     METADATA,
@@ -114,7 +115,8 @@ def make_step(
     cautions += cautions_of_variance(graph, loss.batch_norm)
     for of_loss in (cautions_of_cosines, cautions_of_probabilities):
         cautions += of_loss(graph, loss.loss, loss.output)
-    back = add_backward(model, loss, program, options.accumulate, options.ema is not None)
+    has_averages, updates = options.ema is not None, options.optimizer is not None
+    back = add_backward(model, loss, program, options.accumulate, has_averages, updates)
     fed = [t.name for t in graph.inputs if default_of(t) is None]
     names = {what: str(tensor.name) for what, tensor in back.targets.items()}
     step = Step(
@@ -125,6 +127,7 @@ def make_step(
         data=[name for name in fed if name != SEED],
         batch=back.batch_dims,
         cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights)],
+        gradient_scale=loss.scale.initial if loss.scale and not loss.scale.dynamic else 1.0,
         sampled={back.sample.table: list(back.sample.sizes)} if back.sample else {},
     )
     graph.outputs = []
@@ -176,6 +179,7 @@ class _Update:
         self.running = back.running
         self.rows = back.rows
         self.averages = back.averages
+        self.frozen = back.frozen
         self.scale = back.scale
         self.loss_scale = loss.scale
         self.finite: Value | None = None
@@ -221,6 +225,9 @@ class _Update:
         for parameter in self.parameters:
             changed = self._update(parameter, rules[parameter.name], rate, count)
             lengths[parameter.name] = _norm(changed, "ReduceL1", self.number)
+        for weight in self.frozen:
+            value = self.builder.value(weight)
+            self._add_slot(value, value, FROZEN, "")
         self.step.magnitudes, each = self.program.totals(self.builder, lengths)
         add_output(self.graph, each, MAGNITUDES)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from training.models import DROPOUT
 from training.steps import MLP, Array, ThreadTrainer, same, shard, states, write_step
@@ -16,6 +17,7 @@ from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import sealed
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.loop import Run, records
+from onnxpar.trainer.merge import merge
 from onnxpar.trainer.rates import Schedule
 
 DRAW = np.random.default_rng(5)
@@ -105,15 +107,38 @@ def test_another_batch_size_goes_on_with_the_next_sample(par: Path, tmp_path: Pa
     same(train(other, again), wanted)
 
 
-def test_trained_weights_that_a_step_freezes(par: Path, tmp_path: Path) -> None:
-    """They would be those of the untrained model."""
-    frozen, _ = shard(write_step(MLP, tmp_path, optimizer="adam", frozen=["w1"]), "zero1 2")
+@pytest.mark.parametrize("layout", ["zero1 2", "tensor-parallel 3", "hybrid dp=2,tp=2"])
+@pytest.mark.parametrize("how", [{"frozen": ["w1"]}, {"params": ["w2"]}])
+def test_trained_weights_that_a_step_freezes(
+    par: Path, layout: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """They come back trained, stay so, and are in the checkpoints of the run that goes on."""
+    step = write_step(MLP, tmp_path, optimizer="adam", **how)
+    frozen, _ = shard(step, layout)
+    train(par, Run(1, 0.05, checkpoint=tmp_path / "c"))
+    train(frozen, Run(1, 0.05, checkpoint=tmp_path / "fresh"))
+    assert "w1" not in {slot.input for slot in Checkpoint.load(tmp_path / "fresh").slots}
+    before = Checkpoint.load(tmp_path / "c").states.read("w1")
+    train(frozen, Run(3, 0.05, checkpoint=tmp_path / "c", resume=True))
+    np.testing.assert_array_equal(Checkpoint.load(tmp_path / "c").states.read("w1"), before)
+    merged = tmp_path / "merged.onnx"
+    merge(tmp_path / "c", step.with_name("model.onnx"), merged)
+    x, labels = samples()["x"][:8], samples()["labels"][:8]
+    scores = ort.InferenceSession(merged).run(None, {"x": x})[0]
+    losses = np.log(np.exp(scores).sum(1)) - scores[np.arange(8), labels]
+    with ThreadTrainer(frozen) as trainer:
+        first = trainer.session.states.read("w1")
+        trainer.load(tmp_path / "c")
+        found = trainer.evaluate({"x": x, "labels": labels})["loss"]
+        assert found == pytest.approx(losses.mean(), rel=1e-5)
+        trainer.load(tmp_path / "fresh")
+        np.testing.assert_array_equal(trainer.session.states.read("w1"), first)
+    assert (first != before).any()
+
+
+def test_weights_that_a_step_does_not_have(par: Path, tmp_path: Path) -> None:
     with ThreadTrainer(par) as trainer:
         trainer.save(tmp_path / "c", Progress(3))
-    with ThreadTrainer(frozen) as trainer:
-        with pytest.raises(ModelError, match=r"has trained 'w1', which .*grad --frozen"):
-            trainer.load(tmp_path / "c")
-        trainer.load(tmp_path / "c", allow_changed=True)
     sgd, _ = shard(write_step(MLP, tmp_path), "zero1 2")
     with ThreadTrainer(sgd) as trainer, pytest.raises(ModelError, match="another optimizer wrote"):
         trainer.load(tmp_path / "c")
