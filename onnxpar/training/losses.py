@@ -74,7 +74,7 @@ def compared_by(
     if kind not in LOSSES:
         return Compared(outputs[kind])
     tensor = outputs[output] if output else next(iter(outputs.values()))
-    rank = len(tensor.shape)
+    rank = len(tensor.shape or ())  # an unknown shape is an error where gradients are made
     classes = settings.class_axis_of(rank) % max(rank, 1) if kind in BY_LABEL else None
     return Compared(tensor, [axis for axis in range(rank) if axis != classes])
 
