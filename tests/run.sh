@@ -32,4 +32,4 @@ PATH=$PWD/.venv/bin:$PATH
 part 2 lint lint
 part 3 "types, wheel and oldest versions" types_and_wheel
 echo "[4 of 4] tests ..."
-ONNXPAR_PARTS=$times pytest -q -n 2 --dist worksteal "$@"
+ONNXPAR_PARTS=$times pytest -q -n 3 --dist worksteal "$@"

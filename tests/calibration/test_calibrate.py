@@ -287,6 +287,7 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         measure(2, 0.01)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_left_over_wait() -> None:
     """Of three ranks, two make a pair."""
     found = measure(3, 0.01, effort=Effort((4096,), rounds=1))

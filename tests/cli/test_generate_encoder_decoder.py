@@ -81,6 +81,7 @@ def test_sound_for_a_text_model(t5: str, speech: Path, capsys: pytest.CaptureFix
     assert "the model reads text, not sound; give a text" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_serving_is_refused(t5: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", t5, "--port", "0"]) == 2
     assert "is an encoder-decoder, which cannot be served yet" in capsys.readouterr().err

@@ -208,6 +208,7 @@ def test_queue_cancel_drain_and_close(make: Make) -> None:
     assert events.get(timeout=TIMEOUT) == End("cancelled")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_requests_go_on_when_ranks_die(make: Make) -> None:
     embedder, events = make(batch_tokens=200), queue.Queue[Any]()

@@ -246,6 +246,7 @@ def test_wrong_sounds(whisper: Generator, prompt: Any, options: dict[str, Any], 
     assert whisper.hears
 
 
+@pytest.mark.slow
 def test_features_are_a_prompt(whisper: Generator) -> None:
     samples = sound(1, SECONDS[1]) / 32768
     features = whisper.sound.of_sound(samples)

@@ -90,6 +90,7 @@ def split(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return par
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 def test_answers(split: Path, start: Start) -> None:

@@ -100,6 +100,7 @@ def test_micro_batches_are_as_one_batch(
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("text", "loss", "dims"), FOUND)
 @pytest.mark.parametrize(("ranks", "accumulate"), [(3, 1), (2, 2)])
 def test_ranks_split_the_batch(

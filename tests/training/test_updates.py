@@ -67,6 +67,7 @@ def test_five_steps_of_torch_in_float32(case: str, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("case", "layout"), [(case, layout) for case, each in OVER_RANKS.items() for layout in each]
 )
