@@ -259,6 +259,12 @@ def _add_trained(to: argparse.ArgumentParser) -> None:
         "where a Gather looks rows up; -1 is the last row",
     )
     to.add_argument(
+        "--weights",
+        metavar="DIR",
+        help="take the values of weights from a safetensors file, or from those of a folder, as "
+        "save_pretrained writes it, by their names in torch",
+    )
+    to.add_argument(
         "--untie",
         action="store_true",
         help="give each node that reads a vector as its scale or bias a copy of its own. Exporters "

@@ -98,7 +98,9 @@ def grad(args: argparse.Namespace) -> int:
     )
     strategy = Strategy.given(args.strategy or None)
     source = Options(args.devices, args.mesh, args.preset, strategy, dims_of(args.dims))
-    model, weights = write_step(args.model, Path(args.output), loss, options, source, args.untie)
+    output = Path(args.output)
+    given = (loss, options, source, args.untie, args.weights)
+    model, weights = write_step(args.model, output, *given)
     assert model.step is not None
     lines = [*_trained_lines(weights.trained), *_left_lines(weights), *_step_lines(model.step)]
     print("\n".join(lines))

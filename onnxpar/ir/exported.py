@@ -1,9 +1,11 @@
-"""What torch.export wrote into a file's metadata: the kinds of a network's tensors, and the call of
-torch from which a node was made."""
+"""What torch's exporters wrote into a file: the kinds of a network's tensors, the call of torch
+from which a node was made, and the names of parameters that are stored transposed."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -13,6 +15,9 @@ _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _ENTRY = re.compile(r"^\S+: (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']+)'", re.MULTILINE)
 PARAMETER = "PARAMETER"
 _NODE = "pkg.torch.onnx.fx_node"
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_LINEAR = re.compile(r"linear(_\d+)?")
+"""Matches the names that torch.export gives to calls of torch.nn.functional.linear."""
 _CALL = re.compile(
     r"\[target=torch\.ops\.aten\.(\w+)\.\w+\]\(args = \((.*)\), kwargs = ", re.DOTALL
 )
@@ -72,3 +77,55 @@ def exported_kinds(graph: GraphProto) -> dict[str, str]:
         if entry.key == _SIGNATURE:
             return {name: kind for kind, name in _ENTRY.findall(entry.value)}
     return {}
+
+
+@dataclass(frozen=True)
+class TorchName:
+    """The name of a parameter in torch, where a file has another; `transposed` if the file has its
+    value so."""
+
+    name: str
+    transposed: bool = False
+
+
+def torch_names(nodes: Iterable[gs.Node]) -> dict[str, TorchName]:
+    """Returns the names in torch of constants that have others: of the weights of Linears, which
+    exporters store transposed, as a MatMul reads them; and of the copies `NAME@1`, `NAME@2` ... of
+    an equal vector that several modules share in the file."""
+    found: dict[str, TorchName] = {}
+    for node in nodes:
+        module, call = _place(node)
+        for i, tensor in enumerate(node.inputs):
+            if not isinstance(tensor, gs.Constant):
+                continue
+            shared, _, copy = str(tensor.name).rpartition("@")
+            if node.op == "Identity" and copy.isdigit():  # named as what TorchScript's merged
+                found[tensor.name] = TorchName(str(node.outputs[0].name).rpartition("@")[0])
+            elif copy.isdigit() and module and "." in shared:
+                found[tensor.name] = TorchName(f"{module}.{shared.rpartition('.')[2]}")
+            elif not tensor.name.endswith(".weight") and _is_linear(node, call, i):
+                found.setdefault(tensor.name, TorchName(f"{module}.weight", True))
+    return found
+
+
+def _is_linear(node: gs.Node, call: str, operand: int) -> bool:
+    """True if an operand of a node is the weight of a Linear, transposed."""
+    return node.op == "MatMul" and operand == 1 and _LINEAR.fullmatch(call) is not None
+
+
+def _place(node: gs.Node) -> tuple[str, str]:
+    """The path of the module in torch from which a node was made, and the name of the call there;
+    empty if the file does not say it."""
+    source = vars(node).get("onnx_source")
+    for entry in source.metadata_props if source is not None else ():
+        if entry.key == _SCOPES:
+            try:
+                *_, module, call = ast.literal_eval(entry.value)
+            except (ValueError, SyntaxError, TypeError):
+                return "", ""
+            return str(module), str(call)
+    # TorchScript's exporter names a node by its module and op: /layers/layers.0/fc/MatMul
+    if not node.name.startswith("/"):
+        return "", ""
+    *path, op = node.name[1:].split("/")
+    return ".".join(path), "linear" if op == "MatMul" else op

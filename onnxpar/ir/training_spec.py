@@ -53,6 +53,8 @@ class Slot:
     kind    "parameter", FROZEN, or the optimizer's name for it
     of      the parameter that it belongs to; empty if it belongs to all
     default True if the model has its first value; else it starts as zero
+    torch   the parameter's name in torch, if the model has another
+    transposed  True if the model has the parameter of torch transposed
     """
 
     input: str
@@ -60,10 +62,12 @@ class Slot:
     kind: str
     of: str = ""
     default: bool = False
+    torch: str = ""
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         """Errors: TypeError for what JSON may have in place of a name."""
-        for name in (self.input, self.output, self.kind, self.of):
+        for name in (self.input, self.output, self.kind, self.of, self.torch):
             if not isinstance(name, str):
                 raise TypeError(f"a state has the name {name!r:.60}")
 

@@ -27,6 +27,7 @@ READ = {
     "data": "the file of --data",
     "eval": "the file of --eval",
     "compare": "the file of --compare",
+    "weights": "the weights of --weights",
 }
 """Options that name a file to read, and words for it."""
 WRITTEN = {

@@ -25,6 +25,7 @@ from onnxpar.runtime.ranks import StartRanks
 from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.elastic import Elastic
+from onnxpar.trainer.import_weights import read_values
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run
 from onnxpar.trainer.rates import Schedule
@@ -75,6 +76,7 @@ def grad(
     decay_all: bool = False,
     ema: float | None = None,
     batch_dim: Mapping[str, int | None] | None = None,
+    weights: str | os.PathLike[str] | None = None,
     untie: bool = False,
     dims: Mapping[str, int | str] | None = None,
     devices: int | None = None,
@@ -134,6 +136,7 @@ def grad(
                 `merge(ema=True)` writes
     batch_dim   by input, the dimension that numbers samples, or None for an input that all samples
                 share; by default, onnxpar finds them
+    weights     a safetensors file, or a folder of some: values of the weights whose names they have
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
     preset      "manual" if the model is one rank's program with collectives; then the step is one,
@@ -186,7 +189,7 @@ def grad(
     of_groups = [Group.parse(text) for text in group]
     options = StepOptions(optimizer, clip_norm, accumulate, of_groups, decay_all, ema)
     with model_file(model) as path:
-        made, _ = write_step(path, Path(output), wanted, options, source, untie)
+        made, _ = write_step(path, Path(output), wanted, options, source, untie, weights)
     assert made.step is not None
     for caution in made.step.cautions:
         warnings.warn(caution, stacklevel=2)
@@ -328,10 +331,11 @@ def write_step(
     options: StepOptions,
     source: Options,
     untie: bool = False,
+    values: str | os.PathLike[str] | None = None,
 ) -> tuple[Model, Weights]:
     """Writes a training step; returns the step, and its trained and untrained weights. `source` has
     the sizes of the model and, if the model is one rank's program, its mesh and strategy; `untie`
-    is as in `grad`. Errors: OnnxparError."""
+    is as in `grad`, and `values` as its `weights`. Errors: OnnxparError."""
     if not output.parent.is_dir():
         raise OnnxparError(f"{output.parent}: no such folder for the output")
     refuse_overwriting({"model": path, "output": output})
@@ -348,5 +352,10 @@ def write_step(
         )
     model = load_model(path, source, for_training=True, untied=untie)
     weights = make_step(model, loss, options, None if manual is None else RankProgram(manual))
-    write_model(export_model(model.graph, model.header), model.folder, output)
+    proto = export_model(model.graph, model.header)
+    if values is None:
+        write_model(proto, model.folder, output)
+    else:
+        assert model.step is not None
+        write_model(proto, model.folder, output, read_values(values, model.step, proto))
     return model, weights

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.new_folder import check_place, new_folder
 from onnxpar.files.write_file import writing
+from onnxpar.ir.training_spec import Slot
 from onnxpar.trainer.checkpoint import Checkpoint
 from onnxpar.trainer.merge import IN_MODEL
 
@@ -27,7 +29,7 @@ def export_weights(
     max_shard_size: int = SHARD_SIZE,
 ) -> int:
     """Writes the trained weights and running statistics of a checkpoint to a new folder, under the
-    names that they have in the model; returns their number.
+    names that they have in the model, or in torch if the exporter says it; returns their number.
 
     checkpoint      a checkpoint, or a folder whose newest complete checkpoint is used
     output          the folder: `model.safetensors`, or several files and an index of them
@@ -45,14 +47,14 @@ def export_weights(
     if max_shard_size < 1:
         raise InputError(f"--max-shard-size {max_shard_size}: must be above 0")
     found = Checkpoint.load(checkpoint)
-    names = [slot.input for slot in found.slots if slot.kind in IN_MODEL]
-    sizes = {name: found.states.blank(name).nbytes for name in names}
+    slots = {slot.torch or slot.input: slot for slot in found.slots if slot.kind in IN_MODEL}
+    sizes = {name: found.states.blank(slot.input).nbytes for name, slot in slots.items()}
     files = _files(sizes, max_shard_size)
     place = check_place(Path(output), _foreign)
     about = {"format": "pt", "checkpoint": found.digest}
     with writing(place), new_folder(place, _foreign) as folder:
         for file, held in files.items():
-            tensors = {name: np.ascontiguousarray(found.states.read(name)) for name in held}
+            tensors = {name: _value(found, slots[name]) for name in held}
             save_file(tensors, folder / file, about)
         if len(files) > 1:
             digests = {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in files}
@@ -62,7 +64,13 @@ def export_weights(
                 "weight_map": {name: file for file, held in files.items() for name in held},
             }
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return len(names)
+    return len(slots)
+
+
+def _value(found: Checkpoint, slot: Slot) -> Array:
+    """A weight as torch has it."""
+    value = found.states.read(slot.input)
+    return np.ascontiguousarray(value.T if slot.transposed else value)
 
 
 def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:

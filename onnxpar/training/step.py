@@ -8,7 +8,7 @@ state. The metadata `onnxpar.training` of the model lists the role of each input
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from onnxpar.grad.reverse import drop_unread
 from onnxpar.grad.trained import Weights
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
-from onnxpar.ir.subgraphs import constants
+from onnxpar.ir.exported import torch_names
+from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.ir.training_spec import (
     AVERAGE,
     EVALUATION,
@@ -110,6 +111,7 @@ def make_step(
         options.check_lazy()
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
+    named = torch_names(all_nodes(graph))
     plain = () if options.decay_all else undecayed(graph)
     cautions = list(cautions_of_batch_norm(model, loss.statistics))
     cautions += cautions_of_variance(graph, loss.batch_norm)
@@ -153,6 +155,12 @@ def make_step(
     else:
         graph.cleanup(remove_unused_graph_inputs=False)
     program.finish(graph, step, shapes)
+    step.slots = [
+        replace(slot, torch=known.name, transposed=known.transposed)
+        if (known := named.get(slot.input))
+        else slot
+        for slot in step.slots
+    ]
     model.step = step
     model.header.metadata_props.add(key=METADATA, value=step.text())
     return back.weights

@@ -1,0 +1,139 @@
+"""Reads weights from safetensors files, as libraries of Hugging Face write them, into a step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import helper
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError, ModelError
+from onnxpar.ir.training_spec import Step
+from onnxpar.model.write_model import NewValue, Values
+from onnxpar.trainer.export_weights import INDEX
+from onnxpar.trainer.merge import IN_MODEL
+
+
+def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProto) -> Values:
+    """Returns the values of a step's parameters and statistics that a safetensors file has, or the
+    files of a folder. They are found by name: in torch, if the exporter says it, else in the model.
+    All names of one side may begin with further modules, such as `network.` of a wrapper. Weights
+    that the files lack are among the step's cautions. Errors: InputError."""
+    files = _keys(Path(place))
+    slots = {slot.input: slot for slot in step.slots if slot.kind in IN_MODEL}
+    wanted = {name: slot.torch or name for name, slot in slots.items()}
+    more, less = _prefixes(wanted.values(), files)
+    keys = {n: more + k.removeprefix(less) for n, k in wanted.items() if k.startswith(less)}
+    found = {name: key for name, key in keys.items() if key in files}
+    if not found:
+        some = ", ".join(sorted(wanted.values())[:3])
+        raise InputError(
+            f"--weights {place}: none of its {len(files)} tensors, such as {min(files)!r}, has the "
+            f"name of a weight of the step: {some}; give the weights of the same network"
+        )
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        step.cautions.append(
+            f"{place} lacks {len(missing)} of {len(wanted)} weights of the step, which keep the "
+            f"values of the model: {some}"
+        )
+    if unread := sorted(files.keys() - found.values()):
+        some = ", ".join(unread[:5]) + (", ..." if len(unread) > 5 else "")
+        step.cautions.append(
+            f"the step has no weight for {len(unread)} tensors of {place}: {some}; where modules "
+            "share a vector in the file, --untie gives each its own"
+        )
+    stored = {t.name: t for t in model.graph.initializer}
+
+    def value(name: str) -> NewValue | None:
+        if name not in found:
+            return None
+        key, shape = found[name], tuple(stored[name].dims)
+        with _opened(files[key]) as file:
+            own = tuple(file.get_slice(key).get_shape())
+        is_transposed = slots[name].transposed
+        if own != (shape[::-1] if is_transposed else shape):
+            raise InputError(
+                f"--weights: {key!r} in {files[key]} has the shape {list(own)}, but the model's "
+                f"{name!r} has {list(shape)}; give the weights of the same network"
+            )
+        dtype = helper.tensor_dtype_to_np_dtype(stored[name].data_type)
+        return NewValue(dtype, shape, partial(_fill, files[key], key, is_transposed))
+
+    return value
+
+
+def _fill(file: Path, key: str, is_transposed: bool, target: Array) -> None:
+    with _opened(file) as opened:
+        value = opened.get_tensor(key)
+    target[...] = value.T if is_transposed else value
+
+
+def _prefixes(wanted: Iterable[str], files: Mapping[str, Path]) -> tuple[str, str]:
+    """What names in the files begin with beyond those of the step, and the other way round: the
+    pair by which most are the same."""
+    matches: Counter[tuple[str, str]] = Counter()
+    ends: dict[str, list[str]] = {}
+    for key in files:
+        for end in _ends(key):
+            ends.setdefault(end, []).append(key.removesuffix(end))
+    for name in wanted:
+        for end in _ends(name):
+            less = name.removesuffix(end)
+            for more in ends.get(end, ()):
+                if not more or not less:
+                    matches[more, less] += 1
+    return max(matches, key=lambda pair: (matches[pair], -len("".join(pair))), default=("", ""))
+
+
+def _ends(name: str) -> list[str]:
+    """A name without none, one, two ... of its first modules."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+def _keys(place: Path) -> dict[str, Path]:
+    """The file of each tensor, by its name. Errors: InputError."""
+    index = place / INDEX
+    if place.is_file():
+        names = [place]
+    elif index.is_file():
+        try:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = [place / name for name in sorted({*listed.values()})]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"--weights: cannot read {index}: {error}") from None
+    else:
+        names = sorted(place.glob("*.safetensors"))
+    if not names:
+        raise InputError(
+            f"--weights {place}: no such file or folder, or a folder without .safetensors files; "
+            "save_pretrained writes such a folder"
+        )
+    found: dict[str, Path] = {}
+    for name in names:
+        with _opened(name) as file:
+            found |= dict.fromkeys(file.keys(), name)
+    return found
+
+
+def _opened(path: Path) -> Any:
+    """A safetensors file that was opened. Errors: InputError, ModelError."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ModelError(
+            "safetensors files need the package safetensors: pip install 'onnxpar[safetensors]'"
+        ) from None
+    try:
+        return safe_open(path, framework="np")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"--weights: cannot read {path}: {error}") from None
