@@ -21,6 +21,8 @@ RESIDUAL = "residual"
 """Kind of slots that hold the part of a gradient that a rank has not sent yet."""
 FROZEN = "frozen"
 """Kind of slots that hold a weight which the step does not train, but another step may have."""
+IN_MODEL = ("parameter", "statistic", FROZEN)
+"""The kinds of slots that hold weights of the model, under the same names."""
 AVERAGE = "ema"
 """Kind of slots that are moving averages of parameters."""
 GRADIENT = ".grad"

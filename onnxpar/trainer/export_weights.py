@@ -13,9 +13,8 @@ from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.new_folder import check_place, new_folder
 from onnxpar.files.write_file import writing
-from onnxpar.ir.training_spec import Slot
+from onnxpar.ir.training_spec import IN_MODEL, Slot
 from onnxpar.trainer.checkpoint import Checkpoint
-from onnxpar.trainer.merge import IN_MODEL
 
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE = 5 * 10**9

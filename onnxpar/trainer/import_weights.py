@@ -15,10 +15,9 @@ from onnx import helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, ModelError
-from onnxpar.ir.training_spec import Step
+from onnxpar.ir.training_spec import IN_MODEL, Step
 from onnxpar.model.write_model import NewValue, Values
 from onnxpar.trainer.export_weights import INDEX
-from onnxpar.trainer.merge import IN_MODEL
 
 
 def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProto) -> Values:

@@ -11,15 +11,12 @@ from onnx import GraphProto
 from onnxpar.canonicalize.untie import untie
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.ir.stored import check_stored, graphs_of, nodes_of, stored_tensors
-from onnxpar.ir.training_spec import AVERAGE, FROZEN
+from onnxpar.ir.training_spec import AVERAGE, IN_MODEL
 from onnxpar.load.load import read_proto
 from onnxpar.model.given_model import Source, model_file
 from onnxpar.model.write_model import NewValue, write_model
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.trainer.checkpoint import Checkpoint
-
-IN_MODEL = ("parameter", "statistic", FROZEN)
-"""The kinds of states in a checkpoint that are weights of the model, under the same names."""
 
 
 def merge(

@@ -21,6 +21,7 @@ from onnxpar.files.folder_lock import FolderLock
 from onnxpar.ir.training_spec import (
     EVALUATION,
     FROZEN,
+    IN_MODEL,
     MAGNITUDES,
     RESIDUAL,
     SKIPPED,
@@ -332,8 +333,9 @@ class Trainer(Closing):
     ) -> Checkpoint:
         """Sets all states from a checkpoint, or from the newest complete one in a folder; returns
         the checkpoint. It may be from a run on another mesh, or with another compression of
-        gradients; with `allow_changed`, also from a step that trains more weights or keeps more
-        states, which are left out. Errors: ModelError if it belongs to another step, or if the
+        gradients; with `allow_changed`, also from a step that trains other weights or keeps other
+        states: what this step does not keep is left out, and if it keeps more, the optimizer starts
+        anew. Errors: ModelError if it belongs to another step, or if the
         processes pass different checkpoints."""
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = self.find(checkpoint)
@@ -354,12 +356,12 @@ class Trainer(Closing):
         known = {slot.input for slot in checkpoint.slots}
         kinds = {slot.input: slot.kind for slot in self.spec.slots}
         frozen = frozenset(name for name, kind in kinds.items() if kind == FROZEN)
-        for name in self.bundle.states:
-            if name not in known and kinds[name] not in (RESIDUAL, FROZEN):
-                raise ModelError(
-                    f"{checkpoint.path} has no {name!r}; it belongs to another training "
-                    "step; give a checkpoint of this one"
-                )
+        absent = [n for n, k in kinds.items() if n not in known and k not in (RESIDUAL, FROZEN)]
+        if absent and not allow_changed:
+            raise ModelError(
+                f"{checkpoint.path} has no {absent[0]!r}; it belongs to another training step; "
+                "give a checkpoint of this one, or --allow-changed to start the optimizer anew"
+            )
         more = [
             slot
             for slot in checkpoint.slots
@@ -369,25 +371,23 @@ class Trainer(Closing):
             raise ModelError(f"{checkpoint.path} {_not_here(more)}")
         inputs, states = self.bundle.inputs, checkpoint.states
         try:
-            for name in filter(known.__contains__, self.bundle.states):
+            for name in known & kinds.keys():
                 check_array(inputs[name], states.blank(name))
         except InputError as error:
             raise ModelError(f"{checkpoint.path}: {error}") from None
         self.session.states.reset()
         self._restored = frozen & known
-        names = [n for n in self.bundle.states if n not in frozen - known]
+        if absent and self.leads:
+            lacks = _first(absent, "", "state")
+            warn(f"{checkpoint.path} has no {lacks}: the optimizer, and what it lacks, start anew")
+        names = [n for n, k in kinds.items() if n in known and not (absent and k not in IN_MODEL)]
         alike = [n for n in names if states.has_same_shards(n, self.bundle.mesh, inputs[n])]
         self.session.states.load(checkpoint.path, alike)
-        tables = [n for n in self.session.states.on_host if n in known and n not in alike]
+        tables = [n for n in self.session.states.on_host if n in names and n not in alike]
         if tables:
             self.session.states.load(checkpoint.path, tables, states.origin(tables))
         for name in [n for n in names if n not in alike and n not in tables]:
-            value = states.read(name) if name in known else self._zeros(name)
-            self.session.states.write(name, value)
-
-    def _zeros(self, name: str) -> Array:
-        port = self.bundle.inputs[name]
-        return np.zeros([s for s in port.shape or () if isinstance(s, int)], port.dtype)
+            self.session.states.write(name, states.read(name))
 
     def close(self) -> None:
         """Ends the ranks, and unlocks the folders of checkpoints. A checkpoint that is still being

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from training.models import DROPOUT
-from training.steps import MLP, Array, ThreadTrainer, same, shard, states, write_step
+from training.steps import CROSS_ENTROPY, MLP, Array, ThreadTrainer, same, shard, states, write_step
 
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import sealed
@@ -19,6 +19,7 @@ from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.loop import Run, records
 from onnxpar.trainer.merge import merge
 from onnxpar.trainer.rates import Schedule
+from onnxpar.training import grad
 
 DRAW = np.random.default_rng(5)
 
@@ -134,6 +135,32 @@ def test_trained_weights_that_a_step_freezes(
         trainer.load(tmp_path / "fresh")
         np.testing.assert_array_equal(trainer.session.states.read("w1"), first)
     assert (first != before).any()
+
+
+@pytest.mark.parametrize("layout", ["zero1 3", "tensor-parallel 2"])
+def test_weights_that_a_step_trains_from_now_on(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their optimizer has no state, so that of all starts anew, as a new one in torch would."""
+    (tmp_path / "head").mkdir()
+    head = write_step(MLP, tmp_path / "head", optimizer="adam", params=["w3", "w4"])
+    train(shard(head, "zero1 2")[0], Run(1, 0.05, checkpoint=tmp_path / "c"))
+    merge(tmp_path / "c", tmp_path / "head" / "model.onnx", tmp_path / "merged.onnx")
+    whole, _ = shard(write_step(MLP, tmp_path, optimizer="adam"), layout)
+    grad(tmp_path / "merged.onnx", tmp_path / "new.onnx", loss=CROSS_ENTROPY, optimizer="adam")
+    with ThreadTrainer(whole) as trainer:
+        with pytest.raises(ModelError, match=r"has no 'w1'; .* --allow-changed to start"):
+            trainer.load(tmp_path / "c")
+        trainer.load(tmp_path / "c", allow_changed=True)
+        assert "has no 'w1' and 5 other states: the optimizer, and" in capsys.readouterr().err
+        batches = list(trainer.batches_of(samples()).epoch(0, None))
+        for batch in batches:
+            trainer.step(batch, 0.05)
+        found = states(trainer)
+    with ThreadTrainer(shard(tmp_path / "new.onnx", layout)[0]) as trainer:
+        for batch in batches:
+            trainer.step(batch, 0.05)
+        same(found, states(trainer))
 
 
 def test_weights_that_a_step_does_not_have(par: Path, tmp_path: Path) -> None:
