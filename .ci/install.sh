@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv with onnxpar in it; installs the system packages that are missing. Run by the two
 # commands of the README, from the root of the repository. For tests, onnxpar is installed from a wheel
-# that is made from a source archive, and both stay in build/dist.
+# that is made from a source archive, and both stay in build/dist. `install.sh test COMMAND` also runs a
+# command of .venv while the plugin is built, and fails if it does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extras=${1:-}
+extras=${1:-} meanwhile=${2:-true}
 
 missing=()
 have() { command -v "$1" >/dev/null || missing+=("$2"); }
@@ -43,13 +44,20 @@ if [ "$extras" != test ]; then
   exit
 fi
 # uv reads what the wheel will need from pyproject.toml, and installs it while the plugin is built.
-VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --quiet -r pyproject.toml --extra test &
+{
+  VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip install --quiet -r pyproject.toml --extra test || exit 3
+  PATH=$PWD/.venv/bin:$PATH "$meanwhile"
+} &
+beside=$!
 wheel() { find build/dist -name 'onnxpar-*.whl' 2>/dev/null; }
 sources=(onnxpar passes CMakeLists.txt pyproject.toml)
 if [ -z "$(wheel)" ] || [ -n "$(find "${sources[@]}" -newer "$(wheel)" -type f -not -name '*.pyc')" ]; then
   rm -rf build/dist
   .venv/bin/uv build --quiet --python .venv/bin/python --out-dir build/dist .
 fi
-wait || true
+status=0
+wait $beside || status=$?
+[ $status = 0 ] || [ $status = 3 ] || exit $status
 VIRTUAL_ENV=$PWD/.venv .venv/bin/uv pip uninstall --quiet onnxpar 2>/dev/null || true
 install "$(wheel)[test]"
+[ $status = 0 ] || PATH=$PWD/.venv/bin:$PATH "$meanwhile"

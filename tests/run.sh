@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up, lint, types, wheels and all tests that run by default, in .venv; says how long each part
+# Set-up, types, lint, wheels and all tests that run by default, in .venv; says how long each part
 # takes. Arguments go to pytest. tests/nightly.sh runs what takes longer, tests/changed.sh what a change
 # needs.
 set -euo pipefail
@@ -18,18 +18,15 @@ lint() {
   ruff format --check --quiet .
   clang-format --dry-run -Werror onnxpar/native/*.cc onnxpar/native/*.h
 }
-types_and_wheel() { # mypy has one core; the other compiles the tests, which each worker would do for itself
-  {
-    pytest -q --collect-only >/dev/null 2>&1 || true
-    tests/install.sh build/dist/*.whl
-    tests/oldest.sh
-  } &
-  mypy
-  wait $!
+wheel_and_oldest() { # and compiles the tests, which each worker would do for itself
+  pytest -q --collect-only >/dev/null 2>&1 &
+  tests/install.sh build/dist/*.whl
+  wait $! || true
+  tests/oldest.sh
 }
-part 1 set-up .ci/install.sh test
+part 1 "set-up and types" .ci/install.sh test mypy
 PATH=$PWD/.venv/bin:$PATH
 part 2 lint lint
-part 3 "types, wheel and oldest versions" types_and_wheel
+part 3 "wheel and oldest versions" wheel_and_oldest
 echo "[4 of 4] tests ..."
 ONNXPAR_PARTS=$times pytest -q -n 3 --dist worksteal "$@"
