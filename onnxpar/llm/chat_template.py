@@ -33,22 +33,28 @@ _CUT = "onnxpar continues here"
 class ChatTemplate:
     """The template of a model, which runs in Jinja's sandbox.
 
-    specials  texts of special tokens, by names such as eos_token
+    specials   texts of special tokens, by names such as eos_token
+    for_tools  the template of chats with tools, where it is another
     """
 
-    def __init__(self, template: str, specials: Mapping[str, str]) -> None:
+    def __init__(
+        self, template: str, specials: Mapping[str, str], for_tools: str | None = None
+    ) -> None:
         self._template, self._specials = template, specials
+        self.for_tools = template if for_tools is None else for_tools
 
     def render(
         self,
         messages: Messages,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         others: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Returns the text of a chat.
+        """Returns the text of a chat. Arguments of calls, in its messages, are JSON objects.
 
+        tools                   the functions that the model may call, as in requests of OpenAI
         add_generation_prompt   the answer is begun
         continue_final_message  the text ends where the last message does, which the answer
                                 continues: no answer is begun then
@@ -58,13 +64,14 @@ class ChatTemplate:
         """
         for number, message in enumerate(messages, 1):
             _check_message(message, f"message {number} of the chat")
-        chat = [_with_thoughts(message) for message in messages]
+        chat = [_with_thoughts(_with_calls(message)) for message in messages]
         if continue_final_message:
             chat = _marked(chat)
-        given = {"tools": None, "documents": None, **self._specials, **others}
+        given = {"tools": tools or None, "documents": None, **self._specials, **others}
         given["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            text = _compiled(self._template).render({**given, "messages": chat})
+            template = self.for_tools if tools else self._template
+            text = _compiled(template).render({**given, "messages": chat})
             text.encode()
         except jinja2.TemplateError as error:
             raise InputError(f"the chat template refuses the messages: {error}") from None
@@ -77,8 +84,9 @@ class ChatTemplate:
         return _cut(text) if continue_final_message else text
 
 
-def read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the chat template of a folder. Errors: ModelError."""
+def read_template(folder: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
+    """Returns the chat template of a folder; where it has several, that of a name. Errors:
+    ModelError."""
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
@@ -88,7 +96,7 @@ def read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
-        found = named.get("default")
+        found = named.get(name)
     return found if isinstance(found, str) else None
 
 
@@ -122,6 +130,38 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     if thoughts is None:
         return dict(message)
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _with_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls have arguments that templates may also write as a text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Any) -> Any:
+    """A call, whose members may be in its `function`."""
+    if not isinstance(call, Mapping):
+        return call
+    found = {**call, "function": _call(call["function"])} if "function" in call else dict(call)
+    if isinstance(found.get("arguments"), Mapping):
+        found["arguments"] = _Arguments(found["arguments"])
+    return found
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call: an object, for most templates. Some join them with texts: to these, they
+    are JSON."""
+
+    def __str__(self) -> str:
+        return _as_json(self)
+
+    def __add__(self, text: str) -> str:
+        return f"{self}{text}"
+
+    def __radd__(self, text: str) -> str:
+        return f"{text}{self}"
 
 
 def _marked(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,10 @@ class Tokenizer:
         self._folder = folder
         template = read_template(folder, self._config)
         specials = {name: text for name in _SPECIALS if (text := self.special(name)) is not None}
-        self._template = None if template is None else ChatTemplate(template, specials)
+        self._template = None
+        if template is not None:
+            for_tools = read_template(folder, self._config, "tool_use")
+            self._template = ChatTemplate(template, specials, for_tools)
 
     def encode(self, text: str, specials: bool = True) -> list[int]:
         """Returns the tokens of a text; with `specials`, also those that begin each text."""
@@ -104,6 +107,11 @@ class Tokenizer:
         """True if there is a chat template."""
         return self._template is not None
 
+    @property
+    def tool_template(self) -> str:
+        """The text of the template of chats with tools; empty if there is none."""
+        return "" if self._template is None else self._template.for_tools
+
     def special(self, name: str) -> str | None:
         """Returns the text of a special token, such as eos_token; None if there is none."""
         found = self._config.get(name)
@@ -138,12 +146,17 @@ class Stream:
     only with the next one that is, and fails where bytes behind a character are none.
 
     behind  tokens whose text this one continues, and does not begin anew
+    shown   special tokens whose text there is anyway
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, specials: bool = False, behind: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        specials: bool = False,
+        behind: Sequence[int] = (),
+        shown: Set[int] = frozenset(),
     ) -> None:
-        self._tokenizer, self._specials = tokenizer, specials
+        self._tokenizer, self._specials, self._shown = tokenizer, specials, shown
         self._context = [[token for token in behind[-_LAST:] if self.has_text(token)]]
         """The last tokens whose text is complete, in the pieces in which it became so."""
         self._before = self._decode(self._context[0])
@@ -157,7 +170,7 @@ class Stream:
 
     def has_text(self, token: int) -> bool:
         """Returns False for a token that adds nothing to the text."""
-        return self._tokenizer.has_text(token, self._specials)
+        return self._tokenizer.has_text(token, self._specials or token in self._shown)
 
     def add(self, token: int) -> str:
         """Adds a token; returns the text that is complete now. Bytes of an unfinished character
@@ -177,7 +190,7 @@ class Stream:
         return self._send(text, len(text))
 
     def _decode(self, tokens: Iterable[int]) -> str:
-        return self._tokenizer.decode([*tokens], self._specials)
+        return self._tokenizer.decode([*tokens], self._specials or bool(self._shown))
 
     def _text(self) -> str:
         """The text of the tokens behind the context."""

@@ -105,6 +105,64 @@ def test_transformers_writes_the_same() -> None:
         assert found == "I think|I think" == transformers_text(text, {}, chat)
 
 
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALLED = [
+    USER,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": "\u00e9", "b": [1, None]}}}],
+    },
+]
+CALL = "{% set c = messages[1].tool_calls[0].function.arguments %}"
+WITH_CALLS = (  # what each makes of CALLED
+    ("{{ tools | tojson }}", '[{"type": "function", "function": {"name": "f", "parameters": {}}}]'),
+    ("{% for t in tools %}{{ t.function.name }}{% endfor %}{{ messages | length }}", "f2"),
+    (CALL + "{{ c | tojson }}", '{"a": "\u00e9", "b": [1, null]}'),
+    (
+        CALL + "{{ c if c is string else c | tojson(indent=1) }}",
+        '{\n "a": "\u00e9",\n "b": [\n  1,\n  null\n ]\n}',
+    ),
+    (
+        CALL + "{% for k, v in c | items %}{{ k }}={{ v | tojson }};{% endfor %}",
+        'a="\u00e9";b=[1, null];',
+    ),
+    (
+        CALL + "{% for k in c %}{{ k }}{% endfor %}{{ c.a }}{{ c is mapping }}{{ c | length }}",
+        "ab\u00e9True2",
+    ),
+    (
+        "{{ messages[1].tool_calls[0] | tojson }}",
+        '{"function": {"name": "f", "arguments": {"a": "\u00e9", "b": [1, null]}}}',
+    ),
+)
+AS_TEXT = (  # templates that demand the JSON of the arguments, which Transformers is given as such
+    CALL + "{{ 'a' + c + 'b' }}",
+    CALL + "{{ c }}",
+    CALL + "{{ 'a' ~ c }}",
+)
+
+
+def test_tools_and_calls() -> None:
+    for template, wanted in WITH_CALLS:
+        assert ChatTemplate(template, SPECIALS).render(CALLED, tools=TOOLS) == wanted
+    texts = [ChatTemplate(template, SPECIALS).render(CALLED, tools=TOOLS) for template in AS_TEXT]
+    json_ = '{"a": "\u00e9", "b": [1, null]}'
+    assert texts == [f"a{json_}b", json_, f"a{json_}"]
+    assert ChatTemplate("a", {}, "b").render(CHAT) == "a"
+    assert ChatTemplate("a", {}, "b").render(CHAT, tools=TOOLS) == "b"
+
+
+def test_transformers_writes_the_same_of_tools() -> None:
+    for template, wanted in WITH_CALLS:
+        assert transformers_text(template, {"tools": TOOLS}, CALLED) == wanted
+    function = {"name": "f", "arguments": '{"a": "\u00e9", "b": [1, null]}'}
+    called = [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+    for template in AS_TEXT:
+        found = ChatTemplate(template, SPECIALS).render(CALLED)
+        assert found == transformers_text(template, {}, called)
+
+
 @pytest.mark.parametrize(
     "chat,template,named",
     [
