@@ -28,13 +28,13 @@ class StopStrings:
             self.found, self._waiting = True, ""
             at, length = min(found)
             return text[: at + length if self._shows else at]
-        keep = 0 if is_last else _begun(text, self._stops)
+        keep = 0 if is_last else longest_beginning(text, self._stops)
         self._waiting = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _begun(text: str, stops: Sequence[str]) -> int:
-    """The length of the longest end of a text that is the beginning of a stop string."""
+def longest_beginning(text: str, stops: Sequence[str]) -> int:
+    """Returns the length of the longest end of a text that is the beginning of a stop string."""
     lengths = (
         n
         for stop in stops

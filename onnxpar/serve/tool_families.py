@@ -1,0 +1,83 @@
+"""How models write calls of tools: a table of the families of chat templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ToolFamily:
+    """How models of a family write calls. A call itself is a JSON object with `name` and
+    `arguments` or `parameters`, a Python call with named arguments, or a name and the JSON object
+    of the arguments; several may be in a list.
+
+    begins   markers in front of calls
+    ends     what stands behind calls and is no text
+    is_bare  True if an answer may also begin with a call that has no marker
+    header   the pattern of what is between a marker and JSON arguments, with the name as its
+             group; empty: there is none
+    signs    texts of chat templates by which the family is found
+    unless   texts of templates that have other calls between the same markers
+    """
+
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    is_bare: bool = False
+    header: str = ""
+    signs: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+
+    def has(self, template: str) -> bool:
+        """Returns True for a chat template of the family."""
+        is_other = any(text in template for text in self.unless)
+        return not is_other and any(sign in template for sign in self.signs)
+
+
+BARE = ToolFamily(is_bare=True)
+"""Calls without any marker."""
+_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+_DEEPSEEK = ToolFamily(
+    begins=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>"),
+    ends=("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
+    header=rf"(?:function{_SEPARATOR}([\w.-]+)\s*```json|([\w.-]+){_SEPARATOR})\s*",
+    signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
+)
+_LLAMA = ToolFamily(
+    begins=("<|python_tag|>", "<|python_start|>"),
+    ends=(";", "<|python_end|>"),
+    is_bare=True,
+    signs=(
+        *("<|python_tag|>", "<|python_start|>", '{"name": function name, "parameters":'),
+        "[func_name1(params_name1=params_value1",
+    ),
+)
+_TAGGED = ToolFamily(
+    begins=("<tool_call>", "<|tool_call|>"),
+    ends=("</tool_call>", "<|/tool_call|>"),
+    signs=("<tool_call>", "<|tool_call|>"),
+    unless=("<function=", "<arg_key>"),
+)
+FAMILIES = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "mistral": ToolFamily(
+        begins=("[TOOL_CALLS]",),
+        header=r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*",
+        signs=("[TOOL_CALLS]",),
+    ),
+    "phi4_mini_json": ToolFamily(
+        begins=("functools", "<|tool_call|>"), ends=("<|/tool_call|>",), signs=("<|tool|>",)
+    ),
+    "llama3_json": _LLAMA,
+    "llama4_json": _LLAMA,
+    "llama4_pythonic": _LLAMA,
+    "pythonic": _LLAMA,
+    "granite": _TAGGED,
+    "hermes": _TAGGED,
+}
+"""By the names that vLLM has for their parsers."""
+
+
+def family_of(template: str) -> ToolFamily | None:
+    """Returns the family of a chat template; None if it is of none that is known."""
+    return next((family for family in FAMILIES.values() if family.has(template)), None)

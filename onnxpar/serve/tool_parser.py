@@ -1,0 +1,286 @@
+"""Finds calls of tools in the text of an answer, as it comes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import secrets
+import string
+from collections.abc import Collection
+from contextlib import suppress
+from typing import NoReturn, TypeVar
+
+from onnxpar.llm.stop_strings import longest_beginning
+from onnxpar.serve.answer_parts import CallArguments, CallBegin, CallEnd, Part, Text
+from onnxpar.serve.pieced_text import PiecedText, Reading, UnexpectedText
+from onnxpar.serve.tool_families import ToolFamily
+
+_LONGEST_HEADER = 256
+"""Most characters between a marker and the arguments of a call."""
+_ARGUMENTS = ("arguments", "parameters")
+_ID, _ID_LENGTH = string.ascii_letters + string.digits, 9
+"""Of ids, such as templates of Mistral demand them."""
+T = TypeVar("T")
+
+
+class ToolParser:
+    """Splits the text of an answer into content and calls. White space around calls is neither.
+
+    family  how calls are written
+    names   the functions that there are; a call without a marker must name one of them
+    """
+
+    def __init__(self, family: ToolFamily, names: Collection[str]) -> None:
+        self._family, self._names = family, names
+        self._markers = re.compile("|".join(map(re.escape, family.begins)) or r"(?!)")
+        self.calls = 0
+        """How many calls are right."""
+        self._index = 0
+        self._text = PiecedText()
+        self._parts: list[Part] = []
+        self._raw = 0
+        """Where the text of a call begins that is not complete, or of what is behind the last."""
+        self._sent: int | None = None
+        """How far arguments are sent, while they are read."""
+        self._arguments: str | None = None
+        """Those of a call in JSON, once they are complete."""
+        self._is_open = False
+        """The name of a call has been read."""
+        self._is_marked = False
+        self._may_be_bare = family.is_bare
+        self._is_cut = False
+        self._is_behind = False
+        """What has been read last is a call."""
+        self._reading = self._read()
+
+    def add(self, text: str, is_last: bool = False, is_cut: bool = False) -> list[Part]:
+        """Adds a piece; returns the parts that it completes. If text behind the last one has been
+        cut, a call that it has begun stays a call."""
+        self._text.text += text
+        self._is_cut = is_cut
+        self._text.is_complete = is_last
+        next(self._reading, None)
+        self._send_arguments()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _read(self) -> Reading[None]:
+        """Reads all of the text."""
+        while (yield from self._find()):
+            try:
+                yield from self._calls()
+                self._is_behind, self._may_be_bare = True, self._family.is_bare
+            except UnexpectedText:
+                self._give_up()
+
+    def _find(self) -> Reading[bool]:
+        """Reads the content in front of the next call, and its marker; returns False at the end."""
+        text = self._text
+        self._raw = text.at
+        if self._is_behind:
+            yield from self._skip_ends()
+        if self._may_be_bare:
+            char = yield from text.visible()
+            self._is_marked = False
+            if char and char in "{[":
+                return True
+        if self._is_behind and not (yield from text.visible()):
+            return False
+        text.at = self._raw
+        return (yield from self._content())
+
+    def _skip_ends(self) -> Reading[None]:
+        """Skips what stands behind a call."""
+        while True:
+            yield from self._text.visible()
+            if (yield from self._text.one_of(self._family.ends)) is None:
+                return
+            self._raw = self._text.at
+
+    def _content(self) -> Reading[bool]:
+        """Sends content, as far as no marker can begin in it; returns True behind a marker."""
+        text = self._text
+        while True:
+            text.text, text.at = text.text[text.at :], 0
+            found = self._markers.search(text.text)
+            end = found.start() if found else len(text.text)
+            if not text.is_complete and not found:
+                end -= longest_beginning(text.text, self._family.begins)
+            if found or not text.is_complete:
+                end = len(text.text[:end].rstrip())  # it may be that in front of a call
+            self._send(text.text[:end])
+            self._raw = text.at = end
+            if found:
+                text.at, self._is_marked = found.end(), True
+                return True
+            if text.is_complete:
+                return False
+            yield
+
+    def _send(self, text: str) -> None:
+        if text:
+            self._parts.append(Text(text))
+            self._may_be_bare = self._is_behind = False
+
+    def _calls(self) -> Reading[None]:
+        """Reads a call, or a list of calls."""
+        text = self._text
+        char = yield from text.visible()
+        while (yield from text.one_of(self._family.begins)):
+            char = yield from text.visible()
+        if char == "[":
+            yield from text.take("[")
+            yield from self._call()
+            while (yield from text.take(",]")) == ",":
+                yield from self._call()
+        elif char == "{" or not self._family.header:
+            yield from self._json_call()
+        else:
+            yield from self._named_call()
+        self._raw = text.at
+
+    def _call(self) -> Reading[None]:
+        """Reads a call in a list."""
+        is_json = (yield from self._text.visible()) == "{"
+        yield from self._json_call() if is_json else self._python_call()
+
+    def _json_call(self) -> Reading[None]:
+        """Reads a call that is a JSON object."""
+        yield from self._members()
+        if not self._is_open:
+            raise UnexpectedText
+        if self._arguments is None:
+            self._parts.append(CallArguments(self._index, "{}"))
+        self._end()
+
+    def _members(self, is_inner: bool = False) -> Reading[None]:
+        """Reads the members of a JSON object; those of a call may be inside another."""
+        text = self._text
+        yield from text.take("{")
+        while True:
+            key = yield from self._string()
+            yield from text.take(":")
+            if key == "name":
+                self._begin((yield from self._string()))
+            elif key in _ARGUMENTS:
+                yield from self._json_arguments()
+            elif key == "function" and not is_inner and (yield from text.visible()) == "{":
+                yield from self._members(is_inner=True)
+            elif key in ("type", "id"):
+                yield from text.value()
+            else:
+                raise UnexpectedText
+            if (yield from text.take(",}")) == "}":
+                return
+
+    def _string(self) -> Reading[str]:
+        """Reads a string of JSON."""
+        if (yield from self._text.visible()) != '"':
+            raise UnexpectedText
+        return _json((yield from self._text.value()), str)
+
+    def _named_call(self) -> Reading[None]:
+        """Reads a call whose name is in front of its arguments."""
+        text, start = self._text, self._text.at
+        while (char := (yield from text.next())) != "{":
+            if not char or text.at - start > _LONGEST_HEADER:
+                raise UnexpectedText
+            text.at += 1
+        found = re.fullmatch(self._family.header, text.text[start : text.at])
+        if found is None:
+            raise UnexpectedText
+        self._begin(found[found.lastindex or 0])
+        yield from self._json_arguments()
+        self._end()
+
+    def _json_arguments(self) -> Reading[None]:
+        """Reads arguments; sends them as they come, or when the name does."""
+        text = self._text
+        if self._arguments is not None or (yield from text.visible()) != "{":
+            raise UnexpectedText
+        self._sent = text.at if self._is_open else None
+        self._arguments = yield from text.value()
+        self._send_arguments()
+        self._sent = None
+        _json(self._arguments, dict)
+
+    def _python_call(self) -> Reading[None]:
+        """Reads a call in Python; sends each argument when it is complete."""
+        text = self._text
+        name = yield from text.word()
+        yield from text.take("(")
+        self._begin(name)
+        before = "{"
+        while (yield from text.visible()) != ")":
+            key = yield from text.word()
+            yield from text.take("=")
+            value = _python((yield from text.value(quotes="\"'")))
+            self._parts.append(CallArguments(self._index, f"{before}{json.dumps(key)}: {value}"))
+            before = ", "
+            if (yield from text.visible()) != ")":
+                yield from text.take(",")
+        yield from text.take(")")
+        self._parts.append(CallArguments(self._index, "{}" if before == "{" else "}"))
+        self._end()
+
+    def _begin(self, name: str) -> None:
+        """Begins a call, and sends the arguments that are in front of the name."""
+        if self._is_open or not name or not (self._is_marked or name in self._names):
+            raise UnexpectedText
+        self._is_open = True
+        id_ = "".join(secrets.choice(_ID) for _ in range(_ID_LENGTH))
+        self._parts.append(CallBegin(self._index, id_, name))
+        if self._arguments is not None:
+            self._parts.append(CallArguments(self._index, self._arguments))
+
+    def _end(self) -> None:
+        self._parts.append(CallEnd(self._index, "right"))
+        self._is_open, self._arguments, self._raw = False, None, self._text.at
+        self._index += 1
+        self.calls += 1
+
+    def _send_arguments(self) -> None:
+        """Sends what has come of arguments."""
+        if self._sent is not None and self._text.at > self._sent:
+            new = self._text.text[self._sent : self._text.at]
+            self._parts.append(CallArguments(self._index, new))
+            self._sent = self._text.at
+
+    def _give_up(self) -> None:
+        """Sends what was to be a call as content, unless it has been cut."""
+        text = self._text
+        is_cut = self._is_cut and self._is_open and text.at >= len(text.text)
+        if is_cut:
+            self._send_arguments()
+        if self._is_open:
+            self._parts.append(CallEnd(self._index, "cut" if is_cut else "malformed"))
+            self._index += 1
+        self._is_open, self._arguments, self._sent = False, None, None
+        if not is_cut:
+            self._send(text.text[self._raw : text.at])
+        self._is_behind = self._may_be_bare = False
+
+
+def _json(text: str, kind: type[T]) -> T:
+    """A value of JSON, which must be of a kind. Errors: UnexpectedText."""
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise UnexpectedText from None
+    if not isinstance(found, kind):
+        raise UnexpectedText
+    return found
+
+
+def _python(text: str) -> str:
+    """A value of Python in JSON; models also write `true`, `false` and `null`. Errors:
+    UnexpectedText."""
+    for read in (ast.literal_eval, json.loads):
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+    raise UnexpectedText
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(word)

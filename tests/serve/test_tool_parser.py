@@ -1,0 +1,258 @@
+"""Calls of tools in the text of answers, as the cards of models and vLLM's pages show them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+import tokenizers
+from serve.scripted_engine import FOLDER
+
+from onnxpar.serve.answer_parts import CallArguments, CallBegin, CallEnd, Calls, Text
+from onnxpar.serve.tool_families import FAMILIES, family_of
+from onnxpar.serve.tool_parser import ToolParser
+
+NAMES = ("get_weather", "now", "math.add")
+PARIS = ("get_weather", {"city": "Paris", "days": 3})
+ROME = ("get_weather", {"city": 'R"o\\m}e]', "days": [1, {"a": None}]})
+NOW: tuple[str, dict[str, Any]] = ("now", {})
+
+
+def written(call: tuple[str, dict[str, Any]], key: str = "arguments") -> str:
+    """A call as a JSON object."""
+    return json.dumps({"name": call[0], key: call[1]})
+
+
+def deepseek(*calls: str) -> str:
+    """Calls between the markers of DeepSeek."""
+    begin, end = (f"<\uff5ctool\u2581call{{}}\u2581{at}\uff5c>" for at in ("begin", "end"))
+    each = "\n".join(begin.format("") + call + end.format("") for call in calls)
+    return begin.format("s") + each + end.format("s")
+
+
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+TOKENIZER = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+ROME_JSON = json.dumps(ROME[1])
+Case = tuple[str, str, str, Sequence[tuple[str, dict[str, Any]]]]
+CASES: tuple[Case, ...] = (  # family, text, content, calls
+    ("hermes", f"<tool_call>\n{written(PARIS)}\n</tool_call>", "", [PARIS]),
+    (
+        "hermes",
+        f"Let me see.\n\n<tool_call>\n{written(ROME)}\n</tool_call>\n<tool_call>\n{written(NOW)}\n"
+        "</tool_call>\n",
+        "Let me see.",
+        [ROME, NOW],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"city": "x"}, "name": "f"}</tool_call>',
+        "",
+        [("f", {"city": "x"})],
+    ),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call> Done. ', " Done. ", [NOW]),
+    ("hermes", "a < b <tool b <tool_cal", "a < b <tool b <tool_cal", []),
+    ("hermes", " \n", " \n", []),
+    ("hermes", written(PARIS), written(PARIS), []),
+    ("granite", f"<|tool_call|>[{written(PARIS)}, {written(NOW)}]", "", [PARIS, NOW]),
+    ("granite", f"<tool_call>[{written(ROME)}]", "", [ROME]),
+    ("phi4_mini_json", f"functools[{written(PARIS)},{written(NOW)}]", "", [PARIS, NOW]),
+    (
+        "phi4_mini_json",
+        f'<|tool_call|>[{{"type": "function", "function": {written(PARIS)}}}]<|/tool_call|>',
+        "",
+        [PARIS],
+    ),
+    ("mistral", f"[TOOL_CALLS] [{written(PARIS)}, {written(ROME)}]", "", [PARIS, ROME]),
+    ("mistral", f"Yes.[TOOL_CALLS]get_weather{ROME_JSON}[TOOL_CALLS]now{{}}", "Yes.", [ROME, NOW]),
+    ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{ROME_JSON}", "", [ROME]),
+    ("llama3_json", written(PARIS, "parameters"), "", [PARIS]),
+    ("llama3_json", f"<|python_tag|>{written(ROME, 'parameters')}", "", [ROME]),
+    (
+        "llama3_json",
+        f"{written(PARIS, 'parameters')}; {written(NOW, 'parameters')}",
+        "",
+        [PARIS, NOW],
+    ),
+    ("llama3_json", '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
+    ("llama3_json", f"It is {written(PARIS)}.", f"It is {written(PARIS)}.", []),
+    ("llama3_json", "[1, 2, 3]", "[1, 2, 3]", []),
+    ("pythonic", "[get_weather(city='Paris', days=3), now()]", "", [PARIS, NOW]),
+    (
+        "pythonic",
+        "[math.add(a=-1.5e3, b=[True, None, 'x,)'])]",
+        "",
+        [("math.add", {"a": -1500.0, "b": [True, None, "x,)"]})],
+    ),
+    (
+        "pythonic",
+        "[now(a=true, b=null, c=[false])]",
+        "",
+        [("now", {"a": True, "b": None, "c": [False]})],
+    ),
+    ("pythonic", "[unknown(a=1)]", "[unknown(a=1)]", []),
+    (
+        "llama4_pythonic",
+        '<|python_start|>[get_weather(city="Paris", days=3)]<|python_end|>',
+        "",
+        [PARIS],
+    ),
+    (
+        "deepseek_v3",
+        deepseek(
+            f"function{SEPARATOR}get_weather\n```json\n{ROME_JSON}\n```",
+            f"function{SEPARATOR}now\n```json\n{{}}\n```",
+        ),
+        "",
+        [ROME, NOW],
+    ),
+    (
+        "deepseek_v31",
+        "So: " + deepseek(f"get_weather{SEPARATOR}{ROME_JSON}", f"now{SEPARATOR}{{}}"),
+        "So:",
+        [ROME, NOW],
+    ),
+)
+GOOD = f"<tool_call>{written(NOW)}</tool_call>"
+WRONG = (  # family, and text that is all content
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_call>\n</tool_call>"),
+    ("hermes", "a <tool_call>not json</tool_call> b"),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": nope}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"function": {"function": {}}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now\\'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a":' + "[" * 2000 + "]" * 2000 + "}}"),
+    ("mistral", "[TOOL_CALLS] what is that?" * 30),
+    ("llama3_json", '{"name": "now", "age": 5}'),
+    ("pythonic", "[now(1)]"),
+    ("pythonic", "[now(a=open)]"),
+    ("pythonic", "[now(a=1e999)]"),
+    ("pythonic", "[now(a={1, 2})]"),
+    ("pythonic", "[now(a=" + "9" * 5000 + ")]"),
+    ("pythonic", "[now(a=" + "(" * 2000 + ")" * 2000 + ")]"),
+    ("deepseek_v31", deepseek(f"two words{SEPARATOR}{{}}")),
+)
+PARTLY_WRONG: tuple[Case, ...] = (
+    ("hermes", f"<tool_call>{{</tool_call> {GOOD}", "<tool_call>{</tool_call>", [NOW]),
+    ("hermes", f"{GOOD} <tool_call>{{</tool_call>", " <tool_call>{</tool_call>", [NOW]),
+    ("mistral", f"[TOOL_CALLS][{written(NOW)}, 5]", ", 5]", [NOW]),
+    ("mistral", f"[TOOL_CALLS][{written(NOW)}", "", [NOW]),
+)
+
+
+def pieces(text: str) -> Iterator[list[str]]:
+    """A text whole, in characters, in tokens, and in random pieces."""
+    yield [text]
+    yield list(text)
+    drawn = random.Random(text)
+    tokens = sorted({begin for begin, _ in TOKENIZER.encode(text).offsets})
+    for cuts in (tokens, *(sorted(drawn.choices(range(len(text)), k=9)) for _ in range(3))):
+        yield [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def parsed(family: str, each: list[str]) -> tuple[str, list[tuple[str, str]], list[bool]]:
+    """The content, the calls that are right, and of each call whether it is; checks the order of
+    what is streamed."""
+    parser = ToolParser(FAMILIES[family], NAMES)
+    parts = [part for piece in each for part in parser.add(piece)]
+    parts += parser.add("", is_last=True)
+    calls, open_, ends = Calls(), None, []
+    for part in parts:
+        calls.add(part)
+        if isinstance(part, CallBegin):
+            assert open_ is None and part.index == len(ends) and part.id.isalnum()
+            open_ = part.index
+        elif isinstance(part, CallArguments):
+            assert part.index == open_ and part.text
+        elif isinstance(part, CallEnd):
+            assert part.index == open_
+            open_ = None
+            ends.append(part.how == "right")
+        else:
+            assert open_ is None and part.text
+    assert open_ is None and parser.calls == sum(ends) == len(calls.made)
+    content = "".join(part.text for part in parts if isinstance(part, Text))
+    return content, [(call.name, call.arguments) for call in calls.made], ends
+
+
+def check(family: str, text: str, content: str, calls: Sequence[tuple[str, Any]]) -> list[bool]:
+    """Parses a text, however it comes; returns of each call whether it is right."""
+    for each in pieces(text):
+        found, made, ends = parsed(family, each)
+        assert found == content, each
+        assert [(name, json.loads(arguments)) for name, arguments in made] == list(calls)
+    return ends
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_calls(case: Case) -> None:
+    assert all(check(*case))
+
+
+@pytest.mark.parametrize("family,text", WRONG, ids=range(len(WRONG)))
+def test_malformed_calls_are_content(family: str, text: str) -> None:
+    assert not any(check(family, text, text, []))
+
+
+@pytest.mark.parametrize("case", PARTLY_WRONG, ids=range(len(PARTLY_WRONG)))
+def test_right_calls_beside_malformed_ones(case: Case) -> None:
+    check(*case)
+
+
+def test_arguments_come_in_pieces() -> None:
+    """As the model writes them, as soon as the name is known."""
+    parser = ToolParser(FAMILIES["hermes"], NAMES)
+    assert parser.add('Hi <tool_call>{"name": "now", "arg') == [
+        Text("Hi"),
+        CallBegin(0, ANY, "now"),
+    ]
+    assert parser.add('uments": {"a"') == [CallArguments(0, '{"a"')]
+    assert parser.add(': "b}') == [CallArguments(0, ': "b}')]
+    assert parser.add('"}') == [CallArguments(0, '"}')]
+    assert parser.add("}") == [CallEnd(0, "right")]
+
+
+def test_a_call_that_is_cut_stays_a_call() -> None:
+    parser = ToolParser(FAMILIES["hermes"], NAMES)
+    assert parser.add('<tool_call>{"name": "now"') == [CallBegin(0, ANY, "now")]
+    assert parser.add(', "arguments": {"a"', is_last=True, is_cut=True) == [
+        CallArguments(0, '{"a"'),
+        CallEnd(0, "cut"),
+    ]
+    parser = ToolParser(FAMILIES["hermes"], NAMES)
+    assert parser.add('<tool_call>{"na', is_last=True, is_cut=True) == [Text('<tool_call>{"na')]
+
+
+def test_text_without_calls_comes_at_once() -> None:
+    parser = ToolParser(FAMILIES["mistral"], NAMES)
+    assert parser.add("a [TOOL") == [Text("a")]
+    assert parser.add("S] b ") == [Text(" [TOOLS] b")]
+    assert parser.add("c") == [Text(" c")]
+
+
+def test_families_of_templates() -> None:
+    signs = {
+        "hermes": "within <tool_call></tool_call> XML tags",
+        "granite": "respond with <|tool_call|> followed by a JSON list",
+        "phi4_mini_json": "{{ '<|tool|>' + tools + '<|/tool|>' }} <|tool_call|>",
+        "mistral": "{{- '[TOOL_CALLS] [' }}",
+        "llama3_json": '{"name": function name, "parameters": dictionary}',
+        "llama4_pythonic": "{{- '<|python_start|>' }}",
+        "pythonic": "[func_name1(params_name1=params_value1, ...)]",
+        "deepseek_v3": "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    }
+    for name, text in signs.items():
+        assert family_of(text) is FAMILIES[name]
+    assert family_of("{{ messages }}") is None
+    assert family_of("<tool_call>\n<function=name>") is None  # other calls
