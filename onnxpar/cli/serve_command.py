@@ -13,11 +13,12 @@ from onnxpar.cli.rank_options import add_cores, add_runtime, add_verify
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.serve.log import tell
+from onnxpar.serve.tool_families import FAMILIES
 
 KEY = "ONNXPAR_API_KEY"
 """The environment variable that holds the API key."""
 _ENGINE = ("kv_memory", "max_running", "max_waiting", "step_tokens")
-_GENERATING = ("kv_memory", "max_running", "max_tokens")
+_GENERATING = ("kv_memory", "max_running", "max_tokens", "tool_call_parser")
 """Options that embedding models and rerankers do not have."""
 _LIMITS = ("max_body", "max_tokens", "max_choices", "max_inputs", "max_requests", "request_timeout")
 _RANKS_ELSEWHERE = ("timeout", "verify", "threads")
@@ -31,10 +32,10 @@ def add_serve(to: Any) -> None:
         "serve",
         help=text,
         description="Serve a sharded language model over HTTP, in the API of OpenAI: "
-        "/v1/chat/completions, /v1/completions, /tokenize and /detokenize; of an embedding model "
-        "/v1/embeddings, of a reranker /v1/rerank; /v1/models, /health and /metrics; a page to "
-        "chat at /. SIGTERM and SIGINT end it once running requests are finished; a second one "
-        "ends it at once. "
+        "/v1/chat/completions, /v1/responses, /v1/completions, /tokenize and /detokenize; of an "
+        "embedding model /v1/embeddings, of a reranker /v1/rerank; /v1/models, /health and "
+        "/metrics; a page to chat at /. SIGTERM and SIGINT end it once running requests are "
+        "finished; a second one ends it at once. "
         "Under a launcher such as `onnxpar launch`, each process is one rank, and rank 0 serves.",
     )
     command.set_defaults(command=serve)
@@ -118,6 +119,13 @@ def _add_limits(command: Any) -> None:
         metavar="N",
         help="most new tokens of an answer; default: as many as the model has room for",
     )
+    command.add_argument(
+        "--tool-call-parser",
+        choices=FAMILIES,
+        metavar="NAME",
+        help=f"how the model writes calls of tools: {', '.join(FAMILIES)}; default: as its chat "
+        "template says",
+    )
 
 
 def _add_engine(command: Any) -> None:
@@ -192,6 +200,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
         api_keys=keys,
         cors_origins=tuple(args.cors_origins),
         access_log=args.access_log,
+        tool_call_parser=args.tool_call_parser,
         **{limit: getattr(args, limit) for limit in _LIMITS},
     )
     bound = bind(args.host, args.port)

@@ -8,7 +8,7 @@ from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
 from onnxpar.serve.answers import Answers
-from onnxpar.serve.api_error import json_bytes, json_response
+from onnxpar.serve.api_error import json_response
 from onnxpar.serve.body import Fields, fields_of
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.formats import Format
@@ -22,17 +22,19 @@ from onnxpar.serve.wanted import Wanted
 class Answering(Visiting):
     """The endpoint of a route that generates.
 
-    read  what a request wants, of its fields
-    form  how answers are written
+    read    what a request wants, of its fields
+    form    how answers are written
+    stream  how events are sent
     """
 
     def __init__(
         self,
         service: GeneratingService,
         read: Callable[[Fields, Settings], Wanted],
-        form: type[Format],
+        form: Callable[[str, Wanted, Callable[[int], bytes], int], Format],
+        stream: type[EventStream] = EventStream,
     ) -> None:
-        super().__init__(service)
+        super().__init__(service, stream)
         self._service, self._read, self._form = service, read, form
 
     async def _answer(
@@ -48,7 +50,7 @@ class Answering(Visiting):
         )
         with Answers(self._service, wanted, prepared) as answers:
             if wanted.is_stream:
-                await _stream(answers, form, wanted, stream)
+                await _stream(answers, form, stream)
                 return
             async for piece in answers.pieces():
                 form.add(piece)
@@ -62,14 +64,14 @@ class Answering(Visiting):
         return wanted, prepare(self._service, wanted)
 
 
-async def _stream(answers: Answers, form: Format, wanted: Wanted, stream: EventStream) -> None:
+async def _stream(answers: Answers, form: Format, stream: EventStream) -> None:
     """Sends answers as they come. The first event decides whether the request fails at once."""
     async for piece in answers.pieces():
         if not stream.has_begun:
             for chunk in form.begin():
-                await stream.send(json_bytes(chunk))
+                await stream.send(chunk)
         for chunk in form.chunks(piece):
-            await stream.send(json_bytes(chunk))
-    if wanted.wants_usage:
-        await stream.send(json_bytes(form.usage(answers.usage)))
+            await stream.send(chunk)
+    for chunk in form.end(answers.usage):
+        await stream.send(chunk)
     await stream.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +13,14 @@ from onnxpar.errors import InputError, OnnxparError
 from onnxpar.llm.requests import Busy, End, Event, Failure, PromptTokens, Token
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Stream
+from onnxpar.serve.answer_parts import CallEnd, Part, Text
 from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.placed_text import PlacedText, PlacedToken
 from onnxpar.serve.prompts import Prepared, limits_of
 from onnxpar.serve.served_engine import ServedGeneration
 from onnxpar.serve.service import GeneratingService, failed
+from onnxpar.serve.tool_families import BARE
+from onnxpar.serve.tool_parser import ToolParser
 from onnxpar.serve.wanted import Wanted
 
 
@@ -28,13 +31,20 @@ class Piece:
     index   the number of the answer
     text    new text, which may be empty
     tokens  those whose probabilities are told
-    finish  why the answer ended: "stop" or "length"; None if it goes on
+    finish  why the answer ended: "stop", "length" or "tool_calls"; None if it goes on
+    parts   content and calls of tools that the text completes
     """
 
     index: int
     text: str
     tokens: Sequence[PlacedToken] = ()
     finish: str | None = None
+    parts: Sequence[Part] = ()
+
+    @property
+    def content(self) -> str:
+        """The text that is no call."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,14 @@ class _Answer:
     """One answer: its text, and what is known of its generation."""
 
     def __init__(
-        self, text: Stream, placed: PlacedText | None, stops: StopStrings, echo: str
+        self,
+        text: Stream,
+        placed: PlacedText | None,
+        stops: StopStrings,
+        echo: str,
+        parser: ToolParser | None,
     ) -> None:
-        self.text, self.placed, self.stops = text, placed, stops
+        self.text, self.placed, self.stops, self.parser = text, placed, stops, parser
         self.echo = echo
         """The text of the prompt, as long as it is to be told."""
         self.generation: ServedGeneration | None = None
@@ -70,6 +85,21 @@ class _Answer:
             return self.text.add(token.id), []
         text, begin = self.placed.add(token.id)
         return text, [PlacedToken.of(token, begin)]
+
+    def end(self) -> None:
+        """Ends it, though more tokens may come."""
+        assert self.generation is not None, "an answer has tokens after it was submitted"
+        self.is_done = True
+        self.generation.cancel()
+
+    def parted(self, piece: Piece) -> Piece:
+        """Returns a piece with its parts."""
+        if self.parser is None:
+            return replace(piece, parts=[Text(piece.text)] if piece.text else ())
+        is_last, is_cut = piece.finish is not None, piece.finish == "length"
+        parts = self.parser.add(piece.text, is_last, is_cut)
+        has_called = piece.finish == "stop" and self.parser.calls
+        return replace(piece, parts=parts, finish="tool_calls" if has_called else piece.finish)
 
 
 class Answers:
@@ -127,7 +157,7 @@ class Answers:
                 answer.has_ended, answer.cached = True, event.cached
             if not answer.is_done:
                 piece = self._piece(index, answer, event)
-                yield replace(piece, text=answer.echo + piece.text)
+                yield self._parted(answer, replace(piece, text=answer.echo + piece.text))
                 answer.echo = ""
 
     @property
@@ -144,6 +174,17 @@ class Answers:
             sum(min(answer.cached for answer in each) for each in of_prompts),
         )
 
+    def _parted(self, answer: _Answer, piece: Piece) -> Piece:
+        """A piece with its parts; the last one, if it ends the only call that there may be."""
+        piece = answer.parted(piece)
+        if self._wanted.tools is None or self._wanted.tools.is_parallel:
+            return piece
+        for at, part in enumerate(piece.parts):
+            if isinstance(part, CallEnd) and part.how == "right":
+                answer.end()
+                return replace(piece, parts=piece.parts[: at + 1], finish="tool_calls")
+        return piece
+
     def _listen(self, index: int, event: Event) -> None:
         """Takes an event, in the engine's thread."""
         with suppress(RuntimeError):  # the loop has ended, and with it the request
@@ -152,11 +193,20 @@ class Answers:
     def _new_answer(self, prompt: Sequence[int], echo: str) -> _Answer:
         wanted = self._wanted
         behind = prompt if wanted.continues else ()
-        stream = Stream(self._service.engine.tokenizer, wanted.shows_specials, behind)
+        tokenizer = self._service.engine.tokenizer
+        parser = None
+        shown: Set[int] = frozenset()
+        if wanted.tools is not None:
+            family = BARE if self._prepared.constraints else self._service.family
+            assert family is not None, "a request with tools has been refused without it"
+            parser = ToolParser(family, wanted.tools.parameters.keys())
+            shown = tokenizer.special_ids([*family.begins, *family.ends])
+        stream = Stream(tokenizer, wanted.shows_specials, behind, shown)
         placed = None
         if wanted.logprobs is not None:
             placed = PlacedText(stream, self._service.grammars.bytes_of, len(echo))
-        return _Answer(stream, placed, StopStrings(wanted.stops, wanted.shows_stop), echo)
+        stops = StopStrings(wanted.stops, wanted.shows_stop)
+        return _Answer(stream, placed, stops, echo, parser)
 
     def _piece(self, index: int, answer: _Answer, event: Token | PromptTokens | End) -> Piece:
         """What an event adds to an answer that is not complete."""
@@ -182,9 +232,7 @@ class Answers:
             text = answer.stops.add(text)
         if not answer.stops.found:
             return Piece(index, text, tokens)
-        answer.is_done = True
-        assert answer.generation is not None, "an answer has tokens after it was submitted"
-        answer.generation.cancel()
+        answer.end()
         return Piece(index, text, tokens, "stop")
 
     def _last(self, answer: _Answer, token: Token) -> Sequence[PlacedToken]:

@@ -19,9 +19,12 @@ from onnxpar.serve.chat_request import chat_request
 from onnxpar.serve.completion_request import completion_request
 from onnxpar.serve.embedding import EmbeddingAnswering
 from onnxpar.serve.embedding_request import EmbeddingRequest, RerankRequest
+from onnxpar.serve.event_stream import NumberedEventStream
 from onnxpar.serve.formats import ChatFormat, CompletionFormat
 from onnxpar.serve.guards import Guards, Measured
 from onnxpar.serve.metrics import CONTENT_TYPE
+from onnxpar.serve.responses_format import ResponsesFormat
+from onnxpar.serve.responses_request import responses_request
 from onnxpar.serve.served_engine import Served, ServedEmbedder
 from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
@@ -30,6 +33,7 @@ from onnxpar.serve.visiting import Visiting
 from onnxpar.serve.wanted import unknown_model
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
@@ -47,7 +51,7 @@ def application(engine: Served, settings: Settings) -> Starlette:
         Route("/v1/models/{name:path}", pages.model),
         *(
             Route(path, answering.get(path, pages.elsewhere), methods=["POST"])
-            for path in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, TOKENIZE, DETOKENIZE)
+            for path in (CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, RERANK, TOKENIZE, DETOKENIZE)
         ),
     ]
     paths = [route.path for route in routes]
@@ -81,6 +85,9 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
         return service, {
             CHAT: Answering(service, chat_request, ChatFormat),
             COMPLETIONS: Answering(service, completion_request, CompletionFormat),
+            RESPONSES: Answering(
+                service, responses_request, ResponsesFormat, stream=NumberedEventStream
+            ),
             TOKENIZE: Tokenizing(service, tokenized),
             DETOKENIZE: Tokenizing(service, detokenized),
         }

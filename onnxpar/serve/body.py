@@ -14,7 +14,7 @@ from onnxpar.serve.api_error import ApiError, quoted
 
 _WITHOUT_EFFECT = frozenset(
     {
-        *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key"),
+        *("metadata", "prediction", "prompt_cache_key"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
     }
 )
@@ -73,7 +73,7 @@ class Fields:
     """
 
     def __init__(self, found: Mapping[str, Any], where: str = "") -> None:
-        self._found, self._where = found, where
+        self._found, self.where = found, where
         self._asked = set(_WITHOUT_EFFECT)
 
     def get(self, name: str) -> Any:
@@ -90,13 +90,13 @@ class Fields:
                 hint = f"; {quoted(known[0])} is" if known else "; leave it out"
                 raise ApiError(
                     f"{quoted(name)} is not a field of this request{hint}",
-                    param=self._where + name,
+                    param=self.where + name,
                     code="unknown_field",
                 )
 
     def refuse(self, name: str, why: str, code: str | None = None) -> NoReturn:
         """Raises the error of a field: `why` goes behind its name."""
-        param = self._where + name
+        param = self.where + name
         raise ApiError(f"{param} {why}", param=param, code=code)
 
     def text(self, name: str) -> str | None:
@@ -152,7 +152,13 @@ class Fields:
             return None
         if not isinstance(value, dict):
             self.refuse(name, f"must be an object, not {quoted(value)}")
-        return Fields(value, f"{self._where}{name}.")
+        return Fields(value, f"{self.where}{name}.")
+
+    def item(self, name: str, at: int, found: object) -> Fields:
+        """Returns the fields of an object in an array."""
+        if not isinstance(found, dict):
+            self.refuse(f"{name}[{at}]", f"must be an object, not {quoted(found)}")
+        return Fields(found, f"{self.where}{name}[{at}].")
 
     def array(self, name: str) -> Sequence[Any] | None:
         """Returns an array; None if there is none."""

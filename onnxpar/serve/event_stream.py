@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from starlette.types import Message, Send
+
+from onnxpar.serve.api_error import ApiError, json_bytes
 
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,16 +31,52 @@ class EventStream:
         self.has_begun = True
         await self._send(message)
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, event: Mapping[str, Any]) -> None:
         """Sends an event."""
+        await self._send_lines(b"data: " + json_bytes(event))
+
+    async def end(self) -> None:
+        """Sends the event that ends OpenAI's streams."""
+        await self._send_lines(b"data: [DONE]")
+        await self._close()
+
+    async def fail(self, error: ApiError) -> None:
+        """Sends an error in place of what is missing, and ends."""
+        await self.send(error.body())
+        await self.end()
+
+    async def _send_lines(self, lines: bytes) -> None:
         if not self.has_begun:
             await self.raw(
                 {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
             )
-        event = b"data: " + data + b"\n\n"
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        event = {"type": "http.response.body", "body": lines + b"\n\n", "more_body": True}
+        await self._send(event)
+
+    async def _close(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+class NumberedEventStream(EventStream):
+    """Events with names and numbers, as /v1/responses sends them."""
+
+    def __init__(self, send: Send) -> None:
+        super().__init__(send)
+        self._number = 0
+
+    async def send(self, event: Mapping[str, Any]) -> None:
+        """Sends an event, whose name is its type."""
+        data = json_bytes({**event, "sequence_number": self._number})
+        self._number += 1
+        await self._send_lines(b"event: " + event["type"].encode() + b"\ndata: " + data)
 
     async def end(self) -> None:
-        """Sends the event that ends OpenAI's streams."""
-        await self.send(b"[DONE]")
-        await self._send({"type": "http.response.body", "body": b""})
+        """Ends the stream; its last event has told so."""
+        await self._close()
+
+    async def fail(self, error: ApiError) -> None:
+        """Sends an error in place of what is missing, and ends. Some clients read the event, others
+        the body of an error in it."""
+        event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
+        await self.send({**event, **error.body()})
+        await self.end()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from onnxpar.serve.answer_parts import CallArguments, CallBegin, Calls, Part
 from onnxpar.serve.answers import Piece, Usage
 from onnxpar.serve.placed_text import PlacedToken
 from onnxpar.serve.wanted import Wanted
@@ -17,7 +18,31 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Format(ABC):
-    """How answers are written.
+    """How answers are written."""
+
+    @abstractmethod
+    def begin(self) -> list[dict[str, Any]]:
+        """Returns the chunks in front of all others."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Returns the chunks of a piece, of which there may be none."""
+
+    @abstractmethod
+    def end(self, usage: Usage) -> list[dict[str, Any]]:
+        """Returns the chunks behind all others."""
+
+    @abstractmethod
+    def add(self, piece: Piece) -> None:
+        """Adds a piece to a whole answer."""
+
+    @abstractmethod
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Returns the answers, from the pieces that were added."""
+
+
+class ChoicesFormat(Format):
+    """Answers that are choices, of which there may be several.
 
     bytes_of  the bytes of a token
     number    how many answers there are
@@ -39,7 +64,6 @@ class Format(ABC):
         self._finishes: list[str | None] = [None] * number
 
     def begin(self) -> list[dict[str, Any]]:
-        """Returns the chunks in front of all others."""
         return []
 
     @abstractmethod
@@ -51,13 +75,11 @@ class Format(ABC):
         """The choice of a whole answer, without its reason to end."""
 
     def add(self, piece: Piece) -> None:
-        """Adds a piece to a whole answer."""
-        self._texts[piece.index] += piece.text
+        self._texts[piece.index] += piece.content
         self._tokens[piece.index] += piece.tokens
         self._finishes[piece.index] = piece.finish
 
     def whole(self, usage: Usage) -> dict[str, Any]:
-        """Returns the answers, from the pieces that were added."""
         each = enumerate(zip(self._texts, self._tokens, self._finishes, strict=True))
         choices = [
             {"index": at, **self._choice(at, text, tokens), "finish_reason": finish}
@@ -66,17 +88,23 @@ class Format(ABC):
         return {**self._head, "choices": choices, "usage": _usage(usage)}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the chunks of a piece, of which there may be none."""
         found = []
-        if piece.text or piece.tokens:
-            found.append(self._chunk(piece.index, piece.text, piece.tokens))
+        if piece.content or piece.tokens:
+            found.append(self._chunk(piece.index, piece.content, piece.tokens))
+        found += self._calls(piece)
         if piece.finish is not None:
             found.append(self._chunk(piece.index, "", (), piece.finish))
         return found
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """Returns the chunk behind all others, with the numbers of tokens."""
-        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": _usage(usage)}
+    def _calls(self, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of calls."""
+        return []
+
+    def end(self, usage: Usage) -> list[dict[str, Any]]:
+        if not self._wanted.wants_usage:
+            return []
+        head = {**self._head, "object": self.chunk_kind}
+        return [{**head, "choices": [], "usage": _usage(usage)}]
 
     def _chunk(
         self, index: int, text: str, tokens: Sequence[PlacedToken], finish: str | None = None
@@ -99,25 +127,49 @@ class Format(ABC):
         return self._bytes_of(token).decode("utf-8", "replace")
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     """Answers of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(
+        self, model: str, wanted: Wanted, bytes_of: Callable[[int], bytes], number: int
+    ) -> None:
+        super().__init__(model, wanted, bytes_of, number)
+        self._calls_of = [Calls() for _ in range(number)]
+
+    def add(self, piece: Piece) -> None:
+        super().add(piece)
+        for part in piece.parts:
+            self._calls_of[piece.index].add(part)
+
     def begin(self) -> list[dict[str, Any]]:
         """Returns the chunks that tell the role of each answer."""
-        made = [self._chunk(index, "", ()) for index in range(len(self._texts))]
-        for chunk in made:
-            chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
-        return made
+        delta = {"role": "assistant", "content": ""}
+        return [self._with_delta(index, delta) for index in range(len(self._texts))]
+
+    def _with_delta(self, index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+        chunk = self._chunk(index, "", ())
+        chunk["choices"][0]["delta"] = delta
+        return chunk
+
+    def _calls(self, piece: Piece) -> list[dict[str, Any]]:
+        calls = filter(None, map(_call_delta, piece.parts))
+        return [self._with_delta(piece.index, {"tool_calls": [call]}) for call in calls]
 
     def _delta(self, index: int, text: str, tokens: Sequence[PlacedToken], is_end: bool) -> Any:
         return {"delta": {} if is_end else {"content": text}, "logprobs": self._logprobs(tokens)}
 
     def _choice(self, index: int, text: str, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        calls = [
+            {"id": call.id, **_function(call.name, call.arguments)}
+            for call in self._calls_of[index].made
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {"message": message, "logprobs": self._logprobs(tokens, is_whole=True)}
 
     def _logprobs(self, tokens: Sequence[PlacedToken], is_whole: bool = False) -> Any:
@@ -140,7 +192,7 @@ class ChatFormat(Format):
         }
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """Answers of /v1/completions."""
 
     prefix = "cmpl"
@@ -168,6 +220,19 @@ class CompletionFormat(Format):
             return None
         each = (*token.top, (token.id, token.logprob))
         return {self._key_of(token): _finite(logprob) for token, logprob in each}
+
+
+def _call_delta(part: Part) -> dict[str, Any] | None:
+    """What a chunk tells of a part of a call; None for other parts."""
+    if isinstance(part, CallBegin):
+        return {"index": part.index, "id": part.id, **_function(part.name, "")}
+    if isinstance(part, CallArguments):
+        return {"index": part.index, "function": {"arguments": part.text}}
+    return None
+
+
+def _function(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -1,9 +1,12 @@
-"""Answers in JSON: which tokens a JSON schema allows next, by the library llguidance."""
+"""Answers in JSON: which tokens a JSON schema, or those of functions, allow next, by the library
+llguidance."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -12,6 +15,7 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.served_engine import ServedEngine
+from onnxpar.serve.tools import Tools
 
 _DEEPEST = 64
 """Most objects and arrays inside each other in a schema."""
@@ -23,11 +27,53 @@ indented. What the library does not know of a schema is an
 error, not ignored."""
 
 
-class JsonConstraint:
-    """Allows the tokens that continue a text of a JSON schema; see `Constraint`."""
+@dataclass(frozen=True)
+class Form:
+    """The form of an answer: JSON of a schema, or a list of calls.
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int, ends: Iterable[int]) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    schema  None: calls alone
+    tools   None: no calls
+    param   the field of the request that asks for it
+    """
+
+    schema: Mapping[str, Any] | None
+    tools: Tools | None
+    param: str
+
+    def grammar(self) -> str:
+        """Returns the grammar of the answer, in llguidance's variant of Lark's language."""
+        rules = []
+        if self.schema is not None:
+            rules.append(("answer", _json_rule(self.schema)))
+        if self.tools is not None:
+            more = '(", " call)*' if self.tools.is_parallel else ""
+            rules.append(("calls", f'"[" call {more} "]"'))
+            calls = [f"call_{at}" for at in range(len(self.tools.parameters))]
+        start = " | ".join(name for name, _ in rules)
+        if self.tools is not None:
+            rules.append(("call", " | ".join(calls)))
+            for call, (name, parameters) in zip(calls, self.tools.parameters.items(), strict=True):
+                begin = json.dumps(f'{{"name": "{name}", "arguments": ')
+                rules.append((call, f'{begin} {call}_arguments "}}"'))
+                rules.append((f"{call}_arguments", _json_rule({"type": "object", **parameters})))
+        return "\n".join(f"{name}: {rule}" for name, rule in [("start", start), *rules])
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _OPTIONS})}"
+
+
+class JsonConstraint:
+    """Allows the tokens that continue an answer of a form; see `Constraint`."""
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: int,
+        ends: Iterable[int],
+        param: str,
+    ) -> None:
+        self._matcher, self._vocabulary, self._param = matcher, vocabulary, param
         self._ends = sorted(end for end in ends if end < vocabulary)
 
     def allowed(self) -> Array:
@@ -46,10 +92,10 @@ class JsonConstraint:
             self._matcher.consume_token(token)
 
     def check(self) -> None:
-        """Errors: ApiError if the text does not fit the schema, because the library could not
+        """Errors: ApiError if the text does not fit the form, because the library could not
         follow it to the end."""
         if self._matcher.is_error():
-            raise _wrong(self._matcher.get_error())
+            raise _wrong(self._matcher.get_error(), self._param)
 
 
 class Grammars:
@@ -92,37 +138,38 @@ class Grammars:
             return b"\xff" + found  # with which the library marks special tokens, and leaves out
         return found
 
-    def constraints(self, schema: Mapping[str, Any], number: int) -> list[JsonConstraint]:
-        """Returns as many constraints for a schema. Errors: ApiError if it is wrong, or uses what
-        the library lacks."""
-        _check_depth(schema)
+    def constraints(self, form: Form, number: int) -> list[JsonConstraint]:
+        """Returns as many constraints for a form. Errors: ApiError if a schema is wrong, or uses
+        what the library lacks."""
+        _check_depth(form)
         vocabulary = self.load()
         try:
-            text = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_OPTIONS)
+            text = llguidance.LLMatcher.grammar_from_lark(form.grammar())
         except (ValueError, UnicodeError) as error:
-            raise _wrong(str(error)) from None
+            raise _wrong(str(error), form.param) from None
         matcher = llguidance.LLMatcher(vocabulary, text, log_level=0)
         if matcher.is_error():
-            raise _wrong(matcher.get_error())
+            raise _wrong(matcher.get_error(), form.param)
         if not any(matcher.compute_logit_bias()):
-            raise _wrong("NoExtension")
-        own = self._engine.vocabulary, self._engine.model.ends
+            raise _wrong("NoExtension", form.param)
+        own = self._engine.vocabulary, self._engine.model.ends, form.param
         return [JsonConstraint(matcher.deep_copy(), *own) for _ in range(number)]
 
 
-def _wrong(why: str) -> ApiError:
+def _wrong(why: str, param: str) -> ApiError:
     """The error of a schema; of the library's reasons, the first line is for users."""
     reason = "no text fits it" if why.startswith("NoExtension") else why.partition("\n<state>")[0]
-    text = f"response_format has a schema that cannot be followed: {' '.join(reason.split())[:300]}"
-    return ApiError(text, param="response_format")
+    text = f"{param} has a schema that cannot be followed: {' '.join(reason.split())[:300]}"
+    return ApiError(text, param=param)
 
 
-def _check_depth(schema: object) -> None:
+def _check_depth(form: Form) -> None:
     """Errors: ApiError if a schema is nested too deeply for the library."""
-    level, depth = [schema], 0
+    level: list[object] = [form.schema, *(form.tools.parameters.values() if form.tools else ())]
+    depth = 0
     while level:
         if depth > _DEEPEST:
-            raise _wrong(f"it is nested more than {_DEEPEST} levels deep")
+            raise _wrong(f"it is nested more than {_DEEPEST} levels deep", form.param)
         inner: list[object] = []
         for value in level:
             inner += value.values() if isinstance(value, dict) else []

@@ -10,7 +10,7 @@ from onnxpar.errors import InputError
 from onnxpar.llm.requests import Limits
 from onnxpar.llm.tokenizer import Messages
 from onnxpar.serve.api_error import ApiError, quoted
-from onnxpar.serve.grammar import JsonConstraint
+from onnxpar.serve.grammar import Form, JsonConstraint
 from onnxpar.serve.service import GeneratingService
 from onnxpar.serve.wanted import Prompt, Wanted
 
@@ -48,9 +48,8 @@ def prepare(service: GeneratingService, wanted: Wanted) -> Prepared:
         decode = service.engine.tokenizer.decode
         each = zip(wanted.prompts, prompts, strict=True)
         echoes = [text if isinstance(text, str) else decode(tokens) for text, tokens in each]
-    constraints: Sequence[JsonConstraint] = ()
-    if wanted.schema is not None:
-        constraints = service.grammars.constraints(wanted.schema, number)
+    form = _form(service, wanted)
+    constraints = [] if form is None else service.grammars.constraints(form, number)
     if wanted.logprobs is not None:
         service.grammars.load()
     of_each = [echoes[index // wanted.number] for index in range(number)]
@@ -69,6 +68,24 @@ def limits_of(service: GeneratingService, wanted: Wanted, prepared: Prepared, in
         row=index,
         constraint=prepared.constraints[index] if prepared.constraints else None,
     )
+
+
+def _form(service: GeneratingService, wanted: Wanted) -> Form | None:
+    """The form of answers; None if it is not asked for. Errors: ApiError for tools where it is not
+    known how the model calls them."""
+    tools = wanted.tools
+    if tools is not None and tools.are_required:
+        return Form(None, tools, "tools")
+    if wanted.schema is not None:
+        return Form(wanted.schema, tools, wanted.schema_field)
+    if tools is not None and service.family is None:
+        raise ApiError(
+            "tools cannot be called: how the model calls them is not known of its chat template; "
+            "start the server with --tool-call-parser, or ask for tool_choice required",
+            param="tools",
+            code="no_tool_call_parser",
+        )
+    return None
 
 
 def _tokens(service: GeneratingService, wanted: Wanted, prompt: Prompt) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 
 from onnxpar.errors import OnnxparError
 from onnxpar.serve.api_error import ApiError
@@ -12,6 +13,7 @@ from onnxpar.serve.log import log_error
 from onnxpar.serve.metrics import Metrics
 from onnxpar.serve.served_engine import Served, ServedEmbedder, ServedEngine
 from onnxpar.serve.settings import Settings
+from onnxpar.serve.tool_families import FAMILIES, ToolFamily, family_of
 
 
 class Service:
@@ -58,6 +60,12 @@ class GeneratingService(Service):
         super().__init__(engine, settings)
         self.engine = engine
         self.grammars = Grammars(engine)
+
+    @cached_property
+    def family(self) -> ToolFamily | None:
+        """How the model writes calls of tools; None if that is not known."""
+        named = self.settings.tool_call_parser
+        return FAMILIES[named] if named else family_of(self.engine.tokenizer.tool_template)
 
 
 class EmbeddingService(Service):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnxpar.errors import InputError
+from onnxpar.serve.tool_families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Settings:
     max_inputs       most texts of a request for embeddings, or documents of one for scores
     max_requests     most requests that are answered or wait at once
     request_timeout  longest time of a request, in seconds
+    tool_call_parser how the model writes calls of tools, a name of `FAMILIES`; None: as the chat
+                     template says
     """
 
     model_name: str = "model"
@@ -37,6 +40,7 @@ class Settings:
     max_inputs: int = 2048
     max_requests: int = 256
     request_timeout: float = 600.0
+    tool_call_parser: str | None = None
 
     def check(self) -> None:
         """Errors: InputError for a setting out of its range."""
@@ -47,6 +51,9 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"{name} is {value}; it must be above 0")
+        if self.tool_call_parser not in (None, *FAMILIES):
+            text = f"tool_call_parser is {self.tool_call_parser!r}; it must be one of"
+            raise InputError(f"{text} {', '.join(FAMILIES)}")
         for origin in self.cors_origins:
             scheme, _, host = origin.partition("://")
             if origin != "*" and (scheme not in ("http", "https") or not host or "/" in host):

@@ -15,6 +15,7 @@ from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.prompts import chat_tokens
 from onnxpar.serve.service import GeneratingService
 from onnxpar.serve.texts import ids_of
+from onnxpar.serve.tools import functions_of
 from onnxpar.serve.visiting import Visiting
 from onnxpar.serve.wanted import check_model
 
@@ -54,7 +55,8 @@ def tokenized(fields: Fields, service: GeneratingService) -> dict[str, Any]:
         specials = fields.flag("add_special_tokens", default=True)
         tokens = tokenizer.encode(text, specials)
     elif fields.get("messages") is not None:
-        tokens = chat_tokens(service, messages_of(fields), template_options(fields))
+        functions = functions_of(fields, is_flat=False)
+        tokens = chat_tokens(service, messages_of(fields), template_options(fields, functions))
     else:
         fields.refuse("prompt", "is missing; give a text, or messages")
     has_texts = fields.flag("return_token_strs")

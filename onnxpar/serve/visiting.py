@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import anyio
 from starlette.types import Receive, Scope, Send
 
-from onnxpar.serve.api_error import ApiError, json_bytes
+from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.body import Gone, read_body
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.gate import Visit, ending
@@ -22,8 +22,8 @@ ENDING = "ending"
 class Visiting(ABC):
     """The endpoint of a route, as an ASGI application."""
 
-    def __init__(self, service: Service) -> None:
-        self._shared = service
+    def __init__(self, service: Service, stream: type[EventStream] = EventStream) -> None:
+        self._shared, self._stream = service, stream
 
     @abstractmethod
     async def _answer(
@@ -33,15 +33,14 @@ class Visiting(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. Errors: ApiError, before the answer has begun."""
-        stream = EventStream(send)
+        stream = self._stream(send)
         with self._shared.gate.visit() as visit:
             error = await self._visit(visit, scope, receive, stream)
         if error is None:
             return
         if not stream.has_begun:
             raise error
-        await stream.send(json_bytes(error.body()))
-        await stream.end()
+        await stream.fail(error)
 
     async def _visit(
         self, visit: Visit, scope: Scope, receive: Receive, stream: EventStream

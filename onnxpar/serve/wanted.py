@@ -12,6 +12,7 @@ from onnxpar.llm.tokenizer import Messages
 from onnxpar.serve.api_error import ApiError, quoted
 from onnxpar.serve.body import Fields
 from onnxpar.serve.settings import Settings
+from onnxpar.serve.tools import Tools
 
 Prompt = str | Sequence[int] | Messages
 """A text, its tokens, or a chat."""
@@ -37,12 +38,15 @@ class Wanted:
     wants_usage    True if a stream ends with the numbers of tokens
     echo           True if each answer begins with its prompt
     schema         the JSON schema of answers; None: any text
+    schema_field   the field of the request that has it
     stop_tokens    further tokens that end an answer
     ignore_eos     True if those of the model do not
     min_tokens     least new tokens before one that ends an answer, or a stop string
     shows_stop     True if an answer has the stop string or token that ends it
     shows_specials  True if the text of an answer has its special tokens
     chat           options for the template of a chat
+    tools          what answers may call; None: nothing
+    repeated       fields of the request that answers repeat
     """
 
     prompts: Sequence[Prompt]
@@ -55,12 +59,15 @@ class Wanted:
     wants_usage: bool
     echo: bool = False
     schema: Mapping[str, Any] | None = None
+    schema_field: str = "response_format"
     stop_tokens: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
     shows_stop: bool = False
     shows_specials: bool = False
     chat: Mapping[str, Any] = field(default_factory=dict)
+    tools: Tools | None = None
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def continues(self) -> bool:

@@ -88,9 +88,9 @@ def says(text: str) -> Callable[[Sequence[int], Limits], Iterator[int]]:
     return lambda prompt, limits: iter(ids)
 
 
-def forever(prompt: Sequence[int], limits: Limits) -> Iterator[int]:
+def forever(prompt: Sequence[int], limits: Limits, start: int = 65) -> Iterator[int]:
     """A script without an end: a b c ..."""
-    return itertools.cycle(range(65, 91))
+    return itertools.cycle(range(start, start + 26))
 
 
 class Engine(Closing):
@@ -99,17 +99,21 @@ class Engine(Closing):
 
     def __init__(self, par: object = None, **options: Any) -> None:
         self.options = options
-        self.script: Callable[[Sequence[int], Limits], Iterator[int]] = says("Hello, world!")
-        self.delay, self.fails, self.most, self.state = 0.0, False, 1000, "ready"
         self.model, self.vocabulary, self.longest = Model(), 320, 512
         self.tokenizer = Tokenizer(FOLDER if par is None else Path(str(par)))
         self.counts = Counts(pages=64)
-        self.generations: list[Generation] = []
+        self.renew()
         self.closed = False
         self._running: list[Generation] = []
         self._new: queue.Queue[Generation | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def renew(self) -> None:
+        """Makes it as it was first."""
+        self.script: Callable[[Sequence[int], Limits], Iterator[int]] = says("Hello, world!")
+        self.delay, self.fails, self.most, self.state = 0.0, False, 1000, "ready"
+        self.generations: list[Generation] = []
 
     @property
     def status(self) -> str:

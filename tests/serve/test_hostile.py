@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serve.scripted_engine import forever
 from serve.servers import TIMEOUT, Served, serving
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TOKENS, BACK = "/tokenize", "/detokenize"
 USER = [{"role": "user", "content": "x"}]
 
@@ -59,10 +59,23 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, TOKENS, BACK])
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, TOKENS, BACK])
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 def test_bodies_that_are_wrong(shared: Served, path: str, body: bytes) -> None:
     error_of(shared.http.post(path, content=body), 400)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def called(call: object, role: str = "assistant") -> dict[str, Any]:
+    """A chat with a message that has a call."""
+    return {"messages": [{"role": role, "content": "x", "tool_calls": [call]}]}
+
+
+def tool(name: str, parameters: object = None) -> dict[str, Any]:
+    """A function, as requests give it."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 WRONG: list[tuple[str, dict[str, Any], str | None]] = [
@@ -130,7 +143,8 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": "x"}, "messages"),
     (CHAT, {"messages": ["x"]}, "messages[0]"),
     (CHAT, {"messages": [{}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "tool"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -140,11 +154,89 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0]",
     ),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, None),
+    (CHAT, called(1), "messages[0].tool_calls[0]"),
+    (CHAT, called({}), "messages[0].tool_calls[0].function"),
+    (CHAT, called({"function": {}}), "messages[0].tool_calls[0].function.name"),
+    *(
+        (
+            CHAT,
+            called({"function": {"name": "f", "arguments": arguments}}),
+            "messages[0].tool_calls[0].function.arguments",
+        )
+        for arguments in ({}, "{", "[]", "null", "[" * 5000)
+    ),
+    (CHAT, called(CALL, "user"), "messages[0].tool_calls"),
+    (CHAT, called({**CALL, "id": 5}), "messages[0].tool_calls[0].id"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
-    (CHAT, {"tools": [{}]}, "tools"),
+    (CHAT, {"tools": {}}, "tools"),
+    (CHAT, {"tools": [1]}, "tools[0]"),
+    (CHAT, {"tools": [{}]}, "tools[0].type"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"tools": [tool("a b")]}, "tools[0].function.name"),
+    (CHAT, {"tools": [tool("x" * 65)]}, "tools[0].function.name"),
+    (CHAT, {"tools": [tool("f"), tool("f")]}, "tools"),
+    (CHAT, {"tools": [tool("f")] * 129}, "tools"),
+    (CHAT, {"tools": [tool("f", 5)]}, "tools[0].function.parameters"),
+    (CHAT, {"tools": [tool("f", {"type": "string"})]}, "tools[0].function.parameters"),
+    (CHAT, {"tools": [tool("f")]}, "tools"),  # the template says nothing of calls
+    (CHAT, {"tools": [tool("f")], "tool_choice": "any"}, "tool_choice"),
+    (CHAT, {"tools": [tool("f")], "tool_choice": ["auto"]}, "tool_choice"),
+    (
+        CHAT,
+        {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    (
+        CHAT,
+        {
+            "tools": [tool("f", {"properties": {"a": {"type": "nothing"}}})],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
     (CHAT, {"functions": [{}]}, "functions"),
+    (CHAT, {"function_call": {"name": "f"}}, "function_call"),
+    (RESPONSES, {}, "input"),
+    (RESPONSES, {"input": ""}, "input"),
+    (RESPONSES, {"input": []}, "input"),
+    (RESPONSES, {"input": 5}, "input"),
+    (RESPONSES, {"input": [5]}, "input[0]"),
+    (RESPONSES, {"input": [{}]}, "input[0].role"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0]",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call", "name": "f", "arguments": "["}]},
+        "input[0].arguments",
+    ),
+    (RESPONSES, {"input": [{"type": "function_call_output"}]}, "input[0].output"),
+    (RESPONSES, {"input": "x", "instructions": 5}, "instructions"),
+    (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSES, {"input": "x", "store": True}, "store"),
+    (RESPONSES, {"input": "x", "background": True}, "background"),
+    (RESPONSES, {"input": "x", "conversation": "c"}, "conversation"),
+    (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation"),
+    (RESPONSES, {"input": "x", "include": ["file_search_call.results"]}, "include"),
+    (RESPONSES, {"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+    (RESPONSES, {"input": "x", "n": 2}, "n"),
+    (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    (
+        RESPONSES,
+        {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
+        "text.format",
+    ),
+    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+    (RESPONSES, {"input": "x", "temprature": 1}, "temprature"),
     (CHAT, {"modalities": ["audio"]}, "modalities"),
     (CHAT, {"audio": {}}, "audio"),
     (CHAT, {"n": 0}, "n"),
@@ -252,6 +344,7 @@ def test_paths_and_methods_that_there_are_not(shared: Served) -> None:
 
 NAMES = """model prompt messages n stream stop temperature top_p top_k min_p seed logit_bias
 logprobs top_logprobs max_tokens max_completion_tokens echo suffix best_of stream_options tools
+tool_choice function name parameters arguments tool_calls input instructions text format
 response_format frequency_penalty repetition_penalty role content type json_schema schema"""
 FIELDS = st.sampled_from(NAMES.split())
 VALUES = st.recursive(
@@ -260,7 +353,9 @@ VALUES = st.recursive(
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=()), max_size=8)
-    | st.sampled_from(["llama", "user", "text", "json_schema", "json_object"]),
+    | st.sampled_from(
+        ["llama", "user", "text", "json_schema", "json_object", "function", "required"]
+    ),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(FIELDS | st.text(max_size=3), inner, max_size=4)
@@ -270,11 +365,11 @@ VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@given(st.sampled_from([CHAT, TEXT]), st.dictionaries(FIELDS, VALUES, max_size=8))
+@given(st.sampled_from([CHAT, TEXT, RESPONSES]), st.dictionaries(FIELDS, VALUES, max_size=8))
 def test_random_bodies_never_fail(shared: Served, path: str, body: dict[str, Any]) -> None:
-    usual: dict[str, Any] = {"max_tokens": 2}
+    usual: dict[str, Any] = {"max_output_tokens" if path == RESPONSES else "max_tokens": 2}
     if len(body) % 2:  # so that some requests get further
-        usual |= {"messages": USER, "prompt": "x"}
+        usual |= {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, RESPONSES: {"input": "x"}}[path]
         body = {name: value for name, value in body.items() if name not in usual}
     body = {**body, **usual}
     response = shared.http.post(path, content=json.dumps(body).encode())

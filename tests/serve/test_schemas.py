@@ -9,6 +9,8 @@ import pytest
 from serve.scripted_engine import forever
 from serve.servers import Served
 
+from onnxpar.serve.grammar import Form
+
 PERSON = {
     "type": "object",
     "properties": {
@@ -79,7 +81,7 @@ def test_white_space_ends(served: Served, begin: str) -> None:
     loose = {"type": "object", "x-guidance": {"whitespace_pattern": "\\s*"}}
     encode = served.engine.tokenizer.encode
     for text, count in (("\n", 2), (" ", 1), ("\n ", 21), ("\n\n\t", 22)):
-        (constraint,) = served.service.grammars.constraints(loose, 1)
+        (constraint,) = served.service.grammars.constraints(Form(loose, None, "response_format"), 1)
         for token in encode(begin, specials=False):
             assert constraint.allowed()[token]
             constraint.accept(token)
