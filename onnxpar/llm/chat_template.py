@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -26,6 +27,10 @@ GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_fi
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Members of a message that are thoughts before its text. Transformers gives the first one that
 there is to templates, under the first two names."""
+_IN_MESSAGES = "message['tools']"
+"""In templates that read tools from messages."""
+_ASKS_FOR_NONE = re.compile(r"content\W{0,2} is none")
+"""In templates that tell calls by a message without content."""
 _CUT = "onnxpar continues here"
 """Marks the end of the message that an answer continues."""
 
@@ -64,13 +69,15 @@ class ChatTemplate:
         """
         for number, message in enumerate(messages, 1):
             _check_message(message, f"message {number} of the chat")
-        chat = [_with_thoughts(_with_calls(message)) for message in messages]
+        template = self.for_tools if tools else self._template
+        chat = [_with_thoughts(_with_calls(message, template)) for message in messages]
+        if tools and _IN_MESSAGES in template:
+            chat = _with_tools(chat, tools)
         if continue_final_message:
             chat = _marked(chat)
         given = {"tools": tools or None, "documents": None, **self._specials, **others}
         given["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            template = self.for_tools if tools else self._template
             text = _compiled(template).render({**given, "messages": chat})
             text.encode()
         except jinja2.TemplateError as error:
@@ -132,12 +139,27 @@ def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def _with_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose calls have arguments that templates may also write as a text."""
+def _with_calls(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+    """A message whose calls have arguments that templates may also write as a text. If it has no
+    content, that is empty, unless the template asks whether there is none."""
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return {**message, "tool_calls": [_call(call) for call in calls]}
+    content = message.get("content")
+    if content is None and not _ASKS_FOR_NONE.search(template):
+        content = ""
+    return {**message, "content": content, "tool_calls": [_call(call) for call in calls]}
+
+
+def _with_tools(
+    chat: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """A chat whose system message has the tools: their JSON, as templates of Phi-4 demand."""
+    functions = _as_json([tool.get("function", tool) for tool in tools])
+    first, rest = {"role": "system", "content": ""}, [*chat]
+    if chat and chat[0]["role"] == "system":
+        first, rest = chat[0], [*chat[1:]]
+    return [{**first, "tools": functions}, *rest]
 
 
 def _call(call: Any) -> Any:

@@ -75,7 +75,8 @@ def message_of(message: Fields) -> dict[str, Any]:
     if calls and role != "assistant":
         message.refuse("tool_calls", f"is of a message of role {role}; only assistants call tools")
     texts: dict[str, Any] = {"role": _ROLES[role]}
-    texts["content"] = "" if calls and message.get("content") is None else text_of(message)
+    has_none = calls and message.get("content") is None
+    texts["content"] = None if has_none else text_of(message)
     others = {member: message.text(member) for member in ("name", "tool_call_id", *THOUGHTS)}
     texts |= {member: text for member, text in others.items() if text is not None}
     return {**texts, "tool_calls": calls} if calls else texts

@@ -104,7 +104,7 @@ def _add(messages: list[dict[str, Any]], item: Fields) -> None:
         messages.append(message_of(item))
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
+            messages.append({"role": "assistant", "content": None})
         call = called(item.text("call_id"), item)
         messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
     elif kind == "function_call_output":

@@ -153,6 +153,33 @@ def test_tools_and_calls() -> None:
     assert ChatTemplate("a", {}, "b").render(CHAT, tools=TOOLS) == "b"
 
 
+def test_calls_without_content() -> None:
+    """Some templates join the content with texts, some ask whether there is none."""
+    without = {"role": "assistant", "tool_calls": CALLED[1]["tool_calls"]}
+    for message in (without, {**without, "content": None}):
+        chat = [USER, message]
+        assert ChatTemplate("{{ '<' + messages[1].content + '>' }}", {}).render(chat) == "<>"
+        for content in ("messages[1]['content']", "messages[1].content"):
+            template = "{% if " + content + " is none %}none{% endif %}"
+            assert ChatTemplate(template, {}).render(chat) == "none"
+            assert ChatTemplate(template, {}).render(CALLED) == ""
+
+
+def test_tools_in_the_system_message() -> None:
+    """As the card of Phi-4-mini has them."""
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
+        "message['tools'] is not none %}{{ message['content'] + '<|tool|>' + message['tools'] }}"
+        "{% endif %}{% endfor %}"
+    )
+    chat = ChatTemplate(template, {})
+    functions = '<|tool|>[{"name": "f", "parameters": {}}]'
+    assert chat.render([USER], tools=TOOLS) == functions
+    system = {"role": "system", "content": "be brief"}
+    assert chat.render([system, USER], tools=TOOLS) == f"be brief{functions}"
+    assert chat.render([system, USER]) == ""
+
+
 def test_transformers_writes_the_same_of_tools() -> None:
     for template, wanted in WITH_CALLS:
         assert transformers_text(template, {"tools": TOOLS}, CALLED) == wanted

@@ -103,8 +103,7 @@ def test_wrong_messages_are_named(message: object, named: str) -> None:
     "message",
     [
         {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-        {"role": "assistant", "tool_calls": [{"name": "hello"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "hello"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "hello"}]},
     ],
 )
 def test_parts_and_calls_of_tools_reach_the_template(folder: Path, message: dict[str, Any]) -> None:

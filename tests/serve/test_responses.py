@@ -122,7 +122,7 @@ def test_items_of_the_input(calling: Served) -> None:
         {"role": "assistant", "content": "I look.", "tool_calls": calls[:2]},
         {"role": "tool", "content": "warm", "tool_call_id": "1"},
         {"role": "tool", "content": "noon", "tool_call_id": "2"},
-        {"role": "assistant", "content": "", "tool_calls": calls[2:]},
+        {"role": "assistant", "content": None, "tool_calls": calls[2:]},
     ]
     tokenizer = calling.engine.tokenizer
     assert calling.engine.generations[0].prompt == tokenizer.chat(messages)
