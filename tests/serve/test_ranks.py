@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from committed import MODELS
 from runtime.bundles import pids
+from serve.calling_model import TOOLS, WEATHER
 from serve.servers import TIMEOUT, Served, serving, until
 from serve.test_metrics import numbers
 from sharded import sharded
@@ -71,6 +73,27 @@ def test_a_schema(served: Served) -> None:
     assert choice["finish_reason"] == "stop"
     content = "".join(choice["message"]["content"].split())
     assert content in [f'["{first}","{second}"]' for first in "ab" for second in "ab"]
+
+
+def test_a_tool(served: Served) -> None:
+    """A model with random weights calls it rightly, as it must."""
+    body = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }
+    for seed in range(3):
+        (choice,) = served.post(**body, seed=seed).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        parameters = WEATHER if call["function"]["name"] == "weather" else {"maxProperties": 0}
+        jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+    given = {"input": "hello", "tools": [{"type": "function", "name": "now"}]}
+    choice = {"type": "function", "name": "now"}
+    response = served.http.post("/v1/responses", json={**given, "tool_choice": choice}).json()
+    (item,) = response["output"]
+    assert item["name"] == "now" and json.loads(item["arguments"]) == {}
 
 
 @pytest.mark.slow
