@@ -10,6 +10,8 @@ from unittest.mock import ANY
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from serve.scripted_engine import FOLDER
 
 from onnxpar.serve.answer_parts import CallArguments, CallBegin, CallEnd, Calls, Text
@@ -256,3 +258,31 @@ def test_families_of_templates() -> None:
         assert family_of(text) is FAMILIES[name]
     assert family_of("{{ messages }}") is None
     assert family_of("<tool_call>\n<function=name>") is None  # other calls
+
+
+FRAGMENTS = [
+    *sorted({text for family in FAMILIES.values() for text in (*family.begins, *family.ends)}),
+    *("{", "}", "[", "]", "(", ")", ",", ":", ";", '"', "'", "\\", " ", "\n", "=", "-1.5", "null"),
+    *('"name"', '"arguments"', '"parameters"', '"function"', '"type"', '"now"', "now", "x"),
+    *(
+        written(NOW),
+        written(ROME),
+        "now(a=1)",
+        "[now()]",
+        "[ARGS]",
+        SEPARATOR,
+        "function",
+        "```json",
+    ),
+]
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([*FAMILIES]), st.lists(st.sampled_from(FRAGMENTS), max_size=20))
+def test_any_text_is_content_or_calls(family: str, fragments: list[str]) -> None:
+    """It does not matter how it comes, and what has no call is content."""
+    text = "".join(fragments)
+    whole = parsed(family, [text])
+    assert parsed(family, list(text)) == whole == parsed(family, fragments)
+    content, calls, _ = whole
+    assert calls or content == text
