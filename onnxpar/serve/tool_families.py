@@ -68,6 +68,11 @@ FAMILIES = {
     "phi4_mini_json": ToolFamily(
         begins=("functools", "<|tool_call|>"), ends=("<|/tool_call|>",), signs=("<|tool|>",)
     ),
+    "lfm2": ToolFamily(
+        begins=("<|tool_call_start|>",),
+        ends=("<|tool_call_end|>",),
+        signs=("<|tool_call_start|>", "<|tool_list_start|>"),
+    ),
     "llama3_json": _LLAMA,
     "llama4_json": _LLAMA,
     "llama4_pythonic": _LLAMA,

@@ -41,6 +41,12 @@ TOKENIZER = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 ROME_JSON = json.dumps(ROME[1])
 Case = tuple[str, str, str, Sequence[tuple[str, dict[str, Any]]]]
 CASES: tuple[Case, ...] = (  # family, text, content, calls
+    (
+        "lfm2",
+        '<|tool_call_start|>[get_candidate_status(candidate_id="12345")]<|tool_call_end|>Checking.',
+        "Checking.",
+        [("get_candidate_status", {"candidate_id": "12345"})],
+    ),
     ("hermes", f"<tool_call>\n{written(PARIS)}\n</tool_call>", "", [PARIS]),
     (
         "hermes",
@@ -248,6 +254,7 @@ def test_families_of_templates() -> None:
         "hermes": "within <tool_call></tool_call> XML tags",
         "granite": "respond with <|tool_call|> followed by a JSON list",
         "phi4_mini_json": "{{ '<|tool|>' + tools + '<|/tool|>' }} <|tool_call|>",
+        "lfm2": "List of tools: <|tool_list_start|>[",
         "mistral": "{{- '[TOOL_CALLS] [' }}",
         "llama3_json": '{"name": function name, "parameters": dictionary}',
         "llama4_pythonic": "{{- '<|python_start|>' }}",
