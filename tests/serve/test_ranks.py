@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 from committed import MODELS
+from lazily import lazily
 from runtime.bundles import pids
 from serve.calling_model import TOOLS, WEATHER
 from serve.servers import TIMEOUT, Served, serving, until
@@ -24,6 +24,7 @@ from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.replicas import EngineReplicas
 
+jsonschema = lazily("jsonschema")
 PROMPTS = ("import os", "def", "hello, world", "x = [1, 2, 3]")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 from lazily import lazily
 from serve.calling_model import (
@@ -21,6 +20,7 @@ from serve.servers import Served
 
 from onnxpar.llm.tokenizer import Tokenizer
 
+jsonschema = lazily("jsonschema")
 openai = lazily("openai")
 TOOLS: list[Any] = [{"type": "function", **function} for function in FUNCTIONS]
 ADDED, DONE = "response.output_item.added", "response.output_item.done"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from lazily import lazily
 from serve.calling_model import (
@@ -22,6 +21,7 @@ from serve.calling_model import (
 from serve.scripted_engine import Engine, forever, says
 from serve.servers import Served, serving
 
+jsonschema = lazily("jsonschema")
 openai = lazily("openai")
 tokenizers = lazily("tokenizers")
 USER: list[Any] = [{"role": "user", "content": "hello"}]
@@ -184,10 +184,12 @@ def test_markers_that_are_special_tokens(serve: Serve, folder: Path) -> None:
     engine = Engine(folder)
     engine.vocabulary = 400
     ids = tokenizer.encode('[OTHER]Yes. [TOOL_CALLS][{"name": "now", "arguments": {}}]').ids
-    engine.script = lambda prompt, limits: iter(ids[1:])
+    engine.script = lambda prompt, limits: iter(ids)
     served = serve(engine=engine)
     choice = chat(served)
     assert choice.message.content == "Yes." and len(choice.message.tool_calls) == 1
+    logprobs = chat(served, logprobs=True).logprobs.content
+    assert len(logprobs) == len(ids)  # also those of a call
     assert chat(served, tool_choice="none").message.content.startswith("Yes. [{")
 
 

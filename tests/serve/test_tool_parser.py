@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazily import lazily
 from serve.scripted_engine import FOLDER
 
 from onnxpar.serve.answer_parts import CallArguments, CallBegin, CallEnd, Calls, Text
 from onnxpar.serve.tool_families import FAMILIES, family_of
 from onnxpar.serve.tool_parser import ToolParser
 
+tokenizers = lazily("tokenizers")
 NAMES = ("get_weather", "now", "math.add")
 PARIS = ("get_weather", {"city": "Paris", "days": 3})
 ROME = ("get_weather", {"city": 'R"o\\m}e]', "days": [1, {"a": None}]})
@@ -37,7 +39,6 @@ def deepseek(*calls: str) -> str:
 
 
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
-TOKENIZER = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 ROME_JSON = json.dumps(ROME[1])
 Case = tuple[str, str, str, Sequence[tuple[str, dict[str, Any]]]]
 CASES: tuple[Case, ...] = (  # family, text, content, calls
@@ -159,12 +160,17 @@ PARTLY_WRONG: tuple[Case, ...] = (
 )
 
 
+@cache
+def tokenizer() -> Any:
+    return tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
 def pieces(text: str) -> Iterator[list[str]]:
     """A text whole, in characters, in tokens, and in random pieces."""
     yield [text]
     yield list(text)
     drawn = random.Random(text)
-    tokens = sorted({begin for begin, _ in TOKENIZER.encode(text).offsets})
+    tokens = sorted({begin for begin, _ in tokenizer().encode(text).offsets})
     for cuts in (tokens, *(sorted(drawn.choices(range(len(text)), k=9)) for _ in range(3))):
         yield [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
