@@ -200,7 +200,7 @@ class Answers:
             family = BARE if self._prepared.constraints else self._service.family
             assert family is not None, "a request with tools has been refused without it"
             parser = ToolParser(family, wanted.tools.parameters.keys())
-            shown = tokenizer.special_ids([*family.begins, *family.ends])
+            shown = tokenizer.special_ids(family.special)
         stream = Stream(tokenizer, wanted.shows_specials, behind, shown)
         placed = None
         if wanted.logprobs is not None:

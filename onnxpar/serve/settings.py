@@ -12,21 +12,21 @@ from onnxpar.serve.tool_families import FAMILIES
 class Settings:
     """The name of the model, who may use it, and how much.
 
-    model_name       the model's id in requests and answers
-    api_keys         any of them must come as `Authorization: Bearer KEY`; empty: no key is needed
-    cors_origins     origins, such as https://chat.example.com, whose pages may send requests; `*`
-                     is any
-    only_loopback    refuse requests to other hosts than localhost, which a web page could send by
-                     DNS rebinding
-    access_log       print a line for each request
-    max_body         most bytes of a request
-    max_tokens       most new tokens of an answer; None: as many as the model has room for
-    max_choices      most answers of a request: prompts times n
-    max_inputs       most texts of a request for embeddings, or documents of one for scores
-    max_requests     most requests that are answered or wait at once
-    request_timeout  longest time of a request, in seconds
-    tool_call_parser how the model writes calls of tools, a name of `FAMILIES`; None: as the chat
-                     template says
+    model_name        the model's id in requests and answers
+    api_keys          any of them must come as `Authorization: Bearer KEY`; empty: no key is needed
+    cors_origins      origins, such as https://chat.example.com, whose pages may send requests; `*`
+                      is any
+    only_loopback     refuse requests to other hosts than localhost, which a web page could send by
+                      DNS rebinding
+    access_log        print a line for each request
+    max_body          most bytes of a request
+    max_tokens        most new tokens of an answer; None: as many as the model has room for
+    max_choices       most answers of a request: prompts times n
+    max_inputs        most texts of a request for embeddings, or documents of one for scores
+    max_requests      most requests that are answered or wait at once
+    request_timeout   longest time of a request, in seconds
+    tool_call_parser  how the model writes calls of tools, a name of `FAMILIES`; None: as the chat
+                      template says
     """
 
     model_name: str = "model"

@@ -12,6 +12,7 @@ class ToolFamily:
     of the arguments; several may be in a list.
 
     begins   markers in front of calls
+    within   what separates the parts of a call
     ends     what stands behind calls and is no text
     is_bare  True if an answer may also begin with a call that has no marker
     header   the pattern of what is between a marker and JSON arguments, with the name as its
@@ -21,11 +22,17 @@ class ToolFamily:
     """
 
     begins: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     is_bare: bool = False
     header: str = ""
     signs: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """Texts that may be special tokens."""
+        return (*self.begins, *self.within, *self.ends)
 
     def has(self, template: str) -> bool:
         """Returns True for a chat template of the family."""
@@ -38,6 +45,7 @@ BARE = ToolFamily(is_bare=True)
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK = ToolFamily(
     begins=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>"),
+    within=(_SEPARATOR,),
     ends=("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
     header=rf"(?:function{_SEPARATOR}([\w.-]+)\s*```json|([\w.-]+){_SEPARATOR})\s*",
     signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
@@ -62,6 +70,7 @@ FAMILIES = {
     "deepseek_v31": _DEEPSEEK,
     "mistral": ToolFamily(
         begins=("[TOOL_CALLS]",),
+        within=("[CALL_ID]", "[ARGS]"),
         header=r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*",
         signs=("[TOOL_CALLS]",),
     ),

@@ -20,9 +20,9 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 class Tools:
     """The functions that an answer may call.
 
-    parameters   the JSON schemas of their parameters, by name
-    are_required True if it must call one
-    is_parallel  True if it may call several
+    parameters    the JSON schemas of their parameters, by name
+    are_required  True if it must call one
+    is_parallel   True if it may call several
     """
 
     parameters: Mapping[str, Mapping[str, Any]]

@@ -178,7 +178,7 @@ def test_a_call_that_is_cut(calling: Served) -> None:
 def test_markers_that_are_special_tokens(serve: Serve, folder: Path) -> None:
     """They are read, but no content; other special tokens are neither."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[OTHER]"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("[TOOL_CALLS]")
     engine = Engine(folder)
@@ -191,6 +191,9 @@ def test_markers_that_are_special_tokens(serve: Serve, folder: Path) -> None:
     logprobs = chat(served, logprobs=True).logprobs.content
     assert len(logprobs) == len(ids)  # also those of a call
     assert chat(served, tool_choice="none").message.content.startswith("Yes. [{")
+    ids = tokenizer.encode("[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{}").ids
+    (call,) = chat(served).message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("now", "{}")
 
 
 def test_how_calls_are_written_may_be_said(served: Served) -> None:
