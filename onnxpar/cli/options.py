@@ -324,6 +324,16 @@ def named_number(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(f"{text!r}: give NAME=NUMBER") from None
 
 
+def named_value(text: str) -> tuple[str, float]:
+    """Parses NAME=VALUE, where the value may be a fraction. Errors:
+    argparse.ArgumentTypeError."""
+    name, _, value = text.rpartition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=VALUE, a number") from None
+
+
 def named_number_or_none(text: str) -> tuple[str, int | None]:
     """Parses NAME=NUMBER or NAME=none. Errors: argparse.ArgumentTypeError."""
     if text.endswith("=none"):

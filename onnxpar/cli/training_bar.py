@@ -14,14 +14,14 @@ class Bar(Closing):
     """A bar, drawn on a terminal only, with the samples that the run has trained on, how many it
     trains on in a second, the time left, and the last loss.
 
-    steps   number of steps of the run
+    steps   number of steps of the run; None if only its end tells
     batch   number of samples in a step
     """
 
-    def __init__(self, steps: int, batch: int) -> None:
+    def __init__(self, steps: int | None, batch: int) -> None:
         self._batch = batch
         self._bar: tqdm[None] | None = None
-        self._total = steps * batch
+        self._total = None if steps is None else steps * batch
 
     def show(self, step: int, lines: Sequence[str], loss: float) -> None:
         """Shows the number of steps so far, below new lines. The rate does not count steps that an

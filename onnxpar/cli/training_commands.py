@@ -133,6 +133,7 @@ def train(args: argparse.Namespace) -> int:
         args.allow_changed,
         args.patience,
         args.keep_best,
+        args.max_steps,
     )
     run.check_evaluation(bool(args.eval))
     check_timeout(args.timeout)
@@ -187,8 +188,9 @@ def _train(
     }
     with living(Path(args.par), run, elastic, held, **options) as generations:
         trainer = generations.trainer
-        data = trainer.batches_of(args.data)
-        held_out = trainer.batches_of(args.eval, trains=False) if args.eval else None
+        pad = dict(args.pad)
+        data = trainer.batches_of(args.data, pad=pad)
+        held_out = trainer.batches_of(args.eval, False, pad) if args.eval else None
         data.check_batch(args.batch)
         try:
             if not trainer.leads:
@@ -227,7 +229,7 @@ def _follow(
             print(f"{word}{left_out}", flush=True)
     last: int | None = None
     best_step = 0
-    with Bar(run.epochs * data.batches, data.batch) as bar:
+    with Bar(run.steps(data, Progress()), data.batch) as bar:
         for record in generations.records(data, held_out):
             if last is None or record.total <= last:  # a run that cannot start keeps all rows
                 for file in files:

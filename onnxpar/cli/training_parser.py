@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from onnxpar.cli.options import named_value
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
@@ -20,11 +21,24 @@ def add_train(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--data",
         required=True,
-        metavar="NPZ",
-        help="file with an array of samples for each input, by name",
+        metavar="PATH",
+        help=".npz file with an array of samples for each input, by name, or .parquet file with a "
+        "column for each input; or a folder of such files, or with NAME.npy, or a folder NAME of "
+        ".npy files, for each input",
     )
     to.add_argument(
-        "--eval", metavar="NPZ", help="like --data: samples to evaluate after each epoch"
+        "--eval",
+        metavar="PATH",
+        help="like --data: samples to evaluate after each epoch, and at the end",
+    )
+    to.add_argument(
+        "--pad",
+        type=named_value,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fill samples of this input that are shorter than those of the step, at their end; "
+        "labels are filled with -100",
     )
     to.add_argument(
         "--patience",
@@ -39,7 +53,18 @@ def add_train(to: argparse.ArgumentParser) -> None:
         metavar="N",
         help="expected number of samples in a step; it is an error if the step has another one",
     )
-    to.add_argument("--epochs", type=int, default=1, metavar="N", help="passes over the data")
+    to.add_argument(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="passes over the data; default: 1, or as many as --max-steps takes",
+    )
+    to.add_argument(
+        "--max-steps",
+        type=int,
+        metavar="N",
+        help="end the run after N steps, also in the middle of an epoch",
+    )
     to.add_argument("--lr", type=float, required=True, metavar="X", help="learning rate")
     to.add_argument(
         "--schedule",

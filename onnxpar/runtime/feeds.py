@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import math
 import os
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
-from onnxpar.files.unreadable import cannot_read
 from onnxpar.files.write_file import new_file
+from onnxpar.runtime.npz import read_npz
 
 InputSpec = tuple[str, str, Sequence[int]]
 """Name, dtype and shape of an input. The dtype is NumPy's or ml_dtypes' name, or for other types
@@ -138,73 +134,6 @@ def _random(
             raise InputError(f"input {name!r}: the range [{low}, {high}) is empty")
         return source.integers(low, high, shape, np.int64).astype(dtype)
     return np.asarray(source.standard_normal(shape)).astype(dtype)
-
-
-def read_npz(file: Path) -> dict[str, Array]:
-    """Returns the arrays of an .npz file, by name. Errors: InputError."""
-    name = ""
-    try:
-        loaded = np.load(file, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise InputError(f"{file} is a single array; write a .npz with one array per input")
-        arrays: dict[str, Array] = {}
-        with loaded as archive:
-            for name in archive.files:
-                _check_header(archive, name)
-                arrays[name] = archive[name]
-        return arrays
-    except OSError as error:
-        raise InputError(cannot_read(file, error, "give a .npz file")) from error
-    # NumPy's reader of headers also raises these for a damaged file.
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, *_PARSING) as error:
-        what = f"array {name!r} of {file} cannot be read: {_why(error)}"
-        what = what if name else f"{file} is not a .npz file{_whole(error)}"
-        raise InputError(f"{what}; write it with numpy.savez") from error
-
-
-def _check_header(archive: Any, name: str) -> None:
-    """Errors: ValueError if the header of an array does not fit its size in the file. Checked
-    before NumPy allocates memory for the array."""
-    files: zipfile.ZipFile = archive.zip
-    entry = f"{name}.npy" if f"{name}.npy" in files.namelist() else name
-    with files.open(entry) as member:
-        if member.read(6) != b"\x93NUMPY":
-            return  # NumPy reads this as bytes
-    with files.open(entry) as member:
-        version = np.lib.format.read_magic(member)
-        if version not in ((1, 0), (2, 0), (3, 0)):
-            return  # NumPy's own reader reports this
-        header: Any = member
-        if version == (3, 0):  # like the second, except for names of fields
-            text = member.read(int.from_bytes(member.read(4), "little")).decode()
-            plain = text.encode("ascii", "replace")
-            header = io.BytesIO(len(plain).to_bytes(4, "little") + plain)
-        first = version == (1, 0)
-        read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
-        try:
-            shape, _, dtype = read(header)
-        except (MemoryError, RecursionError, OverflowError):  # raised by Python's parser
-            raise ValueError("its header does not describe an array") from None
-        need, have = math.prod(shape) * dtype.itemsize, files.getinfo(entry).file_size
-        is_odd = min(shape, default=0) < 0 or any(size >= 1 << 63 for size in shape)
-        if is_odd or (need > have and not dtype.hasobject):
-            raise ValueError(f"it has shape {shape} of {dtype}, but {have:,} bytes")
-
-
-_PARSING = (SyntaxError, TypeError, NotImplementedError, tokenize.TokenError, RuntimeError)
-
-
-def _why(error: Exception) -> str:
-    text = str(error).rstrip(".")
-    if "allow_pickle" in text:
-        return "it holds Python objects; convert it to a dtype of numbers, bools or strings"
-    return text or "the file is empty"
-
-
-def _whole(error: Exception) -> str:
-    """Returns the reason why a file cannot be read at all, after a colon; empty for NumPy's error
-    about pickled objects, which NumPy reports for any unknown file."""
-    return "" if "allow_pickle" in str(error) else f": {_why(error)}"
 
 
 def _typed(array: Array, dtype: np.dtype[Any]) -> Array:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
-from onnxpar.base.arrays import Array
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.grad.trained import Weights
 from onnxpar.ir.training_spec import Step
@@ -26,6 +25,7 @@ from onnxpar.runtime.trace import check_place
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.elastic import Elastic
 from onnxpar.trainer.import_weights import read_values
+from onnxpar.trainer.iterables import Samples
 from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run
 from onnxpar.trainer.rates import Schedule
@@ -198,12 +198,14 @@ def grad(
 
 def train(
     par: str | os.PathLike[str],
-    data: str | os.PathLike[str] | Mapping[str, Array],
+    data: Samples,
     *,
     lr: float,
-    eval: str | os.PathLike[str] | Mapping[str, Array] | None = None,
+    eval: Samples | None = None,
+    pad: Mapping[str, float] | None = None,
     batch: int | None = None,
-    epochs: int = 1,
+    epochs: int | None = None,
+    max_steps: int | None = None,
     schedule: str = "constant",
     warmup: int = 0,
     min_lr: float = 0.0,
@@ -240,11 +242,16 @@ def train(
     metrics and, for the last step of an epoch, the evaluation.
 
     par         the folder that `onnxpar.shard` wrote for a step of `grad`
-    data        samples: an .npz file, or arrays by input name
+    data        samples: an .npz or .parquet file, or a folder of shards; arrays by input name; a
+                sequence of dicts; an iterable of dicts, or a function that returns one, whose items
+                are samples or batches of any size
     lr          the learning rate; with a schedule or warm-up, its peak
-    eval        samples for an evaluation after each epoch
+    eval        samples for an evaluation after each epoch, and at the end
+    pad         by input, the value that fills samples that are shorter than the step's; labels are
+                filled with -100
     batch       the batch size you expect; an error if the step was written for another one
-    epochs      number of passes over all samples
+    epochs      number of passes over all samples; by default one, or as many as `max_steps` takes
+    max_steps   number of steps after which the run ends, also in the middle of an epoch
     schedule    learning-rate schedule after warm-up: constant, linear, cosine, polynomial, step,
                 inverse-sqrt or wsd
     warmup      number of warm-up steps, in which the learning rate rises linearly
@@ -293,7 +300,7 @@ def train(
     falling = Schedule(schedule, warmup, min_lr, lr_power, lr_step_size, lr_gamma, decay_steps)
     order = (epochs, lr, falling, seed, shuffle)
     going_on = (resume, async_checkpoint, allow_changed)
-    run = Run(*order, folder, every, keep, *going_on, patience, keep_best)
+    run = Run(*order, folder, every, keep, *going_on, patience, keep_best, max_steps)
     run.check_evaluation(eval is not None)
     if profile is not None:
         check_place(profile)
@@ -315,9 +322,9 @@ def train(
         living(Path(par), run, elasticity, held, **options) as generations,
     ):
         trainer = generations.trainer
-        samples = trainer.batches_of(data)
+        samples = trainer.batches_of(data, pad=pad)
         samples.check_batch(batch)
-        held_out = None if eval is None else trainer.batches_of(eval, trains=False)
+        held_out = None if eval is None else trainer.batches_of(eval, False, pad)
         steps = {record.total: record for record in generations.records(samples, held_out)}
         if profile is not None:
             trainer.session.end_profile(profile, warm_up=1)

@@ -75,21 +75,23 @@ class Settings:
     """What decides which samples a run takes, and at which rates, besides the rate itself.
 
     batch    number of samples in a batch
-    samples  number of samples in the data
-    data     digest of the data
+    samples  number of samples in the data; None if only the end of an epoch tells
+    data     digest of the data; "" if there is none
     shuffle  False if samples are used in the order of the file
     seed     decides their order, and the random numbers of steps
     schedule of the learning rate: the fields of `rates.Schedule`
     epochs   passes over the data, if the rates of the schedule depend on them; else None
+    max_steps  most steps of the run, if the rates depend on them; else None
     """
 
     batch: int
-    samples: int
+    samples: int | None
     data: str
     shuffle: bool
     seed: int
     schedule: Mapping[str, Any]
     epochs: int | None
+    max_steps: int | None = None
 
     def differences(self, now: Settings) -> list[str]:
         """Says how the settings of a run that goes on differ from these."""
@@ -100,6 +102,7 @@ class Settings:
             "shuffle": "shuffling {}",
             "seed": "--seed {}",
             "epochs": "--epochs {}",
+            "max_steps": "--max-steps {}",
         }
         pairs = [(text, getattr(self, name), getattr(now, name)) for name, text in texts.items()]
         pairs += [
@@ -107,14 +110,14 @@ class Settings:
             for name, option in _OF_SCHEDULE.items()
         ]
         changed = [(text, a, b) for text, a, b in pairs if a != b]
-        if self.epochs is None or now.epochs is None:  # another schedule, which says it
-            changed = [each for each in changed if each[0] != texts["epochs"]]
+        if self.schedule.get("kind") != now.schedule.get("kind"):  # which says it
+            changed = [c for c in changed if c[0] not in (texts["epochs"], texts["max_steps"])]
         return [f"{text.format(_shown(a))}, now {_shown(b)}" for text, a, b in changed]
 
 
 def _shown(value: Any) -> str:
-    words = {None: "not given", True: "on", False: "off"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    words = {None: "not given", True: "on", False: "off", "": "unknown"}
+    return words[value] if value in ("", None) or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Batches of training data, from samples in an .npz file or in memory, shuffled by a seed."""
+"""Batches of training data, from files or from what a program has, shuffled by a seed."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import numpy as np
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
 from onnxpar.ir.training_spec import IGNORED, Step
-from onnxpar.runtime.feeds import read_npz
-
-_DIGESTED = 1 << 28
-"""Most bytes of data of which a digest reads all."""
+from onnxpar.runtime.npz import read_npz
+from onnxpar.trainer.iterables import Samples, source_of
+from onnxpar.trainer.needs import Chunk, Needs
+from onnxpar.trainer.parquet import SUFFIX, parquet_shards
+from onnxpar.trainer.shard_files import folder_shards
+from onnxpar.trainer.sources import Source, in_memory
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,14 @@ class Rest:
 
 @dataclass(frozen=True)
 class Data:
-    """Training data by input: `samples`, arrays of samples along the dimensions `dims`, and `fixed`
-    arrays, which are the same in every batch. `batch` is the number of samples in a batch, `count`
-    in total. `rest` says how a step leaves out samples that only fill a batch; None if it cannot,
-    so that the last samples of each epoch are not used."""
+    """Training data: samples from a source, as batches for a step that reads `needs`. `rest` says
+    how the step leaves out samples that only fill a batch; None if it cannot, so that the last
+    samples of each epoch are not used. `arrays` are those that were in memory from the start."""
 
-    samples: Mapping[str, Array]
-    fixed: Mapping[str, Array]
-    dims: Mapping[str, int]
-    batch: int
-    count: int
+    source: Source
+    needs: Needs
     rest: Rest | None = None
+    arrays: Mapping[str, Array] = field(default_factory=dict)
 
     @staticmethod
     def read(
@@ -67,78 +65,62 @@ class Data:
         ports: Sequence[Any],
         dims: Mapping[str, int],
         rest: Rest | None = None,
+        pad: Mapping[str, float] | None = None,
     ) -> Data:
-        """Reads arrays for the inputs `ports` (`NodeArg`s) from an .npz file, by input name.
-        `dims` are the dimensions that number samples, of inputs and of arrays.
+        """Reads samples for the inputs `ports` (`NodeArg`s) from an .npz file of arrays by input
+        name, a .parquet file of columns, or a folder of shards. `dims` are the dimensions that
+        number samples, of inputs and of arrays; `pad` fills shorter samples, by input.
 
         Errors: InputError if an array is missing or has another shape or number of samples, or if
         there are fewer samples than in a batch.
         """
-        return Data.of(read_npz(Path(path)), ports, dims, str(path), rest)
+        return Data.given(Path(path), ports, dims, rest, pad)
 
     @staticmethod
     def of(
-        arrays: Mapping[str, Array],
+        arrays: Mapping[str, Any],
         ports: Sequence[Any],
         dims: Mapping[str, int],
         source: str = "data",
         rest: Rest | None = None,
+        pad: Mapping[str, float] | None = None,
     ) -> Data:
-        """Like `read`, but with arrays in memory, by input name; errors name them by `source`."""
-        samples: dict[str, Array] = {}
-        fixed: dict[str, Array] = {}
-        for port in ports:
-            if port.name not in arrays:
-                have = ", ".join(sorted(arrays))
-                raise InputError(
-                    f"{source} has no array for the input {port.name!r}; its arrays: {have}"
-                )
-            array, at = arrays[port.name], dims.get(port.name)
-            wanted: list[Any] = list(port.shape)
-            if at is not None:
-                wanted[at] = "samples"
-            fits = all(w in ("samples", s) for w, s in zip(wanted, array.shape, strict=False))
-            if array.ndim != len(wanted) or not fits:
-                text = ", ".join(map(str, wanted))
-                raise InputError(
-                    f"{source}: the array {port.name!r} has the shape {list(array.shape)}; the "
-                    f"step needs [{text}]"
-                )
-            (fixed if at is None else samples)[port.name] = array
-        counts = {name: array.shape[dims[name]] for name, array in samples.items()}
-        if len(set(counts.values())) > 1:
-            text = ", ".join(f"{n} of {name!r}" for name, n in counts.items())
-            raise InputError(
-                f"{source}: the arrays must have equal numbers of samples, but have {text}"
-            )
-        count = next(iter(counts.values()), 0)
-        sizes = [int(port.shape[dims[port.name]]) for port in ports if port.name in dims]
-        batch = sizes[0] if sizes else 1
-        if rest is not None and rest.labels is not None and rest.labels not in samples:
-            rest = None
-        if not samples:
-            raise InputError(
-                f"{source}: no input of the step has samples; write the step again with `onnxpar "
-                "grad`, which says what it finds, or takes --batch-dim NAME=K"
-            )
-        if count < (batch if rest is None else 1):
-            raise InputError(
-                f"{source} has {count} samples, but a batch has {batch}; add samples, or write a "
-                "step for smaller batches with `onnxpar grad --dim`"
-            )
-        return Data(samples, fixed, dims, batch, count, rest)
+        """Like `read`, but with arrays in memory, by input name, or lists of samples that may
+        differ in length; errors name them by `source`."""
+        needs = Needs.of(ports, dims, pad, rest.labels if rest else None)
+        return _in_memory(arrays, needs, rest, source)
 
     @staticmethod
     def given(
-        data: str | os.PathLike[str] | Mapping[str, Array],
+        data: Samples,
         ports: Sequence[Any],
         dims: Mapping[str, int],
         rest: Rest | None = None,
+        pad: Mapping[str, float] | None = None,
     ) -> Data:
-        """Like `read`, with an .npz file or with arrays by input name."""
+        """Like `read`, with a path, arrays by input name, a sequence of samples, an iterable of
+        samples or batches, or a function that returns one."""
+        needs = Needs.of(ports, dims, pad, rest.labels if rest else None)
         if isinstance(data, Mapping):
-            return Data.of(data, ports, dims, rest=rest)
-        return Data.read(data, ports, dims, rest)
+            return _in_memory(data, needs, rest, "data")
+        if not isinstance(data, str | os.PathLike):
+            return _checked(source_of(data, needs), needs, rest, "data")
+        path = Path(data)
+        if path.is_dir():
+            return _checked(folder_shards(path, needs), needs, rest, str(path))
+        if path.suffix == SUFFIX:
+            return _checked(parquet_shards([path], needs), needs, rest, str(path))
+        return _in_memory(read_npz(path), needs, rest, str(path))
+
+    @property
+    def batch(self) -> int:
+        """Number of samples in a batch."""
+        return self.needs.batch
+
+    @property
+    def count(self) -> int | None:
+        """Number of samples in an epoch; None if only the end of an epoch tells."""
+        return self.source.count
 
     def check_batch(self, batch: int | None) -> None:
         """Errors: InputError if the user expects another batch size; None expects nothing."""
@@ -149,47 +131,80 @@ class Data:
             )
 
     @property
-    def batches(self) -> int:
-        """Number of batches in an epoch."""
+    def batches(self) -> int | None:
+        """Number of batches in an epoch; None if only its end tells."""
         return self.left(0)
 
-    def left(self, first: int) -> int:
-        """Returns the number of batches that an epoch has after its `first` samples."""
+    def left(self, first: int) -> int | None:
+        """Returns the number of batches that an epoch has after its `first` samples; None if only
+        its end tells."""
+        if self.count is None:
+            return None
         rest = max(self.count - first, 0)
         return rest // self.batch if self.rest is None else -(-rest // self.batch)
 
     def digest(self) -> str:
-        """Returns a digest of all arrays: of every byte up to 256 MiB, else of 4,096 samples."""
-        found = hashlib.sha256()
-        arrays = {**self.samples, **self.fixed}
-        is_large = sum(a.nbytes for a in arrays.values()) > _DIGESTED
-        for name, array in sorted(arrays.items()):
-            found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-            parts = array
-            if is_large and name in self.samples:
-                at = np.linspace(0, self.count - 1, 4096).astype(np.int64)
-                parts = np.take(array, at, self.dims[name])
-            found.update(np.ascontiguousarray(parts).tobytes())
-        return found.hexdigest()[:16]
+        """Returns a digest of the data; "" for objects of Python other than arrays."""
+        return self.source.digest()
 
     def left_out(self) -> str:
         """Says how many samples an epoch leaves out, and why; "" if none."""
-        left = 0 if self.rest is not None else self.count % self.batch
+        if self.count is None or self.rest is not None or not self.count % self.batch:
+            return ""
+        left = self.count % self.batch
         used = f"{self.count - left} of {self.count} samples, in {self.batches} batches"
-        why = f"the other {left} do not fill a batch"
-        return f"each epoch uses {used} of {self.batch}; {why}" if left else ""
+        return f"each epoch uses {used} of {self.batch}; the other {left} do not fill a batch"
 
     def epoch(self, number: int, seed: int | None, first: int = 0) -> Iterator[dict[str, Array]]:
         """Yields the batches of epoch `number`, after its `first` samples. Each epoch has its own
-        order; without a seed, samples are not shuffled."""
-        order = np.arange(self.count)
-        if seed is not None:
-            order = np.random.default_rng([seed, number]).permutation(self.count)
-        for i in range(self.left(first)):
-            start = first + i * self.batch
-            at = order[start : start + self.batch]
-            rows = np.resize(at, self.batch)
-            batch = {n: np.take(array, rows, self.dims[n]) for n, array in self.samples.items()}
-            if self.rest is not None and len(at) < self.batch:
-                batch |= self.rest.without(batch, len(at))
-            yield {**self.fixed, **batch}
+        order; without a seed, samples are not shuffled. Errors: InputError for a shard or a sample
+        that cannot be read."""
+        size = self.batch
+        for chunk in _cut(self.source.chunks(number, seed, first, size), self.needs):
+            count = self.needs.count(chunk)
+            if count == size:
+                yield chunk
+            elif self.rest is not None:
+                batch = self.needs.take(chunk, np.resize(np.arange(count), size))
+                yield batch | self.rest.without(batch, count)
+
+
+def _cut(chunks: Iterable[Chunk], needs: Needs) -> Iterator[Chunk]:
+    """Yields the samples of chunks, which have at most a batch each, as batches; the last may have
+    fewer."""
+    size = needs.batch
+    kept: list[Chunk] = []
+    have = 0
+    for chunk in chunks:
+        kept.append(chunk)
+        have += needs.count(chunk)
+        if have >= size:
+            joined = needs.joined(kept)
+            yield joined if have == size else needs.take(joined, np.arange(size))
+            kept = [] if have == size else [needs.take(joined, np.arange(size, have))]
+            have -= size
+    if have:
+        yield needs.joined(kept)
+
+
+def _in_memory(arrays: Mapping[str, Any], needs: Needs, rest: Rest | None, name: str) -> Data:
+    chunk = needs.chunk(arrays, name)
+    made = _checked(in_memory(chunk, needs), needs, rest, name)
+    return replace(made, arrays=chunk)
+
+
+def _checked(source: Source, needs: Needs, rest: Rest | None, name: str) -> Data:
+    """Returns the data of a source. Errors: InputError, with the name of the source."""
+    if rest is not None and rest.labels is not None and rest.labels not in needs.dims:
+        rest = None
+    if not needs.dims:
+        raise InputError(
+            f"{name}: no input of the step has samples; write the step again with `onnxpar "
+            "grad`, which says what it finds, or takes --batch-dim NAME=K"
+        )
+    if source.count is not None and source.count < (needs.batch if rest is None else 1):
+        raise InputError(
+            f"{name} has {source.count} samples, but a batch has {needs.batch}; add samples, or "
+            "write a step for smaller batches with `onnxpar grad --dim`"
+        )
+    return Data(source, needs, rest)

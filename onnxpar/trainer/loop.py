@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 
 from onnxpar.base.arrays import Array
@@ -26,8 +27,10 @@ different seeds never use the same seed for a step."""
 class Run:
     """The options of a training run. Errors: InputError for an option that no run can have.
 
-    epochs      number of passes over all samples
+    epochs      number of passes over all samples; None for one, or for as many as `max_steps` takes
     rate        the learning rate; with a schedule, its peak
+    max_steps   number of steps after which the run ends, also in the middle of an epoch; None for
+                no limit
     schedule    how the learning rate rises and falls
     seed        decides the order of samples, and the random numbers of steps
     shuffle     False to use samples in the order of the file
@@ -42,7 +45,7 @@ class Run:
     keep_best   True to save a checkpoint after the evaluation with the least loss, and to keep it
     """
 
-    epochs: int
+    epochs: int | None
     rate: float
     schedule: Schedule = CONSTANT
     seed: int = 0
@@ -55,11 +58,13 @@ class Run:
     allow_changed: bool = False
     patience: int = 0
     keep_best: bool = False
+    max_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Checks what needs neither the data nor the step, before these are read."""
-        if self.epochs < 1:
-            raise InputError(f"--epochs {self.epochs}: must be at least 1")
+        for option, number in (("--epochs", self.epochs), ("--max-steps", self.max_steps)):
+            if number is not None and number < 1:
+                raise InputError(f"{option} {number}: must be at least 1")
         check_rate(self.rate)
         if not 0 <= self.seed < _SEEDS:
             raise InputError(f"--seed {self.seed}: must be from 0 to {_SEEDS - 1}")
@@ -98,9 +103,31 @@ class Run:
             if needs and not is_given:
                 raise InputError(f"{option} is about the loss of an evaluation; give --eval, too")
 
+    @property
+    def passes(self) -> float:
+        """Number of passes over all samples after which the run ends, at the latest."""
+        if self.epochs is None:
+            return 1 if self.max_steps is None else inf
+        return self.epochs
+
+    def steps(self, data: Data, done: Progress) -> int | None:
+        """Returns the number of steps of the run, with those that are done; None if only its end
+        tells."""
+        left, each = data.left(done.samples), data.batches
+        if left is None or each is None or self.passes == inf:
+            return self.max_steps
+        more = int(self.passes) - done.epoch
+        total = done.step + (left + (more - 1) * each if more > 0 else 0)
+        return total if self.max_steps is None else min(total, max(self.max_steps, done.step))
+
     def is_over(self, progress: Progress) -> bool:
         """True if no step is to be taken after this progress."""
-        return progress.epoch >= self.epochs or self.has_stalled(progress)
+        return self.has_ended(progress) or self.has_stalled(progress)
+
+    def has_ended(self, progress: Progress) -> bool:
+        """True if all epochs or all steps of the run are done."""
+        is_last = self.max_steps is not None and progress.step >= self.max_steps
+        return is_last or progress.epoch >= self.passes
 
     def has_stalled(self, progress: Progress) -> bool:
         """True if the loss of evaluations has not become lower for too long."""
@@ -117,7 +144,7 @@ class Record:
     rate        learning rate of the step
     seconds     time of the step
     values      the loss before the update, and other metrics, by name
-    evaluation  metrics on held-out data after the last step of an epoch; else None
+    evaluation  metrics on held-out data after the last step of an epoch, and of the run; else None
     best_step   the step after which an evaluation had the least loss so far; 0 if there is none
     """
 
@@ -157,20 +184,15 @@ def records(
     DivergenceError; StoppedError if the run had to stop."""
     run.check_evaluation(held_out is not None)
     progress = _start(trainer, run, data)
-    steps = progress.step
-    if progress.epoch < run.epochs:
-        steps += data.left(progress.samples) + (run.epochs - progress.epoch - 1) * data.batches
-    rate = Rate(run.rate, steps, run.schedule)
-    if progress.epoch >= run.epochs and trainer.leads:
-        warn(
-            f"nothing to do: {run.checkpoint} has finished epoch {progress.epoch} of --epochs "
-            f"{run.epochs}; raise --epochs"
-        )
+    rate = Rate(run.rate, run.steps(data, progress), run.schedule)
+    if trainer.leads:
+        _tell_start(run, data, progress)
     applied, first = 0, progress.step
     while not run.is_over(progress):
         epoch = progress.epoch
         order = run.seed if run.shuffle else None
-        for batch in data.epoch(epoch, order, progress.samples):
+        before = progress
+        for batch, is_last in _with_ends(data.epoch(epoch, order, progress.samples)):
             at = rate.at(progress.step)
             start = time.perf_counter()
             number = -(-progress.samples // data.batch) + 1
@@ -182,10 +204,10 @@ def records(
             applied += not trainer.problem
             samples = progress.samples + data.batch
             progress = replace(progress, step=progress.step + 1, samples=samples)
-            if not data.left(samples):
+            if is_last:
                 progress = progress.after_epoch()
             evaluation, is_best = None, False
-            if held_out is not None and progress.epoch > epoch:
+            if held_out is not None and (is_last or run.has_ended(progress)):
                 evaluation = evaluate(trainer, held_out)
                 progress = progress.after_evaluation(evaluation["loss"])
                 is_best = progress.best_step == progress.step
@@ -204,6 +226,10 @@ def records(
             if stops:
                 _finish_save(trainer, run)
                 raise StoppedError(f"the run was asked to end; {last_checkpoint(run)}")
+            if run.has_ended(progress):
+                break
+        if progress is before:  # of another batch size, the samples that are left may fill none
+            progress = _after_nothing(progress)
     if run.has_stalled(progress) and trainer.leads:
         tell(
             f"the run ends, because {progress.worse} evaluations in a row have no lower loss than "
@@ -215,6 +241,42 @@ def records(
             f"no step of the run was applied: {trainer.problem}; look at the samples, give a lower "
             "--lr or a longer --warmup, or write the step again with --clip-norm"
         )
+
+
+def _tell_start(run: Run, data: Data, progress: Progress) -> None:
+    """Says what a user may not expect of a run that resumes."""
+    nothing = f"nothing to do: {run.checkpoint} has"
+    if run.max_steps is not None and progress.step >= run.max_steps:
+        steps = f"{progress.step} of --max-steps {run.max_steps}"
+        warn(f"{nothing} taken step {steps}; raise --max-steps")
+    elif progress.epoch >= run.passes:
+        epochs = f"{progress.epoch} of --epochs {run.passes}"
+        warn(f"{nothing} finished epoch {epochs}; raise --epochs")
+    elif progress.samples and data.count is None:
+        tell(
+            f"the first {progress.samples} samples of epoch {progress.epoch + 1} are read again "
+            "and skipped, because the run has taken them"
+        )
+
+
+def _with_ends(batches: Iterator[dict[str, Array]]) -> Iterator[tuple[dict[str, Array], bool]]:
+    """Yields each batch, and True with the last one."""
+    batch = next(batches, None)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch, following is None
+        batch = following
+
+
+def _after_nothing(progress: Progress) -> Progress:
+    """Returns the progress after an epoch that had no batch left. Errors: InputError if it had none
+    at all."""
+    if not progress.samples:
+        raise InputError(
+            f"epoch {progress.epoch + 1} of the data has no batch; give an iterable that each "
+            "epoch can read anew, or a function that makes it"
+        )
+    return progress.after_epoch()
 
 
 def _save(trainer: Trainer, run: Run, progress: Progress) -> None:
@@ -304,8 +366,9 @@ def _has_checkpoint(folder: Path, may: bool) -> bool:
 def _settings(run: Run, data: Data) -> Settings:
     """The settings of a run that its checkpoints record."""
     order = data.batch, data.count, data.digest(), run.shuffle, run.seed
-    epochs = run.epochs if run.schedule.kind in ENDING else None
-    return Settings(*order, asdict(run.schedule), epochs)
+    ends = run.schedule.kind in ENDING
+    epochs = int(run.passes) if ends and run.passes < inf else None
+    return Settings(*order, asdict(run.schedule), epochs, run.max_steps if ends else None)
 
 
 def _start(trainer: Trainer, run: Run, data: Data) -> Progress:
@@ -328,5 +391,4 @@ def _start(trainer: Trainer, run: Run, data: Data) -> Progress:
             "had, or --allow-changed to go on with what is given now"
         )
     trainer.load(checkpoint, run.allow_changed)
-    progress = replace(checkpoint.progress, settings=settings)
-    return progress if data.left(progress.samples) else progress.after_epoch()
+    return replace(checkpoint.progress, settings=settings)

@@ -66,23 +66,30 @@ ENDING = ("linear", "cosine", "polynomial", "wsd")
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate of a run of so many steps."""
+    """A learning rate of a run of so many steps; None if only its end tells how many."""
 
     peak: float
-    steps: int
+    steps: int | None
     schedule: Schedule
 
     def __post_init__(self) -> None:
         check_rate(self.peak)
         warmup, least = self.schedule.warmup, self.schedule.min_lr
+        if not 0 <= least <= self.peak:
+            raise InputError(f"--min-lr {least}: give a number from 0 to --lr, {self.peak}")
+        if self.steps is None and self.schedule.kind in ENDING:
+            raise InputError(
+                f"--schedule {self.schedule.kind}: it depends on the number of steps of the run, "
+                "which this data does not tell; give --max-steps (max_steps=)"
+            )
+        if self.steps is None:
+            return
         rest = self.steps - warmup
         if rest < 0:
             raise InputError(
                 f"--warmup {warmup}: the run has {self.steps} steps; give a number from 0 to "
                 f"{self.steps}"
             )
-        if not 0 <= least <= self.peak:
-            raise InputError(f"--min-lr {least}: give a number from 0 to --lr, {self.peak}")
         if (self.schedule.decay_steps or 0) > rest:
             raise InputError(
                 f"--decay-steps {self.schedule.decay_steps}: the run has {rest} steps after "
@@ -101,6 +108,7 @@ class Rate:
 
     def _left(self, step: int) -> float:
         """Returns the share of the steps after warm-up that is left."""
+        assert self.steps is not None
         return 1 - step / max(self.steps - self.schedule.warmup, 1)
 
     def _constant(self, step: int) -> float:
@@ -127,7 +135,7 @@ class Rate:
         return max(self.peak / math.sqrt((step + scale) / scale), self.schedule.min_lr)
 
     def _stable(self, step: int) -> float:
-        assert self.schedule.decay_steps is not None
+        assert self.schedule.decay_steps is not None and self.steps is not None
         stable = self.steps - self.schedule.warmup - self.schedule.decay_steps
         done = max(step - stable, 0) / self.schedule.decay_steps
         return self._between((1 + math.cos(math.pi * done)) / 2)

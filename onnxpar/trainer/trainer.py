@@ -46,6 +46,7 @@ from onnxpar.trainer.checkpoint import (
     warn,
 )
 from onnxpar.trainer.data import Data, Rest
+from onnxpar.trainer.iterables import Samples
 from onnxpar.trainer.pending_checkpoint import PendingCheckpoint
 from onnxpar.trainer.together import Together
 from onnxpar.trainer.write_checkpoint import begin, discard, finish, remove
@@ -109,12 +110,13 @@ class Trainer(Closing):
         return [by_name[name] for name in self.spec.data]
 
     def batches_of(
-        self, data: str | os.PathLike[str] | Mapping[str, Array], trains: bool = True
+        self, data: Samples, trains: bool = True, pad: Mapping[str, float] | None = None
     ) -> Data:
-        """Returns samples as batches for training, or for evaluation: an .npz file, or arrays by
-        input name. Errors: InputError."""
-        found = Data.given(data, self.data, self.spec.batch, Rest.of(self.spec, trains))
-        self._check_labels({**found.samples, **found.fixed})
+        """Returns samples as batches for training, or for evaluation: those of a file or folder,
+        arrays by input name, or an iterable or function of samples or batches, as `train` takes
+        them. `pad` fills shorter samples, by input. Errors: InputError."""
+        found = Data.given(data, self.data, self.spec.batch, Rest.of(self.spec, trains), pad)
+        self._check_labels(found.arrays)
         return found
 
     def _check_labels(self, arrays: Mapping[str, Array]) -> None:

@@ -27,7 +27,7 @@ from onnxpar.base.plain_yaml import parse
 from onnxpar.cli.command_line import main
 from onnxpar.errors import InputError
 from onnxpar.files.digests import sealed
-from onnxpar.runtime.feeds import read_npz
+from onnxpar.runtime.npz import read_npz
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,0 +1,221 @@
+"""What a step reads: the shape of each input, and how samples become arrays of these shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.ir.training_spec import IGNORED
+from onnxpar.runtime.tensors import dtype_of
+
+Chunk = dict[str, Array]
+"""Samples by input, along the dimensions that number them, and the arrays that they share."""
+Sizes = Sequence[int | None]
+"""The sizes of samples of an input; None for the dimension that numbers them."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The inputs for which a step needs data.
+
+    ports  the inputs (`NodeArg`s), by name
+    dims   by input that has samples, the dimension that numbers them
+    pad    by input, the value that fills samples which are shorter than those of the step
+    """
+
+    ports: Mapping[str, Any]
+    dims: Mapping[str, int]
+    pad: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        ports: Sequence[Any],
+        dims: Mapping[str, int],
+        pad: Mapping[str, float] | None = None,
+        labels: str | None = None,
+    ) -> Needs:
+        """Returns what a step reads. Shorter `labels` are filled with labels that do not count,
+        unless `pad` says otherwise. Errors: InputError if `pad` names no input whose samples can be
+        shorter, or a value that the input cannot have."""
+        by_name = {port.name: port for port in ports}
+        dims = {name: dims[name] for name in by_name if name in dims}
+        may_be_short = [name for name in dims if len(by_name[name].shape) > 1]
+        for name, value in (pad or {}).items():
+            if name not in may_be_short:
+                have = ", ".join(may_be_short) or "none"
+                raise InputError(
+                    f"--pad {name}={value:g}: the inputs whose samples have a length are {have}"
+                )
+            dtype = dtype_of(by_name[name].type)
+            if dtype is not None:
+                converted(np.asarray(value), dtype, f"--pad {name}={value:g}")
+        own = {name: float(IGNORED) for name in may_be_short if name == labels}
+        return Needs(by_name, dims, {**own, **(pad or {})})
+
+    @property
+    def batch(self) -> int:
+        """Number of samples in a batch."""
+        sizes = [int(self.ports[name].shape[at]) for name, at in self.dims.items()]
+        return sizes[0] if sizes else 1
+
+    def sizes(self, name: str) -> Sizes:
+        """The sizes that samples of an input have."""
+        shape = self.ports[name].shape
+        return [None if k == self.dims.get(name) else int(size) for k, size in enumerate(shape)]
+
+    def check_shape(self, name: str, shape: Sequence[int], source: str) -> None:
+        """Errors: InputError, with the name of the source, unless samples with this shape fit."""
+        wanted = self.sizes(name)
+        differ = [(w, s) for w, s in zip(wanted, shape, strict=False) if w not in (None, s)]
+        is_short = len(shape) == len(wanted) and all(w is not None and s < w for w, s in differ)
+        if len(shape) == len(wanted) and (not differ or (is_short and name in self.pad)):
+            return
+        remedy = f"; fill shorter samples with --pad {name}=VALUE" if is_short else ""
+        text = ", ".join("samples" if size is None else str(size) for size in wanted)
+        raise InputError(
+            f"{source}: the array {name!r} has the shape {list(shape)}; the step needs [{text}]"
+            + (remedy if name in self.dims else "")
+        )
+
+    def filled(self, name: str, array: Array, source: str) -> Array:
+        """Returns samples of an input with the sizes that the step needs: shorter ones are filled
+        at their end. Errors: InputError."""
+        self.check_shape(name, array.shape, source)
+        sizes = zip(self.sizes(name), array.shape, strict=True)
+        widths = [(0, 0 if wanted is None else wanted - size) for wanted, size in sizes]
+        if not any(width for _, width in widths):
+            return array
+        value = np.asarray(self.pad[name]).astype(array.dtype)
+        return np.pad(array, widths, constant_values=value)
+
+    def counted(self, shapes: Mapping[str, Sequence[int]], source: str) -> int:
+        """Returns the number of samples in arrays of these shapes. Errors: InputError if an array
+        is missing or does not fit, or if the numbers differ."""
+        check_keys(shapes, self.ports, source)
+        for name in self.ports:
+            self.check_shape(name, shapes[name], source)
+        counts = {name: shapes[name][at] for name, at in self.dims.items()}
+        if len(set(counts.values())) > 1:
+            text = ", ".join(f"{n} of {name!r}" for name, n in counts.items())
+            raise InputError(
+                f"{source}: the arrays must have equal numbers of samples, but have {text}"
+            )
+        return next(iter(counts.values()), 0)
+
+    def chunk(self, values: Mapping[str, Any], source: str) -> Chunk:
+        """Returns samples that are given as an array, or as a list of samples, for each input.
+        Errors: InputError."""
+        check_keys(values, self.ports, source)
+        found = {name: self._whole(name, values[name], source) for name in self.ports}
+        self.counted({name: array.shape for name, array in found.items()}, source)
+        return found
+
+    def _whole(self, name: str, value: Any, source: str) -> Array:
+        if _is_list(value) and self.dims.get(name) == 0:
+            return self._stack(name, value, [source] * len(value))
+        return self.filled(name, self._array(name, value, source), source)
+
+    def stacked(self, samples: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Chunk:
+        """Returns samples of which each has a value for each input; the first one's are those that
+        all share. Errors: InputError, with the name of the sample's source."""
+        for sample, source in zip(samples, sources, strict=True):
+            check_keys(sample, self.ports, source)
+        found = {}
+        for name in self.ports:
+            if name in self.dims:
+                found[name] = self._stack(name, [sample[name] for sample in samples], sources)
+            else:
+                array = self._array(name, samples[0][name], sources[0])
+                found[name] = self.filled(name, array, sources[0])
+        return found
+
+    def _stack(self, name: str, values: Sequence[Any], sources: Sequence[str]) -> Array:
+        at, rows = self.dims[name], []
+        for value, source in zip(values, sources, strict=True):
+            array = self._array(name, value, source)
+            one = array.reshape((*array.shape[:at], 1, *array.shape[at:]))
+            rows.append(self.filled(name, one, source))
+        return np.concatenate(rows, at) if rows else np.zeros([n or 0 for n in self.sizes(name)])
+
+    def _array(self, name: str, value: Any, source: str) -> Array:
+        """Returns a value as an array. Only Python's numbers and lists, which have no dtype, get
+        that of the input. Errors: InputError."""
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError, RuntimeError) as error:  # the latter are torch's
+            raise InputError(f"{source}: {name!r} is no array: {error}") from None
+        dtype = dtype_of(self.ports[name].type)
+        if hasattr(value, "dtype") or dtype is None:
+            return array
+        return converted(array, dtype, f"{source}: {name!r}")
+
+    def is_sample(self, values: Mapping[str, Any]) -> bool:
+        """True if each value has one dimension less than the input: it has no number of samples."""
+        return all(_depth(values[n]) == len(self.ports[n].shape) - 1 for n in self.dims)
+
+    def count(self, chunk: Chunk) -> int:
+        """The number of samples in a chunk."""
+        name, at = next(iter(self.dims.items()))
+        return int(chunk[name].shape[at])
+
+    def take(self, chunk: Chunk, rows: Array) -> Chunk:
+        """Returns a copy of some samples of a chunk."""
+        return {
+            name: np.take(array, rows, self.dims[name]) if name in self.dims else array
+            for name, array in chunk.items()
+        }
+
+    def joined(self, chunks: Sequence[Chunk]) -> Chunk:
+        """Returns the samples of several chunks as one."""
+        if len(chunks) == 1:
+            return chunks[0]
+        parts = {name: [chunk[name] for chunk in chunks] for name in chunks[0]}
+        return {
+            name: np.concatenate(each, self.dims[name]) if name in self.dims else each[0]
+            for name, each in parts.items()
+        }
+
+
+def check_keys(values: Any, names: Mapping[str, Any], source: str) -> None:
+    """Errors: InputError unless values are given by name, one for each input."""
+    if not isinstance(values, Mapping):
+        raise InputError(
+            f"{source} is a {type(values).__name__}; give a dict of arrays by input name: "
+            f"{', '.join(names)}"
+        )
+    for name in names:
+        if name not in values:
+            have = ", ".join(sorted(map(str, values)))
+            raise InputError(f"{source} has no array for the input {name!r}; its arrays: {have}")
+
+
+def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
+    """Returns numbers in another dtype. Errors: InputError if that changes them by more than the
+    rounding of floats."""
+    if array.dtype == dtype:
+        return array
+    if array.dtype.kind not in "biuf":
+        raise InputError(f"{what} has the type {array.dtype.name}; the step needs {dtype.name}")
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = array.astype(dtype)
+    if dtype.kind in "biu" and not (found == array).all():
+        raise InputError(f"{what} has numbers that {dtype.name} cannot hold")
+    return found
+
+
+def _depth(value: Any) -> int:
+    """The number of dimensions of an array, or of lists in lists, which may differ in length."""
+    if _is_list(value):
+        return 1 + (_depth(value[0]) if len(value) else 0)
+    return int(getattr(value, "ndim", 0))
+
+
+def _is_list(value: Any) -> bool:
+    """True for a list, also for one in an array of objects."""
+    is_objects = isinstance(value, np.ndarray) and value.dtype.kind == "O" and value.ndim == 1
+    return is_objects or isinstance(value, list | tuple)
