@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,9 @@ class Data:
         rest = max(self.count - first, 0)
         return rest // self.batch if self.rest is None else -(-rest // self.batch)
 
+    @cached_property
     def digest(self) -> str:
-        """Returns a digest of the data; "" for objects of Python other than arrays."""
+        """A digest of the data; "" for objects of Python other than arrays."""
         return self.source.digest()
 
     def left_out(self) -> str:

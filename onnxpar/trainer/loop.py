@@ -14,6 +14,7 @@ from onnxpar.errors import DivergenceError, InputError, StoppedError
 from onnxpar.ir.training_spec import IGNORED
 from onnxpar.trainer.checkpoint import Progress, Settings, checkpoints, tell, warn
 from onnxpar.trainer.data import Data
+from onnxpar.trainer.epochs import batches, check_same, with_ends
 from onnxpar.trainer.rates import CONSTANT, ENDING, Rate, Schedule, check_rate
 from onnxpar.trainer.trainer import Trainer
 
@@ -183,6 +184,9 @@ def records(
     rank, a checkpoint is saved, and the run ends. Errors: InputError, ModelError, RankError,
     DivergenceError; StoppedError if the run had to stop."""
     run.check_evaluation(held_out is not None)
+    together = trainer.together
+    if together.size > 1:
+        check_same(together, [each and each.digest for each in (data, held_out)])
     progress = _start(trainer, run, data)
     rate = Rate(run.rate, run.steps(data, progress), run.schedule)
     if trainer.leads:
@@ -192,7 +196,7 @@ def records(
         epoch = progress.epoch
         order = run.seed if run.shuffle else None
         before = progress
-        for batch, is_last in _with_ends(data.epoch(epoch, order, progress.samples)):
+        for batch, is_last in with_ends(batches(together, data, epoch, order, progress.samples)):
             at = rate.at(progress.step)
             start = time.perf_counter()
             number = -(-progress.samples // data.batch) + 1
@@ -259,15 +263,6 @@ def _tell_start(run: Run, data: Data, progress: Progress) -> None:
         )
 
 
-def _with_ends(batches: Iterator[dict[str, Array]]) -> Iterator[tuple[dict[str, Array], bool]]:
-    """Yields each batch, and True with the last one."""
-    batch = next(batches, None)
-    while batch is not None:
-        following = next(batches, None)
-        yield batch, following is None
-        batch = following
-
-
 def _after_nothing(progress: Progress) -> Progress:
     """Returns the progress after an epoch that had no batch left. Errors: InputError if it had none
     at all."""
@@ -328,7 +323,7 @@ def _named(trainer: Trainer, batch: Mapping[str, Array], step: str) -> Iterator[
 def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
     """Returns the metrics of the model, by name: means over all that counts in the data. Errors:
     InputError if nothing does."""
-    measured = [trainer.measure(batch) for batch in data.epoch(0, None)]
+    measured = [trainer.measure(batch) for batch in batches(trainer.together, data, 0, None)]
     found = {}
     for name in measured[0]:
         parts = [each[name] for each in measured if each[name][1]]
@@ -365,7 +360,7 @@ def _has_checkpoint(folder: Path, may: bool) -> bool:
 
 def _settings(run: Run, data: Data) -> Settings:
     """The settings of a run that its checkpoints record."""
-    order = data.batch, data.count, data.digest(), run.shuffle, run.seed
+    order = data.batch, data.count, data.digest, run.shuffle, run.seed
     ends = run.schedule.kind in ENDING
     epochs = int(run.passes) if ends and run.passes < inf else None
     return Settings(*order, asdict(run.schedule), epochs, run.max_steps if ends else None)

@@ -164,16 +164,16 @@ def test_what_is_in_memory_has_numpys_order() -> None:
 def test_the_digest_is_that_of_what_is_in_the_files(write: Write, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     place = write(tmp_path / "one", arrays())
-    digest = Data.read(place, PORTS, DIMS).digest()
+    digest = Data.read(place, PORTS, DIMS).digest
     assert len(digest) == 16
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     moved = tmp_path / "two" if place.is_dir() else tmp_path / "two" / place.name
-    assert Data.read(moved, PORTS, DIMS).digest() == digest
-    assert Data.read(moved, PORTS, DIMS, pad={"x": 1}).digest() != digest
+    assert Data.read(moved, PORTS, DIMS).digest == digest
+    assert Data.read(moved, PORTS, DIMS, pad={"x": 1}).digest != digest
     for name in DIMS:
         changed = arrays()
         changed[name].flat[90 % changed[name].size] += 1
-        assert Data.read(write(tmp_path / "one", changed), PORTS, DIMS).digest() != digest
+        assert Data.read(write(tmp_path / "one", changed), PORTS, DIMS).digest != digest
 
 
 @pytest.mark.parametrize("block", [64, 1 << 16])
@@ -183,12 +183,12 @@ def test_the_digest_of_large_files(
     """Reads some places of them: among these, the beginning and the end."""
     monkeypatch.setattr("onnxpar.trainer.sources._DIGESTED", 100)
     monkeypatch.setattr("onnxpar.trainer.sources._BLOCK", block)
-    digests = {Data.read(in_npy(tmp_path, arrays()), PORTS, DIMS).digest()}
+    digests = {Data.read(in_npy(tmp_path, arrays()), PORTS, DIMS).digest}
     for row in (0, 28):
         changed = arrays()
         changed["x"][row, 5] += 1
-        digests.add(Data.read(in_npy(tmp_path, changed), PORTS, DIMS).digest())
-    digests.add(Data.read(in_npy(tmp_path, arrays(28)), PORTS, DIMS).digest())
+        digests.add(Data.read(in_npy(tmp_path, changed), PORTS, DIMS).digest)
+    digests.add(Data.read(in_npy(tmp_path, arrays(28)), PORTS, DIMS).digest)
     assert len(digests) == 4
 
 

@@ -1,0 +1,57 @@
+"""The batches of an epoch, the same in all processes of a run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from onnxpar.base.arrays import Array
+from onnxpar.errors import InputError
+from onnxpar.trainer.data import Data
+from onnxpar.trainer.together import Together
+
+
+def batches(
+    together: Together, data: Data, epoch: int, seed: int | None, first: int = 0
+) -> Iterator[dict[str, Array]]:
+    """Yields the batches of an epoch, after its `first` samples. Data without a digest, such as a
+    loader that shuffles, may give the processes of a run different samples, so each batch is
+    compared. Errors: InputError."""
+    found = data.epoch(epoch, seed, first)
+    is_compared = together.size > 1 and not data.digest
+    while True:
+        batch = next(found, None)
+        if is_compared:
+            check_same(together, None if batch is None else _checksum(batch))
+        if batch is None:
+            return
+        yield batch
+
+
+def _checksum(batch: Mapping[str, Array]) -> int:
+    found = 0
+    for _, array in sorted(batch.items()):
+        found = zlib.crc32(array.tobytes(), found)
+    return found
+
+
+def check_same(together: Together, own: Any) -> None:
+    """Errors: InputError in all processes of a run unless they pass the same value, which tells
+    what they have read."""
+    each = together.each(own)
+    odd = next((rank for rank, other in enumerate(each) if other != each[0]), None)
+    if odd is not None:
+        raise InputError(
+            f"rank {odd} reads other samples than rank 0; give every rank the same data, in the "
+            "same order (a loader that shuffles needs the same seed on each)"
+        )
+
+
+def with_ends(found: Iterator[dict[str, Array]]) -> Iterator[tuple[dict[str, Array], bool]]:
+    """Yields each batch, and True with the last one."""
+    batch = next(found, None)
+    while batch is not None:
+        following = next(found, None)
+        yield batch, following is None
+        batch = following
