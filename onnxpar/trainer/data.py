@@ -61,46 +61,24 @@ class Data:
     arrays: Mapping[str, Array] = field(default_factory=dict)
 
     @staticmethod
-    def read(
-        path: str | os.PathLike[str],
-        ports: Sequence[Any],
-        dims: Mapping[str, int],
-        rest: Rest | None = None,
-        pad: Mapping[str, float] | None = None,
-    ) -> Data:
-        """Reads samples for the inputs `ports` (`NodeArg`s) from an .npz file of arrays by input
-        name, a .parquet file of columns, or a folder of shards. `dims` are the dimensions that
-        number samples, of inputs and of arrays; `pad` fills shorter samples, by input.
-
-        Errors: InputError if an array is missing or has another shape or number of samples, or if
-        there are fewer samples than in a batch.
-        """
-        return Data.given(Path(path), ports, dims, rest, pad)
-
-    @staticmethod
     def of(
-        arrays: Mapping[str, Any],
-        ports: Sequence[Any],
-        dims: Mapping[str, int],
-        source: str = "data",
-        rest: Rest | None = None,
-        pad: Mapping[str, float] | None = None,
-    ) -> Data:
-        """Like `read`, but with arrays in memory, by input name, or lists of samples that may
-        differ in length; errors name them by `source`."""
-        needs = Needs.of(ports, dims, pad, rest.labels if rest else None)
-        return _in_memory(arrays, needs, rest, source)
-
-    @staticmethod
-    def given(
         data: Samples,
         ports: Sequence[Any],
         dims: Mapping[str, int],
         rest: Rest | None = None,
         pad: Mapping[str, float] | None = None,
     ) -> Data:
-        """Like `read`, with a path, arrays by input name, a sequence of samples, an iterable of
-        samples or batches, or a function that returns one."""
+        """Returns samples for the inputs `ports` (`NodeArg`s).
+
+        data  an .npz file of arrays by input name, a .parquet file of columns, or a folder of
+              shards; arrays by input name, or lists of samples; a sequence of samples (dicts); an
+              iterable of samples or batches, or a function that returns one
+        dims  the dimensions that number samples, of inputs and of arrays
+        pad   by input, the value that fills samples which are shorter than the step's
+
+        Errors: InputError if an input is missing or has another shape or number of samples, or if
+        there are fewer samples than in a batch.
+        """
         needs = Needs.of(ports, dims, pad, rest.labels if rest else None)
         if isinstance(data, Mapping):
             return _in_memory(data, needs, rest, "data")

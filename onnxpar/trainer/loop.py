@@ -324,6 +324,8 @@ def evaluate(trainer: Trainer, data: Data) -> dict[str, float]:
     """Returns the metrics of the model, by name: means over all that counts in the data. Errors:
     InputError if nothing does."""
     measured = [trainer.measure(batch) for batch in batches(trainer.together, data, 0, None)]
+    if not measured:
+        raise InputError("--eval: the data has no batch; give an iterable with samples")
     found = {}
     for name in measured[0]:
         parts = [each[name] for each in measured if each[name][1]]

@@ -70,7 +70,7 @@ def _read(file: Path, read: Any) -> Any:
             return read(parquet)
     except OSError as error:
         raise InputError(cannot_read(file, error, "give a Parquet file")) from error
-    except pyarrow.ArrowException as error:
+    except (ValueError, pyarrow.ArrowException) as error:
         raise InputError(f"{file} cannot be read: {error}; write it again") from error
 
 

@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(trainer: Trainer, made: Path, run: Run) -> None:
-    list(records(trainer, Data.read(made / "train.npz", trainer.data, trainer.spec.batch), run))
+    list(records(trainer, Data.of(made / "train.npz", trainer.data, trainer.spec.batch), run))
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_run_goes_on_past_what_is_damaged(
     for step in (5, 4, 2):
         flip(at(folder, step) / "rank_0001.bin", 99)
     with ThreadTrainer(made / "step.par") as trainer:
-        data = Data.read(made / "train.npz", trainer.data, trainer.spec.batch)
+        data = Data.of(made / "train.npz", trainer.data, trainer.spec.batch)
         run = Run(1, 0.02, checkpoint=folder, every=every, keep=keep, resume=True)
         each = records(trainer, data, run)
         record, left = next(each, None), []

@@ -95,7 +95,7 @@ def test_samples_along_another_dimension() -> None:
 def test_data_that_does_not_fit(given: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", **given)
     with pytest.raises(InputError, match=message):
-        Data.read(tmp_path / "train.npz", PORTS, DIMS)
+        Data.of(tmp_path / "train.npz", PORTS, DIMS)
 
 
 def test_a_step_without_samples() -> None:
@@ -106,10 +106,10 @@ def test_a_step_without_samples() -> None:
 def test_files_that_are_no_data(tmp_path: Path) -> None:
     path = tmp_path / "train.npz"
     with pytest.raises(InputError, match=r"train\.npz"):
-        Data.read(path, PORTS, DIMS)
+        Data.of(path, PORTS, DIMS)
     path.write_text("x, y")
     with pytest.raises(InputError, match=r"train\.npz"):
-        Data.read(path, PORTS, DIMS)
+        Data.of(path, PORTS, DIMS)
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(InputError, match=r"one\.npy"):
-        Data.read(tmp_path / "one.npy", PORTS, DIMS)
+        Data.of(tmp_path / "one.npy", PORTS, DIMS)

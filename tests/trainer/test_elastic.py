@@ -88,7 +88,7 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> type[Mortal]:
 
 
 def data_of(made: Path, trainer: Any) -> Data:
-    return Data.read(made / "train.npz", trainer.data, trainer.spec.batch)
+    return Data.of(made / "train.npz", trainer.data, trainer.spec.batch)
 
 
 def run_of(out: Path, resume: bool = False) -> Run:

@@ -280,6 +280,8 @@ def test_samples_of_other_kinds(par: Path) -> None:
 
 
 def test_an_iterable_that_is_empty_the_second_time(par: Path) -> None:
+    with pytest.raises(InputError, match="--eval: the data has no batch; give an iterable with"):
+        train(par, samples(), Run(1, 0.05), lambda: iter(()))
     once = iter(samples())
     with pytest.raises(InputError, match="epoch 2 of the data has no batch; give an iterable that"):
         train(par, lambda: once, Run(2, 0.05))

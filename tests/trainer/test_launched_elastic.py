@@ -169,7 +169,7 @@ def test_a_run_that_is_asked_to_end_saves_first(made: Path, tmp_path: Path) -> N
         taken = []
         with ThreadTrainer(made / "step.par") as trainer:
             run = run_of(out, resume=resume)
-            data = Data.read(made / "train.npz", trainer.data, trainer.spec.batch)
+            data = Data.of(made / "train.npz", trainer.data, trainer.spec.batch)
             try:
                 for record in records(trainer, data, run, None, must_stop):
                     taken.append(record)

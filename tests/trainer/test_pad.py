@@ -175,7 +175,7 @@ def test_several_dimensions(tmp_path: Path) -> None:
     lists = [{"x": s["x"].tolist(), "n": s["n"]} for s in samples]
     pq.write_table(pa.Table.from_pylist(lists), tmp_path / "x.parquet")
     for given in (samples, tmp_path / "x.parquet"):
-        data = Data.given(given, ports, dims, Rest(None, "counts"), {"x": 0.5})
+        data = Data.of(given, ports, dims, Rest(None, "counts"), {"x": 0.5})
         found = list(data.epoch(0, None))
         whole = np.concatenate([batch["x"] for batch in found], 1)
         np.testing.assert_array_equal(whole[:, :5], wanted)

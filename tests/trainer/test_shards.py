@@ -116,7 +116,7 @@ def order(data: Data, epoch: int, seed: int | None, first: int = 0) -> list[int]
 @pytest.mark.parametrize("rest", [REST, None])
 def test_the_batches_of_one_file(write: Write, rest: Rest | None, tmp_path: Path) -> None:
     wanted = Data.of(arrays(), PORTS, DIMS, rest=rest)
-    found = Data.read(write(tmp_path, arrays()), PORTS, DIMS, rest)
+    found = Data.of(write(tmp_path, arrays()), PORTS, DIMS, rest)
     assert (found.batch, found.count, found.batches) == (8, 29, 3 if rest is None else 4)
     assert found.left_out() == wanted.left_out()
     for first in (0, 3, 8, 27, 29):
@@ -127,7 +127,7 @@ def test_the_batches_of_one_file(write: Write, rest: Rest | None, tmp_path: Path
 
 @every_kind
 def test_each_epoch_has_each_sample_once(write: Write, tmp_path: Path) -> None:
-    data = Data.read(write(tmp_path, arrays()), PORTS, DIMS, REST)
+    data = Data.of(write(tmp_path, arrays()), PORTS, DIMS, REST)
     orders = [order(data, epoch, seed) for epoch in (0, 1) for seed in (0, 7)]
     assert len({tuple(each) for each in orders}) == 4
     assert all(sorted(each) == list(range(29)) for each in orders)
@@ -142,7 +142,7 @@ def test_each_epoch_has_each_sample_once(write: Write, tmp_path: Path) -> None:
 
 
 def test_an_epoch_reads_one_shard_after_the_other(tmp_path: Path) -> None:
-    data = Data.read(in_npz(tmp_path, arrays()), PORTS, DIMS, REST)
+    data = Data.of(in_npz(tmp_path, arrays()), PORTS, DIMS, REST)
     shards = np.repeat(np.arange(4), np.diff(CUTS))
     orders = set()
     for epoch in range(20):
@@ -164,16 +164,16 @@ def test_what_is_in_memory_has_numpys_order() -> None:
 def test_the_digest_is_that_of_what_is_in_the_files(write: Write, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     place = write(tmp_path / "one", arrays())
-    digest = Data.read(place, PORTS, DIMS).digest
+    digest = Data.of(place, PORTS, DIMS).digest
     assert len(digest) == 16
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     moved = tmp_path / "two" if place.is_dir() else tmp_path / "two" / place.name
-    assert Data.read(moved, PORTS, DIMS).digest == digest
-    assert Data.read(moved, PORTS, DIMS, pad={"x": 1}).digest != digest
+    assert Data.of(moved, PORTS, DIMS).digest == digest
+    assert Data.of(moved, PORTS, DIMS, pad={"x": 1}).digest != digest
     for name in DIMS:
         changed = arrays()
         changed[name].flat[90 % changed[name].size] += 1
-        assert Data.read(write(tmp_path / "one", changed), PORTS, DIMS).digest != digest
+        assert Data.of(write(tmp_path / "one", changed), PORTS, DIMS).digest != digest
 
 
 @pytest.mark.parametrize("block", [64, 1 << 16])
@@ -183,12 +183,12 @@ def test_the_digest_of_large_files(
     """Reads some places of them: among these, the beginning and the end."""
     monkeypatch.setattr("onnxpar.trainer.sources._DIGESTED", 100)
     monkeypatch.setattr("onnxpar.trainer.sources._BLOCK", block)
-    digests = {Data.read(in_npy(tmp_path, arrays()), PORTS, DIMS).digest}
+    digests = {Data.of(in_npy(tmp_path, arrays()), PORTS, DIMS).digest}
     for row in (0, 28):
         changed = arrays()
         changed["x"][row, 5] += 1
-        digests.add(Data.read(in_npy(tmp_path, changed), PORTS, DIMS).digest)
-    digests.add(Data.read(in_npy(tmp_path, arrays(28)), PORTS, DIMS).digest)
+        digests.add(Data.of(in_npy(tmp_path, changed), PORTS, DIMS).digest)
+    digests.add(Data.of(in_npy(tmp_path, arrays(28)), PORTS, DIMS).digest)
     assert len(digests) == 4
 
 
@@ -220,7 +220,7 @@ def test_memory_is_bounded(write: Write, tmp_path: Path, monkeypatch: pytest.Mon
 
     def run() -> None:
         total = 0.0
-        for batch in Data.read(tmp_path, ports, DIMS).epoch(0, 1):
+        for batch in Data.of(tmp_path, ports, DIMS).epoch(0, 1):
             np.testing.assert_array_equal(batch["x"][:, -1], batch["labels"])
             total += float(batch["x"][:, 9].sum())
         assert total == 3999 * 2000
@@ -230,6 +230,10 @@ def test_memory_is_bounded(write: Write, tmp_path: Path, monkeypatch: pytest.Mon
 
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-70])
+
+
+def replace(file: Path, old: bytes, new: bytes) -> None:
+    file.write_bytes(file.read_bytes().replace(old, new))
 
 
 def parquet_of(folder: Path, **columns: Any) -> None:
@@ -324,6 +328,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: parquet_of(f, x=[[0.5] * 5 + [None]] * 9),
         r"column 'x' lacks 9 values; leave such rows out",
     ),
+    "parquet names": (
+        lambda f: (parquet_of(f), replace(f / "a.parquet", b"labels", b"lab\x80ls")),
+        r"a\.parquet cannot be read: 'utf-8' codec can't decode byte 0x80 in position 3",
+    ),
     "parquet cut": (
         lambda f: (parquet_of(f), cut(f / "a.parquet")),
         r"a\.parquet cannot be read: ",
@@ -336,14 +344,14 @@ def test_what_is_wrong_with_files(fault: str, tmp_path: Path) -> None:
     write, message = FAULTS[fault]
     write(tmp_path)
     with pytest.raises(InputError, match=message):
-        for _ in Data.read(tmp_path, PORTS, DIMS).epoch(0, None):
+        for _ in Data.of(tmp_path, PORTS, DIMS).epoch(0, None):
             pass
 
 
 @pytest.mark.parametrize("write", [in_npz, in_npy, in_npy_parts, in_parquet])
 def test_files_that_change_during_a_run(write: Write, tmp_path: Path) -> None:
     """They are not read as another number of samples."""
-    data = Data.read(write(tmp_path, arrays()), PORTS, DIMS)
+    data = Data.of(write(tmp_path, arrays()), PORTS, DIMS)
     write(tmp_path, {n: a if n == "mask" else a[:24] for n, a in arrays().items()})
     with pytest.raises(InputError, match="has changed since the run began; begin the run again"):
         list(data.epoch(0, None))
@@ -353,7 +361,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_text("")
     with pytest.raises(InputError, match=r"a\.parquet needs pyarrow; .* pip install 'onnxpar\[par"):
-        Data.read(tmp_path, PORTS, DIMS)
+        Data.of(tmp_path, PORTS, DIMS)
 
 
 @pytest.fixture(scope="module")
