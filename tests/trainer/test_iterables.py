@@ -134,28 +134,40 @@ def losses(found: list[Record]) -> list[float]:
     return [record.values["loss"] for record in found]
 
 
+@pytest.fixture(scope="module")
+def shuffled(par: Path) -> tuple[list[Record], Arrays]:
+    """A run over arrays."""
+    return train(par, arrays(), Run(2, 0.05))
+
+
+@pytest.fixture(scope="module")
+def straight(par: Path) -> tuple[list[Record], Arrays]:
+    """A run over arrays in their order, with evaluations."""
+    return train(par, arrays(), Run(2, 0.05, shuffle=False), arrays())
+
+
 @pytest.mark.parametrize("make", SEQUENCES)
-def test_samples_that_have_numbers(par: Path, make: Callable[[], Any]) -> None:
+def test_samples_that_have_numbers(
+    par: Path, make: Callable[[], Any], shuffled: tuple[list[Record], Arrays]
+) -> None:
     """Are taken in the order in which those of arrays are."""
-    wanted, left = train(par, arrays(), Run(2, 0.05))
-    found, states_then = train(par, make(), Run(2, 0.05))
-    assert losses(found) == losses(wanted) and len(found) == 6
-    same(states_then, left)
+    found, left = train(par, make(), Run(2, 0.05))
+    assert losses(found) == losses(shuffled[0]) and len(found) == 6
+    same(left, shuffled[1])
 
 
 @pytest.mark.parametrize("make", STREAMS)
-def test_samples_as_they_come(par: Path, make: Callable[[], Any]) -> None:
-    """In batches of the step's size, whatever sizes they come in."""
-    straight = Run(2, 0.05, shuffle=False)
-    wanted, left = train(par, arrays(), straight, arrays(11))
-    found, states_then = train(par, make(), straight, arrays(11))
-    assert losses(found) == losses(wanted)
-    told = [[(r.epoch, r.step, r.total, r.evaluation) for r in each] for each in (found, wanted)]
+def test_samples_as_they_come(
+    par: Path, make: Callable[[], Any], straight: tuple[list[Record], Arrays]
+) -> None:
+    """In batches of the step's size, whatever sizes they come in, for training and evaluation."""
+    found, left = train(par, make(), Run(2, 0.05), make())
+    assert losses(found) == losses(straight[0])
+    told = [
+        [(r.epoch, r.step, r.total, r.evaluation) for r in each] for each in (found, straight[0])
+    ]
     assert told[0] == told[1]
-    same(states_then, left)
-    evaluated, _ = train(par, arrays(), Run(1, 0.05), make())
-    again, _ = train(par, arrays(), Run(1, 0.05), arrays())
-    assert evaluated[-1].evaluation == again[-1].evaluation
+    same(left, straight[1])
 
 
 def test_an_epoch_is_told_its_number(par: Path) -> None:
