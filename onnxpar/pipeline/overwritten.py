@@ -4,7 +4,7 @@ for commands on a model: `run` does not wait for it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,6 +39,8 @@ WRITTEN = {
     "csv": "--csv",
 }
 """Options that name a file to write, and their flags."""
+DATA = ("data", "eval")
+"""Options that may also name a folder, all of whose files are read."""
 
 
 def refuse_overwriting(options: Mapping[str, Any]) -> None:
@@ -50,6 +52,8 @@ def refuse_overwriting(options: Mapping[str, Any]) -> None:
         place = _place(path)
         if place in taken:
             raise InputError(f"{path} is {taken[place]}; give another file with {flag}")
+        if place.is_file() and any(_place(f) in place.parents for _, f in _files(options, DATA)):
+            raise InputError(f"{path} is a file of training data; give another file with {flag}")
         if _has_weights(path, options):
             raise InputError(f"{path} has weights of the model; give another file with {flag}")
         if not path.exists() or path.is_file():  # /dev/null may be given twice
@@ -73,7 +77,7 @@ def _read(options: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
         yield _place(path), f"{READ[name]} itself" if name == "model" else READ[name]
 
 
-def _files(options: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+def _files(options: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Path]]:
     for name in names:
         value = options.get(name)
         if _is_path(value):

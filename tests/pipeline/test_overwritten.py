@@ -43,7 +43,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("t.yaml").write_text(onnxpar.Topology.default().text())
     np.savez("in.npz", x=np.ones((8, 16), np.float32))
     os.symlink("m.onnx", "link.onnx")
+    Path("shards/x").mkdir(parents=True)
+    np.save("shards/x/0.npy", np.ones((8, 16), np.float32))
     return tmp_path
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 GRAD = "grad m.onnx --loss mse --optimizer sgd -o"
@@ -67,17 +73,19 @@ GRAD = "grad m.onnx --loss mse --optimizer sgd -o"
         "run m.par --inputs in.npz --outputs in.npz",
         "run m.par --inputs in.npz --outputs out --profile out",
         "train m.par --data in.npz --lr 1 --profile in.npz",
+        "train m.par --data shards --lr 1 --profile shards/x/0.npy",
+        "train m.par --data in.npz --eval ./shards --lr 1 --csv shards/x/0.npy",
         "checkpoint merge checkpoints m.onnx -o m.onnx",
     ],
 )
 def test_what_is_read_is_not_overwritten(
     command: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = {p: p.read_bytes() for p in place.iterdir()}
+    before = contents(place)
     assert main(command.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "; give another f" in error
-    assert {p: p.read_bytes() for p in place.iterdir()} == before
+    assert contents(place) == before
 
 
 @pytest.mark.parametrize(
@@ -93,10 +101,10 @@ def test_what_is_read_is_not_overwritten(
     ],
 )
 def test_nor_by_a_call(call: Callable[[], object], place: Path) -> None:
-    before = {p: p.read_bytes() for p in place.iterdir()}
+    before = contents(place)
     with pytest.raises(OnnxparError, match="give another file with"):
         call()
-    assert {p: p.read_bytes() for p in place.iterdir()} == before
+    assert contents(place) == before
 
 
 def test_what_is_not_read_may_be_replaced(place: Path) -> None:
