@@ -67,6 +67,7 @@ class Data:
         dims: Mapping[str, int],
         rest: Rest | None = None,
         pad: Mapping[str, float] | None = None,
+        labels: str | None = None,
     ) -> Data:
         """Returns samples for the inputs `ports` (`NodeArg`s).
 
@@ -74,12 +75,13 @@ class Data:
               shards; arrays by input name, or lists of samples; a sequence of samples (dicts); an
               iterable of samples or batches, or a function that returns one
         dims  the dimensions that number samples, of inputs and of arrays
-        pad   by input, the value that fills samples which are shorter than the step's
+        pad   by input, the value that fills samples which are shorter than the step's; by default,
+              `labels` are filled with one that does not count
 
         Errors: InputError if an input is missing or has another shape or number of samples, or if
         there are fewer samples than in a batch.
         """
-        needs = Needs.of(ports, dims, pad, rest.labels if rest else None)
+        needs = Needs.of(ports, dims, pad, labels)
         if isinstance(data, Mapping):
             return _in_memory(data, needs, rest, "data")
         if not isinstance(data, str | os.PathLike):

@@ -117,7 +117,7 @@ class Needs:
 
     def _whole(self, name: str, value: Any, source: str) -> Array:
         if _is_list(value) and self.dims.get(name) == 0:
-            return self._stack(name, value, [source] * len(value))
+            return self._stack(name, value, [f"{source}: sample {i}" for i in range(len(value))])
         return self.filled(name, self._array(name, value, source), source)
 
     def stacked(self, samples: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> Chunk:

@@ -115,7 +115,8 @@ class Trainer(Closing):
         """Returns samples as batches for training, or for evaluation: those of a file or folder,
         arrays by input name, or an iterable or function of samples or batches, as `train` takes
         them. `pad` fills shorter samples, by input. Errors: InputError."""
-        found = Data.of(data, self.data, self.spec.batch, Rest.of(self.spec, trains), pad)
+        rest = Rest.of(self.spec, trains)
+        found = Data.of(data, self.data, self.spec.batch, rest, pad, self.spec.labels)
         self._check_labels(found.arrays)
         return found
 

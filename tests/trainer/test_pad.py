@@ -224,3 +224,29 @@ def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     other = ["--pad", "ids=8", "--pad", "mask=0"]
     assert main([*how, *other, "--epochs", "3", "--resume"]) == 2
     assert "data of digest" in capsys.readouterr().err
+
+
+BATCH_NORM = """norm (float[4,2,6] x, float[2] w1, float[2] w2, float[2] w3, float[2] w4)
+=> (float[4,2,6] y) { y, m, v = BatchNormalization<training_mode = 1>(x, w1, w2, w3, w4) }"""
+
+
+def test_labels_of_a_step_that_needs_full_batches(tmp_path: Path) -> None:
+    """Are filled like those of any other."""
+    step = write_step(BATCH_NORM, tmp_path, class_axis=1, running_variance="biased")
+    par, _ = shard(step, "data-parallel 2")
+    x = np.zeros((9, 2, 6), np.float32)
+    with ThreadTrainer(par) as trainer:
+        assert trainer.spec.full_batches
+        data = trainer.batches_of({"x": x, "labels": np.ones((9, 4), int)})
+        assert data.left_out() == (
+            "each epoch uses 8 of 9 samples, in 2 batches of 4; the other 1 do not fill a batch"
+        )
+        for batch in data.epoch(0, None):
+            np.testing.assert_array_equal(batch["labels"], [[1] * 4 + [-100] * 2] * 4)
+
+
+def test_lists_in_memory_name_the_sample() -> None:
+    ports = [NodeArg("ids", "tensor(int64)", [4, 6])]
+    message = r"data: sample 2: the array 'ids' has the shape \[1, 7\]; the step needs"
+    with pytest.raises(InputError, match=message):
+        Data.of({"ids": [[1] * 6, [1] * 6, [1] * 7]}, ports, {"ids": 0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,33 @@ def test_what_is_wrong_with_files(fault: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         for _ in Data.of(tmp_path, PORTS, DIMS).epoch(0, None):
             pass
+
+
+def damaged(whole: bytes, draw: np.random.Generator) -> bytes:
+    """A file that was cut, or of which some bytes are others: any, or those of its ends."""
+    if not draw.integers(4):
+        return whole[: draw.integers(len(whole))]
+    most = min(len(whole), int(draw.choice([120, 1 << 30])))
+    found = bytearray(whole)
+    for _ in range(draw.integers(1, 4)):
+        found[draw.choice([1, -1]) * draw.integers(1, most)] = draw.integers(256)
+    return bytes(found)
+
+
+@every_kind
+def test_files_that_are_damaged(write: Write, tmp_path: Path) -> None:
+    """Are refused, or are read as other numbers."""
+    place = write(tmp_path, arrays())
+    files = {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()}
+    draw = np.random.default_rng(0)
+    for _ in range(40):
+        file, whole = list(files.items())[draw.integers(len(files))]
+        file.write_bytes(damaged(whole, draw))
+        with suppress(InputError):
+            data = Data.of(place, PORTS, DIMS, REST)
+            for batch in data.epoch(0, None):
+                assert batch["x"].shape == (8, 6) and batch["labels"].shape == (8,)
+        file.write_bytes(whole)
 
 
 @pytest.mark.parametrize("write", [in_npz, in_npy, in_npy_parts, in_parquet])
