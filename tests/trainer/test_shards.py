@@ -210,23 +210,41 @@ def peak(what: Callable[[], None]) -> int:
     return status("VmHWM") - before
 
 
-@pytest.mark.parametrize("write", [in_npz, in_npy, in_parquet])
+WIDE = [NodeArg("x", "tensor(float)", [8, 10000]), NodeArg("labels", "tensor(int64)", [8])]
+
+
+def write_wide(write: Write, folder: Path, count: int, patch: pytest.MonkeyPatch) -> None:
+    """Writes samples of 40 kB, in ten shards."""
+    patch.setattr(f"{__name__}.CUTS", list(range(0, count + 1, count // 10)))
+    x = np.arange(count, dtype=np.float32)[:, None] + np.zeros((1, 10000), np.float32)
+    write(folder, {"x": x, "labels": np.arange(count)})
+
+
+def check_wide(folder: Path, count: int, each: Callable[[], None] = lambda: None) -> None:
+    """Reads an epoch; calls `each` with each batch."""
+    total = 0.0
+    for batch in Data.of(folder, WIDE, DIMS).epoch(0, 1):
+        np.testing.assert_array_equal(batch["x"][:, -1], batch["labels"])
+        total += float(batch["x"][:, 9].sum())
+        each()
+    assert total == (count - 1) * count / 2
+
+
+@pytest.mark.parametrize("write", [in_npz, in_npy])
 def test_memory_is_bounded(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """160 MB, of which a process has a shard of 16 MB at a time, and what reads it."""
-    monkeypatch.setattr(f"{__name__}.CUTS", list(range(0, 4001, 400)))
-    ports = [NodeArg("x", "tensor(float)", [8, 10000]), NodeArg("labels", "tensor(int64)", [8])]
-    x = np.arange(4000, dtype=np.float32)[:, None] + np.zeros((1, 10000), np.float32)
-    write(tmp_path, {"x": x, "labels": np.arange(4000)})
-    del x
+    write_wide(write, tmp_path, 4000, monkeypatch)
+    assert peak(lambda: check_wide(tmp_path, 4000)) < 40e6
 
-    def run() -> None:
-        total = 0.0
-        for batch in Data.of(tmp_path, ports, DIMS).epoch(0, 1):
-            np.testing.assert_array_equal(batch["x"][:, -1], batch["labels"])
-            total += float(batch["x"][:, 9].sum())
-        assert total == 3999 * 2000
 
-    assert peak(run) < 40e6
+def test_pyarrow_has_a_row_group_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 MB; what is free in its pool does not tell."""
+    pa = pytest.importorskip("pyarrow")
+    write_wide(in_parquet, tmp_path, 1000, monkeypatch)
+    gc.collect()
+    before, held = pa.total_allocated_bytes(), []
+    check_wide(tmp_path, 1000, lambda: held.append(pa.total_allocated_bytes() - before))
+    assert 4e6 <= np.median(held) < 9e6 and max(held) < 20e6  # it frees some of it later
 
 
 def cut(file: Path) -> None:
