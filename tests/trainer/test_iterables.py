@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,12 @@ def test_the_number_of_steps_of_a_run(
         assert [r.total for r in found if r.evaluation] == [3, 4][: steps - 2]
 
 
+def test_an_epoch_without_end(par: Path, straight: tuple[list[Record], Arrays]) -> None:
+    found, _ = train(par, lambda: cycle(samples()), Run(None, 0.05, max_steps=5), arrays())
+    assert losses(found)[:2] == losses(straight[0])[:2]
+    assert [bool(r.evaluation) for r in found] == [False] * 4 + [True]
+
+
 def test_a_run_with_steps_goes_on(
     par: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,9 +293,10 @@ def test_samples_of_other_kinds(par: Path) -> None:
         ([{"x": x, "labels": 7}] * 9, r"input 'labels': label 7 at \[0\] is none of the 5"),
         (lambda: iter([{"x": np.zeros((9, 6)), "labels": np.zeros(8, int)}]), "equal numbers"),
     ]
-    for data, message in given:
-        with pytest.raises(InputError, match=message):
-            train(par, data, Run(1, 0.05, shuffle=False))
+    with ThreadTrainer(par) as trainer:
+        for data, message in given:
+            with pytest.raises(InputError, match=message):
+                list(records(trainer, trainer.batches_of(data), Run(1, 0.05, shuffle=False)))
 
 
 def test_an_iterable_that_is_empty_the_second_time(par: Path) -> None:
@@ -309,19 +317,17 @@ def test_ranks_that_are_given_other_samples(par: Path, make: Callable[[], Any]) 
         told += 1
         return [payload, payload if told < last else json.dumps("other").encode()]
 
-    for last in (1, 2, 5, 6):
-        told = 0
-        with ThreadTrainer(par) as trainer:
-            trainer.together = Together(0, 2, exchange)
-            data = trainer.batches_of(make())
-            if make is arrays and last > 1:  # of a digest, nothing else can differ
-                list(records(trainer, data, Run(1, 0.05)))
-                continue
-            if last == 6:  # what they read, three batches, and the end
-                list(records(trainer, data, Run(1, 0.05)))
+    with ThreadTrainer(par) as trainer:
+        trainer.together = Together(0, 2, exchange)
+        for last in (1, 2, 5, 6):
+            told = 0
+            run = records(trainer, trainer.batches_of(make()), Run(1, 0.05))
+            # They compare a digest; or that there is none, three batches, and the end.
+            if last > (1 if make is arrays else 5):
+                list(run)
                 continue
             with pytest.raises(InputError, match="rank 1 reads other samples than rank 0; give ev"):
-                list(records(trainer, data, Run(1, 0.05)))
+                list(run)
 
 
 def test_in_memory_the_dtype_of_arrays_stays() -> None:
