@@ -60,7 +60,11 @@ def source_of(data: Any, needs: Needs) -> Source:
 
 
 def _taken(data: Sequence[Any], rows: Array, needs: Needs) -> Chunk:
-    samples = [data[int(i)] for i in rows]
+    numbers = [int(i) for i in rows]
+    if hasattr(data, "__getitems__"):  # by which torch reads several at once, where there is one
+        samples = data.__getitems__(numbers)
+    else:
+        samples = [data[i] for i in numbers]
     return needs.stacked(samples, [f"sample {i} of the data" for i in rows])
 
 
