@@ -48,7 +48,9 @@ def _described(parquet: Any) -> tuple[list[str], list[int]]:
 
 def _open(file: Path, group: int, count: int, needs: Needs) -> Take:
     """Reads a row group. Errors: InputError, with the names of the file and the column."""
-    table = _read(file, lambda parquet: parquet.read_row_group(group, columns=list(needs.ports)))
+    # Threads of pyarrow would keep what they read until they read more.
+    how: dict[str, Any] = {"columns": list(needs.ports), "use_threads": False}
+    table = _read(file, lambda parquet: parquet.read_row_group(group, **how))
     if table.num_rows != count:
         raise InputError(f"{file} has changed since the run began; begin the run again")
     chunk = {}
