@@ -175,16 +175,18 @@ class Builder:
         *,
         gain: float = 1.0,
         rounds: bool = False,
+        times: float = 1.0,
         kind: str | None = None,
         outputs: int = 1,
         domain: str = "",
         **attrs: Any,
     ) -> list[Value]:
-        """Adds a node. Errors of its operands grow by `gain`; `rounds` says that it is inexact."""
+        """Adds a node. Errors of its operands grow by `gain`; `rounds` says that it is inexact, by
+        so many `times` a rounding of the bound."""
         operands = [i for i in inputs if isinstance(i, Value)]
         noise = gain * sum(i.noise for i in operands)
         if rounds or noise:
-            noise += ROUNDING * max(bound, 1.0)
+            noise += ROUNDING * max(bound, 1.0) * times
         if bound > LIMIT or noise > 1e-2:
             raise NotHere
         kind = kind or operands[0].kind

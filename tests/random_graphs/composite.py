@@ -43,7 +43,9 @@ def recurrence(b: Builder, op: str) -> object:
     operands = [x, b.fresh((1, gates * hidden, width)), b.fresh((1, gates * hidden, hidden))]
     if not x.is_exact:
         raise NotHere  # errors grow from step to step
-    return b.add(op, operands, 1.0, gain=1.0, rounds=True, hidden_size=hidden)
+    weight = 3.0  # the largest of fresh values
+    steps = sum((weight * hidden) ** k for k in range(x.shape[0]))  # each amplifies what is before
+    return b.add(op, operands, 1.0, rounds=True, times=steps, hidden_size=hidden)
 
 
 @makes("NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss")
