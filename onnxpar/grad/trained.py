@@ -112,10 +112,11 @@ class Weights:
     left: list[Left]
     asked: frozenset[str] = frozenset()
 
-    @property
-    def frozen(self) -> list[gs.Constant]:
-        """The weights that are not trained because of the user's choice alone."""
-        return [left.tensor for left in self.left if left.is_trainable]
+    def frozen(self, in_role: bool) -> list[gs.Constant]:
+        """The weights that are not trained because of the user's choice alone; with `in_role`, only
+        those that a node reads as an operand that is usually a weight."""
+        found = [left for left in self.left if left.is_trainable]
+        return [left.tensor for left in found if left.in_role or not in_role]
 
 
 def find_trained(

@@ -199,8 +199,10 @@ def add_backward(
         for t in constants(graph)
         if program.is_part(t.name)
     }
+    # In 16 bits, it matters whether other constants have values that fit.
+    frozen = weights.frozen(options.precision is not None) if updates else []
     if options.precision is not None:
-        full = {t.name for t in (*weights.trained, *weights.frozen)}
+        full = {t.name for t in (*weights.trained, *frozen)}
         lower_precision(graph, options.precision, full)
     norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
     # Send and Recv must run exactly once in a step: so there is no copy for evaluation, and no run
@@ -236,7 +238,6 @@ def add_backward(
     results = [*(v.tensor for v in (loss, *evaluated.values(), *counts)), *(t for _, t in running)]
     drop_unread_rows(graph, results, {t.name for t in weights.trained})
     parameters = [parts.get(t.name) or _as_input(graph, t.tensor) for t in weights.trained]
-    frozen = weights.frozen if updates else []
     held = [parts.get(t.name) or _as_input(graph, t) for t in frozen]
     scale = options.scale.factor(Builder(graph, "scale")) if options.scale else None
     seed = loss.builder.constant(1, loss.dtype) if scale is None else scale.cast(loss.dtype)
