@@ -21,8 +21,8 @@ lint() {
 wheel_and_oldest() { # and compiles the tests, which each worker would do for itself
   pytest -q --collect-only >/dev/null 2>&1 &
   tests/install.sh build/dist/*.whl
-  wait $! || true
   tests/oldest.sh
+  wait $! || true
 }
 part 1 "set-up and types" .ci/install.sh test mypy
 PATH=$PWD/.venv/bin:$PATH

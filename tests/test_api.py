@@ -213,6 +213,7 @@ def test_plans_print_as_the_command_does(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+@pytest.mark.slow
 def test_candidates_print_as_the_command_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

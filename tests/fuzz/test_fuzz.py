@@ -53,10 +53,12 @@ def test_mutated_models(every: int) -> None:
     none_fails(Models(0, share_of_large=0.02), range(0, 120, every))
 
 
+@pytest.mark.slow
 def test_mutated_configurations(base: Path, every: int) -> None:
     none_fails(Configurations(0, base), range(0, 120, every))
 
 
+@pytest.mark.slow
 def test_broken_folders(base: Path, every: int) -> None:
     none_fails(Folders(0, base), range(0, 120, every))
 

@@ -62,6 +62,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.op)
 def test_gradient(prove, case):
     prove(case)

@@ -89,6 +89,7 @@ def test_strangers_that_never_end_their_hello(kind: str, count: int) -> None:
     assert found["left"] == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_reads() -> None:
     found, _ = hostile("deaf", count=20_000)
     assert re.fullmatch(r"rank 1 \(pid 1\) does not read its messages", found["error"])

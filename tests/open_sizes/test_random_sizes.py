@@ -80,6 +80,6 @@ def test_models_that_were_wrong(seed: int, tmp_path: Path) -> None:
 
 def test_random_models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> None:
     went: Counter[str] = Counter()
-    for seed in range(request.config.getoption("--random-graphs") // 24):
+    for seed in range(request.config.getoption("--random-graphs") // 40):
         went += compare_runs(seed, tmp_path_factory.mktemp("model"))
     assert went["right"] > 10 * went["limited"] and went["right"] > 50 * went["refused"], went

@@ -69,6 +69,7 @@ def _is_default(what: str, way: str) -> bool:
 
 
 @pytest.mark.matrix(2)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("what", "way"),
     [

@@ -212,6 +212,7 @@ def run_command(par: Path, *more: str) -> list[str]:
     return ["run", str(par), "--inputs", str(par.parent / "in.npz"), "--timeout", "30", *more]
 
 
+@pytest.mark.slow
 def test_the_command(
     par: Path,
     tmp_path: Path,

@@ -165,6 +165,7 @@ def test_a_rank_that_leaves_says_why(folder: Path, tmp_path: Path) -> None:
     ), first
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.usefixtures("medium")
 @pytest.mark.parametrize("victim", [0, 1])

@@ -80,6 +80,7 @@ def test_sizes_that_data_decides(tmp_path: Path, messages: list[str]) -> None:
     assert messages == ["the start", "run 1"]
 
 
+@pytest.mark.slow
 def test_another_dtype_between(par: Path, x: np.ndarray) -> None:
     """Arrays of the same shape, and even of the same bytes, are refused between equal runs."""
     with InferenceSession(par) as session:
@@ -121,6 +122,7 @@ def test_states_between(tmp_path: Path, messages: list[str]) -> None:
     assert runs == ["run 1", "run 2", "run 5", "run 7"]
 
 
+@pytest.mark.slow
 def test_states_of_another_size(tmp_path: Path) -> None:
     """t = s + x: the same feeds again need another request, and without a state they are wrong."""
     graph = helper.make_graph(
@@ -208,6 +210,7 @@ def test_states_of_a_run_that_failed(tmp_path: Path) -> None:
             np.testing.assert_array_equal(y, np.full(4, 2 * (total + 3)))
 
 
+@pytest.mark.slow
 def test_a_state_that_is_read_between(tmp_path: Path) -> None:
     par = looked_up(tmp_path)
     one = {"i": np.array([1])}
@@ -223,6 +226,7 @@ def test_a_state_that_is_read_between(tmp_path: Path) -> None:
         np.testing.assert_array_equal(session.states.read("s"), np.full(4, 13))
 
 
+@pytest.mark.slow
 def test_inputs_of_four_bits(tmp_path: Path) -> None:
     """They are packed for each run."""
     graph = helper.make_graph(
@@ -267,6 +271,7 @@ def test_after_a_run_that_failed(tmp_path: Path, messages: list[str]) -> None:
     assert runs == ["run 1", "run 4", "run 5"]
 
 
+@pytest.mark.slow
 def test_texts(tmp_path: Path, messages: list[str]) -> None:
     """Their bytes may have another length each time, so each run has a message."""
     graph = helper.make_graph(

@@ -44,8 +44,9 @@ def of_llama() -> dict[str, Array]:
     return {name: draw(size).astype(np.float32) for name, size in wanted.items()}
 
 
-@pytest.mark.parametrize("further", ["", "wrapped.inner."])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("further", "dtype"), [("", np.float32), ("wrapped.inner.", ml_dtypes.bfloat16)]
+)
 def test_weights_that_an_exporter_renamed_and_transposed(
     further: str, dtype: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def par(tmp_path_factory: Any) -> Path:
     return shard(write_step(MLP, tmp_path_factory.mktemp("m"), optimizer="adam"), "zero1 2")[0]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_from_any_step(par: Path, after: int, tmp_path: Path) -> None:
     """Of two epochs of three steps, of which the last has five samples."""
@@ -108,6 +109,7 @@ def test_another_batch_size_goes_on_with_the_next_sample(par: Path, tmp_path: Pa
     same(train(other, again), wanted)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("layout", ["zero1 2", "tensor-parallel 3", "hybrid dp=2,tp=2"])
 @pytest.mark.parametrize("how", [{"frozen": ["w1"]}, {"params": ["w2"]}])
 def test_trained_weights_that_a_step_freezes(

@@ -66,6 +66,7 @@ def test_averages_in_torch() -> None:
     np.testing.assert_allclose(averaged(each), found, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("layout", ["data-parallel 2", "zero2 2", "zero3 3", "tensor-parallel 2"])
 def test_averages_are_kept_evaluated_and_written(layout: str, tmp_path: Path) -> None:
     path = write_step(MLP, tmp_path, "mse", "momentum", ema=DECAY)

@@ -72,6 +72,7 @@ WEIGHTED = {"class_weights": [1, 2, 0.5, 0, 3], "label_smoothing": 0.1}
 LABELS = np.array([0, 1, 4, 3, -100, 2, 2, 1])
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("loss", "how", "layout"),
     [

@@ -28,6 +28,7 @@ def batch(seed: int) -> dict[str, Array]:
     return {"x": np.random.default_rng(seed).standard_normal((8, 4)).astype(np.float32)}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("layout", "how"),
     [

@@ -195,6 +195,7 @@ float[1,15,14] w4, float[1,15,5] w5, float[1,30] w6, float[5,3] w7) => (float[4,
   o, a = GRU<hidden_size = 5>(v, w4, w5, w6)  f = Squeeze(a, zero)  y = MatMul(f, w7) }"""
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2"])
 def test_training_with_split_units(mesh: str, tmp_path: Path) -> None:
