@@ -21,6 +21,7 @@ from fuzz.corpus import FOUND, MODELS, tiny
 from fuzz.mutate import mutated
 from fuzz.trial import Case, chance_of, run_command
 
+from onnxpar.cli.parser import parser
 from onnxpar.files.digests import sealed
 
 STRATEGY = {
@@ -69,20 +70,6 @@ WORDS = (
     "x" * 5000, "m.onnx", "in.npz", "json", "n=1:abc", "n=1:inf", "n=1:-1", "²", "٣", "1_0",
     "0x10", " 2 ",
 )  # fmt: skip
-FLAGS = {
-    "plan": ("--devices", "--mesh", "--preset", "--search", "--memory-limit", "--objective",
-             "--strategy", "--configuration", "--topology", "--dim", "--typical", "--state",
-             "--fusion", "--bucket-mb", "--compression", "--plugin", "--add-pass", "--dump",
-             "--save-strategy", "--compare", "--html"),
-    "grad": ("--loss", "--loss-of", "--class-axis", "--optimizer", "--weight-decay", "--momentum",
-             "--batch-norm", "--groups", "--clip-norm", "--precision", "--loss-scale",
-             "--accumulate", "--params", "--frozen", "--dim", "--preset", "--devices", "--mesh"),
-    "opt": ("--passes", "--print-after", "--devices", "--mesh", "-o"),
-    "run": ("--inputs", "--repeat", "--timeout", "--profile", "--outputs"),
-    "train": ("--data", "--eval", "--batch", "--epochs", "--lr", "--schedule", "--warmup", "--seed",
-              "--checkpoint", "--every", "--keep", "--timeout", "--profile"),
-    "check": ("--seed", "--steps", "--lr", "--rtol", "--atol", "--timeout", "--inputs"),
-}  # fmt: skip
 STARTS = {
     "plan": ["m.onnx", "--devices", "2"],
     "grad": ["m.onnx", "-o", "s.onnx", "--loss", "mse", "--optimizer", "sgd"],
@@ -91,6 +78,14 @@ STARTS = {
     "train": ["step.par", "--data", "gone.npz", "--lr", "0.1"],
     "check": ["m.onnx", "--devices", "2", "--inputs", "gone.npz"],
 }
+UNTRIED = ("help", "time_passes")
+"""Options that print more lines than an error."""
+COMMANDS = next(action.choices for action in parser()._actions if isinstance(action.choices, dict))
+FLAGS = {
+    name: [a for a in COMMANDS[name]._actions if a.option_strings and a.dest not in UNTRIED]
+    for name in STARTS
+}
+"""The options of each command."""
 MERGE = ["checkpoint", "merge", "checkpoints", "m.onnx", "-o", "merged.onnx"]
 
 
@@ -351,7 +346,11 @@ def _arguments(folder: Path, chance: random.Random) -> list[str]:
     if command in ("plan", "opt") and chance.random() < 0.3:
         words[1] = "open.onnx"
     for _ in range(chance.choice((1, 1, 2))):
-        words += [chance.choice(FLAGS[command]), chance.choice(WORDS)]
+        flag = chance.choice(FLAGS[command])
+        words.append(flag.option_strings[-1])
+        if flag.nargs != 0:
+            known = list(map(str, flag.choices or ()))
+            words.append(chance.choice(known if known and chance.random() < 0.5 else WORDS))
     return words
 
 
