@@ -15,6 +15,7 @@ from onnxpar.canonicalize.kept_bounds import DROPPING, drops_bounds
 from onnxpar.canonicalize.kept_ranges import SLICING, takes_ranges
 from onnxpar.checking.sensitivity import ORT_ERRORS, read_model
 from onnxpar.errors import InputError, ModelError
+from onnxpar.runtime.load_session import load_session
 from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
 from onnxpar.runtime.values import is_optional, is_value
@@ -71,9 +72,7 @@ def open_unsplit(
     disabled = DROPPING * drops_bounds(proto) + SLICING * takes_ranges(proto)
 
     def opened() -> ort.InferenceSession:
-        return ort.InferenceSession(
-            source, options, ["CPUExecutionProvider"], disabled_optimizers=disabled
-        )
+        return load_session(source, options, disabled, providers=["CPUExecutionProvider"])
 
     try:
         session = opened()

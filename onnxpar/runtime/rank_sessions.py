@@ -9,6 +9,7 @@ import onnxruntime as ort
 from onnxpar.errors import ModelError
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.load_session import load_session
 from onnxpar.runtime.options import SLOW_FUSIONS, SessionSpec, keep_double
 from onnxpar.runtime.profile import ProfiledSessions, Record
 from onnxpar.runtime.rank_failure import load_text
@@ -69,13 +70,13 @@ class RankSessions:
     def _load(self, file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
         spec = self._spec
         try:
-            return ort.InferenceSession(
+            return load_session(
                 str(file),
                 options,
+                [*spec.all_disabled(), *self._slow],
                 providers=spec.providers,
                 provider_options=spec.provider_options,
                 enable_fallback=0,
-                disabled_optimizers=[*spec.all_disabled(), *self._slow],
             )
         except Exception as error:
             raise ModelError(load_text(error, file)) from error

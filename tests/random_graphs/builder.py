@@ -223,6 +223,8 @@ class Builder:
             opset_imports=[helper.make_opsetid("", OPSET)],
             ir_version=11,
         )
+        if not all(found[name].tensor_type.HasField("shape") for name in node.output):
+            raise NotHere
         return {
             name: tuple(d.dim_value for d in found[name].tensor_type.shape.dim)
             for name in node.output

@@ -1,0 +1,30 @@
+"""Loads a model in onnxruntime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import onnxruntime as ort
+
+_PROPAGATION = "QDQPropagationTransformer"
+_MISTYPED = "does not match y_zero_point type"
+"""What onnxruntime 1.32 says where this optimizer, at opset 21 or later, moves the quantization of
+int8 past a Transpose or Reshape, and gives it a zero point of uint8."""
+
+
+def load_session(
+    model: str | os.PathLike[str] | bytes,
+    options: ort.SessionOptions,
+    disabled: Sequence[str] = (),
+    **how: Any,
+) -> ort.InferenceSession:
+    """Returns a session; `disabled` are optimizers to switch off. Switches off another one where it
+    makes a model that does not load. Errors: those of onnxruntime."""
+    try:
+        return ort.InferenceSession(model, options, disabled_optimizers=[*disabled], **how)
+    except Exception as error:
+        if _MISTYPED not in str(error) or _PROPAGATION in disabled:
+            raise
+    return load_session(model, options, [*disabled, _PROPAGATION], **how)
