@@ -50,16 +50,17 @@ def compare_gradients(
     """Returns the worst error over the parameters, tried one after the other at random until the
     time is over, and a sentence if some are left out. A parameter is, if rounding hides the
     changes, or if slopes do not settle as ways become shorter, as at a step of the loss."""
-    slopes = _Slopes(Path(model), spec, batch)
+    end = time.monotonic() + seconds
+    slopes = _Slopes(Path(model), spec, batch, end)
     if slopes.obstacle:
         return [], f"no gradient is compared with differences of the loss: {slopes.obstacle}"
-    random, end = np.random.default_rng(seed), time.monotonic() + seconds
+    random = np.random.default_rng(seed)
     found: dict[str, float] = {}
     for name in random.permutation(sorted(slopes.gradients)):
         error = slopes.error(str(name), random)
         if error is not None:
             found[str(name)] = error
-        if time.monotonic() > end:
+        if slopes.is_late:
             break
     few = f"{len(found)} of {len(slopes.gradients)} gradients are compared with differences"
     sentence = f"{few} of the loss" if len(found) < len(slopes.gradients) else ""
@@ -92,11 +93,12 @@ class _Change:
 
 
 class _Slopes:
-    """The unsplit step on one batch, at the initial values of the parameters. `obstacle` says why
-    differences tell nothing about its gradients; empty if they do."""
+    """The unsplit step on one batch, at the initial values of the parameters, until the time `end`.
+    `obstacle` says why differences tell nothing about its gradients; empty if they do."""
 
-    def __init__(self, model: Path, spec: Step, batch: Mapping[str, Array]) -> None:
+    def __init__(self, model: Path, spec: Step, batch: Mapping[str, Array], end: float) -> None:
         proto = read_proto(model)
+        self._end, self._folder = end, model.parent
         self.obstacle = ""
         if spec.precision is not None:
             self.obstacle = f"the loss is computed in {spec.precision}"
@@ -119,12 +121,16 @@ class _Slopes:
         if SCALE in types:
             self._feeds[SCALE] = np.ones((), types[SCALE])
         self._loss, self._scale = spec.loss, spec.gradient_scale
-        stored = {t.name: t for t in proto.graph.initializer}
-        self._stored = {name: read_stored(stored[name], model.parent) for name in spec.gradients}
+        self._stored = {t.name: t for t in proto.graph.initializer if t.name in spec.gradients}
         results = self._session.run([spec.loss, *spec.gradients.values()], self._feeds)
         self.dtype = np.asarray(results[0]).dtype
         self._noise = float(np.spacing(np.abs(results[0])))
         self.gradients = dict(zip(spec.gradients, results[1:], strict=True))
+
+    @property
+    def is_late(self) -> bool:
+        """True if the time is over."""
+        return time.monotonic() > self._end
 
     def error(self, name: str, random: np.random.Generator) -> float | None:
         """The error of a parameter's gradient: along a random direction or, if that is large, the
@@ -138,10 +144,14 @@ class _Slopes:
         return median(told) if len(told) > _DIRECTIONS // 2 else None
 
     def _error(self, name: str, random: np.random.Generator) -> float | None:
-        value = self._stored[name]
+        value = read_stored(self._stored[name], self._folder)
         length = math.sqrt(float(np.mean(np.square(value, dtype=np.float64)))) or 0.1
         direction = random.choice([-length, length], value.shape)
-        changes = [self._change(name, value, direction, way) for way in _WAYS]
+        changes = []
+        for way in _WAYS:
+            if self.is_late:
+                return None
+            changes.append(self._change(name, value, direction, way))
         clear = [c for c in changes if max(abs(c.found), abs(c.said)) > _SIGNAL * self._noise]
         pairs = pairwise(reversed(clear))
         settled = (short for short, long in pairs if short.distance(long) <= TOLERANCE / 4)

@@ -100,6 +100,13 @@ def test_gradients_that_differences_cannot_tell(tmp_path: Path) -> None:
         )
 
 
+def test_the_time_ends_before_a_run(tmp_path: Path) -> None:
+    """So that a step which takes longer than the limit runs but once."""
+    step = write_step(MLP, tmp_path)
+    rows, sentence = compare_gradients(step, spec_of(step), batch_of(step), seconds=0)
+    assert (rows, sentence) == ([], "0 of 4 gradients are compared with differences of the loss")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = write_step(MLP, tmp_path, optimizer="adam")
     assert main(["check", str(step), "--devices", "2", "--train", "--steps", "2"]) == 0
