@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 from onnx import GraphProto
 
+from onnxpar.ir.metadata import metadata_of
+
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _ENTRY = re.compile(r"^\S+: (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']+)'", re.MULTILINE)
 PARAMETER = "PARAMETER"
@@ -64,11 +66,8 @@ class Call:
 
 def call_of(node: gs.Node) -> Call | None:
     """The call of torch from which a node was made; None if the file does not say it."""
-    source = vars(node).get("onnx_source")
-    for entry in source.metadata_props if source is not None else ():
-        if entry.key == _NODE and (found := _CALL.search(entry.value)):
-            return Call(found[1], found[2])
-    return None
+    found = _CALL.search(metadata_of(node, _NODE) or "")
+    return Call(found[1], found[2]) if found else None
 
 
 def exported_kinds(graph: GraphProto) -> dict[str, str]:
@@ -116,14 +115,13 @@ def _is_linear(node: gs.Node, call: str, operand: int) -> bool:
 def _place(node: gs.Node) -> tuple[str, str]:
     """The path of the module in torch from which a node was made, and the name of the call there;
     empty if the file does not say it."""
-    source = vars(node).get("onnx_source")
-    for entry in source.metadata_props if source is not None else ():
-        if entry.key == _SCOPES:
-            try:
-                *_, module, call = ast.literal_eval(entry.value)
-            except (ValueError, SyntaxError, TypeError):
-                return "", ""
-            return str(module), str(call)
+    scopes = metadata_of(node, _SCOPES)
+    if scopes is not None:
+        try:
+            *_, module, call = ast.literal_eval(scopes)
+        except (ValueError, SyntaxError, TypeError):
+            return "", ""
+        return str(module), str(call)
     # TorchScript's exporter names a node by its module and op: /layers/layers.0/fc/MatMul
     if not node.name.startswith("/"):
         return "", ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 from onnx import NodeProto
 
+from onnxpar.ir.metadata import metadata_of
+
 _KEY = "onnxpar.gate"
 
 
@@ -25,8 +27,4 @@ def add_gate(graph: gs.Graph, gate: str, name: str, tensor: gs.Tensor) -> gs.Var
 
 def gate_of(node: gs.Node) -> str | None:
     """The gate that a node belongs to, if any."""
-    source = vars(node).get("onnx_source")
-    for entry in source.metadata_props if source is not None and node.op == "Identity" else ():
-        if entry.key == _KEY:
-            return str(entry.value)
-    return None
+    return metadata_of(node, _KEY) if node.op == "Identity" else None

@@ -6,6 +6,8 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 from onnx import NodeProto
 
+from onnxpar.ir.metadata import metadata_of
+
 _STOP = "onnxpar.stop_gradient"
 _ROW = "onnxpar.padding_row"
 
@@ -17,7 +19,7 @@ def mark_stop(node: gs.Node) -> None:
 
 def is_stop(node: gs.Node) -> bool:
     """True if no gradient flows back through a node."""
-    return node.op == "Identity" and _marked(node, _STOP) is not None
+    return node.op == "Identity" and metadata_of(node, _STOP) is not None
 
 
 def marks_stop(node: NodeProto) -> bool:
@@ -32,7 +34,7 @@ def mark_padding(gather: gs.Node, row: int) -> None:
 
 def padding_row(gather: gs.Node) -> int | None:
     """The row of a Gather's table that gets no gradient from it; None if all rows do."""
-    row = _marked(gather, _ROW)
+    row = metadata_of(gather, _ROW)
     return None if row is None else int(row)
 
 
@@ -45,9 +47,3 @@ def _mark(node: gs.Node, key: str, value: str) -> None:
     source.metadata_props.extend(kept)
     source.metadata_props.add(key=key, value=value)
     node.onnx_source = source
-
-
-def _marked(node: gs.Node, key: str) -> str | None:
-    source = vars(node).get("onnx_source")
-    entries = source.metadata_props if source is not None else ()
-    return next((str(entry.value) for entry in entries if entry.key == key), None)

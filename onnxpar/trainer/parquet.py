@@ -16,7 +16,7 @@ from onnxpar.errors import InputError
 from onnxpar.files.unreadable import cannot_read
 from onnxpar.runtime.tensors import dtype_of
 from onnxpar.trainer.needs import Needs, check_keys, converted
-from onnxpar.trainer.sources import Shard, Shards, Take, digest_of_files
+from onnxpar.trainer.sources import Shard, Shards, Take, check_unchanged, digest_of_files
 
 SUFFIX = ".parquet"
 
@@ -51,8 +51,7 @@ def _open(file: Path, group: int, count: int, needs: Needs) -> Take:
     # Threads of pyarrow would keep what they read until they read more.
     how: dict[str, Any] = {"columns": list(needs.ports), "use_threads": False}
     table = _read(file, lambda parquet: parquet.read_row_group(group, **how))
-    if table.num_rows != count:
-        raise InputError(f"{file} has changed since the run began; begin the run again")
+    check_unchanged(file, table.num_rows == count)
     chunk = {}
     for name in needs.ports:
         has_samples = name in needs.dims

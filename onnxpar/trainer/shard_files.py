@@ -15,7 +15,7 @@ from onnxpar.files.unreadable import cannot_read
 from onnxpar.runtime.npz import PARSING, npz_shapes, read_npz, why
 from onnxpar.trainer.needs import Chunk, Needs
 from onnxpar.trainer.parquet import SUFFIX, parquet_shards
-from onnxpar.trainer.sources import Shard, Shards, Take, digest_of_files
+from onnxpar.trainer.sources import Shard, Shards, Take, check_unchanged, digest_of_files
 
 
 def folder_shards(folder: Path, needs: Needs) -> Shards:
@@ -58,8 +58,7 @@ def _npz_shards(files: Sequence[Path], folder: Path, needs: Needs) -> Shards:
 def _open_npz(file: Path, count: int, needs: Needs) -> Take:
     """Reads a file. Errors: InputError."""
     chunk = needs.chunk(read_npz(file, needs.ports), str(file))
-    if needs.count(chunk) != count:
-        raise InputError(f"{file} has changed since the run began; begin the run again")
+    check_unchanged(file, needs.count(chunk) == count)
     return partial(needs.take, chunk)
 
 
@@ -123,7 +122,6 @@ def _take_npy(
     before does not count as memory of this process. Errors: InputError."""
     mapped = {name: _mapped(file) for name, file in files.items()}
     for name, array in mapped.items():
-        if array.shape != shapes[name]:
-            raise InputError(f"{files[name]} has changed since the run began; begin the run again")
+        check_unchanged(files[name], array.shape == shapes[name])
     taken = needs.take(mapped, rows)
     return {name: needs.filled(name, taken[name], str(file)) for name, file in files.items()}

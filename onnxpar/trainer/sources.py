@@ -106,6 +106,12 @@ def _digest_of_arrays(arrays: Chunk, needs: Needs) -> str:
     return found.hexdigest()[:16]
 
 
+def check_unchanged(file: Path, is_same: bool) -> None:
+    """Errors: InputError for a file that is not as it was when the run began."""
+    if not is_same:
+        raise InputError(f"{file} has changed since the run began; begin the run again")
+
+
 def digest_of_files(files: Sequence[Path], root: Path, needs: Needs) -> str:
     """Returns a digest of the names, sizes and bytes of files, and of how their samples are filled:
     of every byte up to 256 MiB, else of 4,096 places. Errors: InputError."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,14 @@ class Trainer(Closing):
         name = self.spec.samples
         if name is None or name in batch:
             return batch
-        size = next(p.shape[k] for p in self.data if (k := self.spec.batch.get(p.name)) is not None)
-        return {name: np.asarray(size, np.float32), **batch}
+        return {name: self._all_samples, **batch}
+
+    @cached_property
+    def _all_samples(self) -> Array:
+        """The number of samples of a batch, as the step takes it."""
+        dims = self.spec.batch
+        sizes = (port.shape[dims[port.name]] for port in self.data if port.name in dims)
+        return np.asarray(next(sizes), np.float32)
 
     def evaluate(self, batch: Mapping[str, Array]) -> dict[str, float]:
         """Returns the loss and other metrics, by name, of the model in inference mode on a batch.
