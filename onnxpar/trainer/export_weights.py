@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,23 +41,18 @@ def export_weights(
     The index, or the metadata of the only file, has the SHA-256 of the checkpoint, and the index
     that of each file. Errors: ModelError, InputError, OnnxparError.
     """
-    try:
-        from safetensors.numpy import save_file
-    except ImportError:
-        raise ModelError(
-            "safetensors files need the package safetensors: pip install 'onnxpar[safetensors]'"
-        ) from None
+    save_file = library("safetensors.numpy").save_file
     if max_shard_size < 1:
         raise InputError(f"--max-shard-size {max_shard_size}: must be above 0")
     found = Checkpoint.load(checkpoint)
-    slots = {slot.torch or slot.input: slot for slot in found.slots if slot.kind in IN_MODEL}
+    slots = _named([slot for slot in found.slots if slot.kind in IN_MODEL])
     sizes = {name: found.states.blank(slot.input).nbytes for name, slot in slots.items()}
     files = _files(sizes, max_shard_size)
     place = check_place(Path(output), _foreign)
     about = {"format": "pt", "checkpoint": found.digest}
     with writing(place), new_folder(place, _foreign) as folder:
         for file, held in files.items():
-            tensors = {name: _value(found, slots[name]) for name in held}
+            tensors = {name: _value(found, name, slots[name]) for name in held}
             save_file(tensors, folder / file, about)
         if len(files) > 1:
             digests = {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in files}
@@ -66,10 +65,29 @@ def export_weights(
     return len(slots)
 
 
-def _value(found: Checkpoint, slot: Slot) -> Array:
-    """A weight as torch has it."""
+def library(module: str) -> Any:
+    """Returns a module of the package safetensors. Errors: ModelError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ModelError(
+            "safetensors files need the package safetensors: pip install 'onnxpar[safetensors]'"
+        ) from None
+
+
+def _named(slots: Sequence[Slot]) -> dict[str, Slot]:
+    """The weights by their names in torch; by those in the model where it has several copies of a
+    parameter, which training has made different."""
+    count = Counter(slot.torch or slot.input for slot in slots)
+    return {
+        slot.torch if slot.torch and count[slot.torch] == 1 else slot.input: slot for slot in slots
+    }
+
+
+def _value(found: Checkpoint, name: str, slot: Slot) -> Array:
+    """A weight as torch or, under its name there, the model has it."""
     value = found.states.read(slot.input)
-    return np.ascontiguousarray(value.T if slot.transposed else value)
+    return np.ascontiguousarray(value.T if slot.transposed and name != slot.input else value)
 
 
 def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:

@@ -14,10 +14,10 @@ import onnx
 from onnx import helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
+from onnxpar.errors import InputError
 from onnxpar.ir.training_spec import IN_MODEL, Step
 from onnxpar.model.write_model import NewValue, Values
-from onnxpar.trainer.export_weights import INDEX
+from onnxpar.trainer.export_weights import INDEX, library
 
 
 def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProto) -> Values:
@@ -126,13 +126,8 @@ def _keys(place: Path) -> dict[str, Path]:
 
 def _opened(path: Path) -> Any:
     """A safetensors file that was opened. Errors: InputError, ModelError."""
+    safetensors = library("safetensors")
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ModelError(
-            "safetensors files need the package safetensors: pip install 'onnxpar[safetensors]'"
-        ) from None
-    try:
-        return safe_open(path, framework="np")
-    except (OSError, SafetensorError) as error:
+        return safetensors.safe_open(path, framework="np")
+    except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"--weights: cannot read {path}: {error}") from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
-from onnxpar.ir.exported import PARAMETER
+from onnxpar.ir.exported import PARAMETER, TorchName
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.load.load import Model
 from onnxpar.training.batch_norm import numbers_of
@@ -33,13 +34,16 @@ _MANY = 100
 """Of so many numbers, the unbiased variance is by 1 % larger."""
 
 
-def cautions_of(model: Model, weights: Weights) -> list[str]:
+def cautions_of(
+    model: Model, weights: Weights, named: Mapping[str, TorchName] = MappingProxyType({})
+) -> list[str]:
     """Returns sentences about weights that a step trains differently from the exported PyTorch
-    network."""
+    network, in which they may be `named` otherwise."""
     return [
         *(_of_left(left) for left in weights.left if _is_missed(left)),
         *_of_folded(model, weights),
         *_of_shared(weights, model.shared),
+        *_of_copies(weights, named),
     ]
 
 
@@ -128,6 +132,21 @@ def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
             f"untrained network. To give each node its own parameter, use --untie, or export with "
             f"{_PLAIN}"
         )
+
+
+def _of_copies(weights: Weights, named: Mapping[str, TorchName]) -> Iterator[str]:
+    """Yields a sentence about each parameter of which the exporter stored several copies, such as a
+    table that is also the head, transposed: each copy is trained on its own."""
+    copies: dict[str, list[str]] = {}
+    for name in (weight.name for weight in weights.trained):
+        copies.setdefault(named[name].name if name in named else name, []).append(name)
+    for parameter, names in copies.items():
+        if len(names) > 1:
+            yield (
+                f"{_list(names)}: in PyTorch, these are one parameter, {parameter}, but the file "
+                f"has a copy for each node that reads it, and each copy is trained on its own; "
+                f"export with {_PLAIN}"
+            )
 
 
 def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str]:

@@ -128,7 +128,7 @@ def make_step(
         full_batches=bool(back.running),
         data=[name for name in fed if name != SEED],
         batch=back.batch_dims,
-        cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights)],
+        cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights, named)],
         gradient_scale=loss.scale.initial if loss.scale and not loss.scale.dynamic else 1.0,
         sampled={back.sample.table: list(back.sample.sizes)} if back.sample else {},
     )
