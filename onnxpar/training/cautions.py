@@ -135,18 +135,18 @@ def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
 
 
 def _of_copies(weights: Weights, named: Mapping[str, TorchName]) -> Iterator[str]:
-    """Yields a sentence about each parameter of which the exporter stored several copies, such as a
+    """Yields a sentence about parameters of which the exporter stored several copies, such as a
     table that is also the head, transposed: each copy is trained on its own."""
     copies: dict[str, list[str]] = {}
     for name in (weight.name for weight in weights.trained):
         copies.setdefault(named[name].name if name in named else name, []).append(name)
-    for parameter, names in copies.items():
-        if len(names) > 1:
-            yield (
-                f"{_list(names)}: in PyTorch, these are one parameter, {parameter}, but the file "
-                f"has a copy for each node that reads it, and each copy is trained on its own; "
-                f"export with {_PLAIN}"
-            )
+    texts = [f"{name} ({', '.join(own)})" for name, own in copies.items() if len(own) > 1]
+    if texts:
+        each = " each" if len(texts) > 1 else ""
+        yield (
+            f"{_list(texts)}: one parameter{each} in PyTorch, but the file has a copy for each "
+            f"node that reads it, and each copy is trained on its own; export with {_PLAIN}"
+        )
 
 
 def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str]:

@@ -93,7 +93,7 @@ def test_copies_of_one_parameter(tmp_path: Path) -> None:
     weight = np.arange(9, dtype=np.float32).reshape(3, 3)
     save({"a.weight": weight}, tmp_path / "w.safetensors")
     step, given = tmp_path / "step.onnx", tmp_path / "w.safetensors"
-    with pytest.warns(match="w1, w2: in PyTorch, these are one parameter, net.a.weight, but"):
+    with pytest.warns(match=r"net\.a\.weight \(w1, w2\): one parameter in PyTorch, but"):
         grad(path, step, loss="mse", optimizer="sgd", weights=given)
     found = defaults(step)
     np.testing.assert_array_equal(found["w1"], weight.T)
