@@ -1,4 +1,4 @@
-"""Gives each node its own copy of a vector that several nodes read as scale or bias.
+"""Gives each parameter its own copy of a vector that several nodes read as scale or bias.
 
 Exporters store equal tensors once. In a network that is not trained yet, all scales of
 normalizations are ones and all biases are zeros: one stored tensor stands for many parameters,
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper
 
-from onnxpar.ir.exported import PARAMETER, exported_kinds
+from onnxpar.ir.exported import PARAMETER, call_of, exported_kinds, parameters_of_calls
 from onnxpar.ir.stored import nodes_of
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -56,13 +56,13 @@ class _Reader:
 def shared_vectors(graph: GraphProto) -> dict[str, int]:
     """The names of the vectors that several nodes read as scale or bias, each with its number of
     readers."""
-    return {name: len(readers) for name, readers in _shared(graph)}
+    return {name: sum(map(len, groups)) for name, groups in _shared(graph)}
 
 
 def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
     """Gives each reader of a shared vector its own copy, in place: the first keeps `NAME`, the
-    others read `NAME@1`, `NAME@2`, ... `names` limits this to some vectors; by default, it covers
-    all shared ones."""
+    others read `NAME@1`, `NAME@2`, ... Readers of what the file says is one parameter read the same
+    copy. `names` limits this to some vectors; by default, it covers all shared ones."""
     taken = {t.name for t in graph.initializer}
     taken |= {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
     tensors = {t.name: t for t in graph.initializer}
@@ -70,26 +70,28 @@ def untie(graph: GraphProto, names: Collection[str] | None = None) -> None:
     nodes = list(graph.node)  # keeps the objects alive, so that their ids stay valid
     places = {id(node): place for place, node in enumerate(nodes)}
     added: dict[int, list[NodeProto]] = {}
-    for name, readers in list(_shared(graph)):
+    for name, groups in list(_shared(graph)):
         if names is not None and name not in names:
             continue
-        for number, reader in enumerate(readers[1:], 1):
-            source = _free(f"{name}@{number}", taken)
+        for number, readers in enumerate(groups[1:], 1):
+            own = _free(f"{name}@{number}", taken)
             copy = graph.initializer.add()
             copy.CopyFrom(tensors[name])
-            copy.name = source
+            copy.name = own
             if name in inputs:  # initializers are inputs, too, before IR version 4
                 port = graph.input.add()
                 port.CopyFrom(inputs[name])
-                port.name = source
-            for node in reader.through:
-                clone = NodeProto()
-                clone.CopyFrom(node)
-                clone.name = clone.name and f"{clone.name}@{number}"
-                clone.input[0] = source
-                source = clone.output[0] = _free(f"{node.output[0]}@{number}", taken)
-                added.setdefault(places[id(node)], []).append(clone)
-            reader.node.input[reader.operand] = source
+                port.name = own
+            for reader in readers:
+                source = own
+                for node in reader.through:
+                    clone = NodeProto()
+                    clone.CopyFrom(node)
+                    clone.input[0] = source
+                    source = clone.output[0] = _free(f"{node.output[0]}@{number}", taken)
+                    clone.name = clone.name and f"{clone.name}{source[len(node.output[0]) :]}"
+                    added.setdefault(places[id(node)], []).append(clone)
+                reader.node.input[reader.operand] = source
     if added:
         _insert(graph, added)
 
@@ -111,14 +113,15 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _shared(graph: GraphProto) -> Iterator[tuple[str, list[_Reader]]]:
-    """The name of each vector that several nodes read as scale or bias, and its readers."""
+def _shared(graph: GraphProto) -> Iterator[tuple[str, list[list[_Reader]]]]:
+    """The name of each vector that several nodes read as scale or bias, and its readers: those that
+    are certainly of one parameter together."""
     reads: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
             reads.setdefault(name, []).append((node, i))
     outer = {id(node) for node in graph.node}
-    kinds = exported_kinds(graph)
+    kinds, targets = exported_kinds(graph), parameters_of_calls(graph)
     for tensor in graph.initializer:
         if tensor.data_type not in _FLOATS or len(reads.get(tensor.name, ())) == 0:
             continue
@@ -130,8 +133,19 @@ def _shared(graph: GraphProto) -> Iterator[tuple[str, list[_Reader]]]:
         readers = [
             r for r in _readers(tensor.name, reads, outer, ()) if _is_vector_of(r, is_filled)
         ]
-        if len({id(r.node) for r in readers}) > 1:
-            yield tensor.name, readers
+        groups: dict[object, list[_Reader]] = {}
+        for number, reader in enumerate(readers):
+            groups.setdefault(_parameters(reader, targets) or number, []).append(reader)
+        if len({id(group[0].node) for group in groups.values()}) > 1:
+            yield tensor.name, list(groups.values())
+
+
+def _parameters(reader: _Reader, targets: Collection[str]) -> tuple[object, ...]:
+    """What is equal for readers of one parameter: the parameters of a call of torch, and the
+    reader's operand there; nothing if the file does not say them."""
+    call = call_of(reader.node)
+    names = [name for name in call.tensors if name in targets] if call is not None else []
+    return (call.op, *names, reader.node.op_type, reader.operand) if call and names else ()
 
 
 def _readers(

@@ -3,6 +3,8 @@ tables of sines and cosines, frequencies, grids of integers."""
 
 from __future__ import annotations
 
+import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,16 @@ def is_scale_factor(value: float) -> bool:
     count = round(larger)
     is_root = count % 8 == 0 and 0 < count < 1 << 15 and abs(larger - count) < 1e-6 * larger
     return is_root and round(count**0.5) ** 2 != count
+
+
+def repeats_rows(values: Array) -> bool:
+    """True if slices of at least four numbers, which are not all equal, are there several times: a
+    vector that was expanded, or rows of a table that were looked up."""
+    axes = range(values.ndim)
+    for count in range(1, values.ndim):
+        for by in combinations(axes, count):
+            slices = values.transpose(*by, *(i for i in axes if i not in by))
+            slices = slices.reshape(math.prod(values.shape[i] for i in by), -1)
+            if slices.shape[1] >= 4 and len(np.unique(slices, axis=0)) < len(slices):
+                return bool((values != values.flat[0]).any())
+    return False

@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import onnx_graphsurgeon as gs
-from onnx import GraphProto
+from onnx import GraphProto, NodeProto
 
 from onnxpar.ir.metadata import metadata_of
+from onnxpar.ir.stored import nodes_of, stored_tensors
 
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-_ENTRY = re.compile(r"^\S+: (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']+)'", re.MULTILINE)
+_ENTRY = re.compile(r"^(\S+): (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']+)'", re.MULTILINE)
 PARAMETER = "PARAMETER"
 _NODE = "pkg.torch.onnx.fx_node"
 _SCOPES = "pkg.torch.onnx.name_scopes"
-_LINEAR = re.compile(r"linear(_\d+)?")
-"""Matches the names that torch.export gives to calls of torch.nn.functional.linear."""
+_LINEAR = re.compile(r"(linear|MatMul)(_\d+)?")
+"""Matches the names that exporters give to calls of torch.nn.functional.linear."""
 _CALL = re.compile(
     r"\[target=torch\.ops\.aten\.(\w+)\.\w+\]\(args = \((.*)\), kwargs = ", re.DOTALL
 )
+_MADE = re.compile(r"onnx::(?!Conv_)\w+_\d+")
+"""Matches the names that TorchScript's exporter gives to constants that it computed."""
 _DETACHED = re.compile(r"detach_?(_\d+)?$")
 """Matches the names that torch.export gives to results of detach()."""
 _PADDING = {"embedding": 2, "embedding_bag": 8}
@@ -64,7 +67,7 @@ class Call:
         return self.op == "embedding" and self.arguments.split(", ")[3:4] == ["True"]
 
 
-def call_of(node: gs.Node) -> Call | None:
+def call_of(node: gs.Node | NodeProto) -> Call | None:
     """The call of torch from which a node was made; None if the file does not say it."""
     found = _CALL.search(metadata_of(node, _NODE) or "")
     return Call(found[1], found[2]) if found else None
@@ -74,45 +77,80 @@ def exported_kinds(graph: GraphProto) -> dict[str, str]:
     """PARAMETER, BUFFER or CONSTANT_TENSOR by name; empty if the exporter wrote no signature."""
     for entry in graph.metadata_props:
         if entry.key == _SIGNATURE:
-            return {name: kind for kind, name in _ENTRY.findall(entry.value)}
+            return {name: kind for _, kind, name in _ENTRY.findall(entry.value)}
     return {}
 
 
 @dataclass(frozen=True)
 class TorchName:
-    """The name of a parameter in torch, where a file has another; `transposed` if the file has its
-    value so."""
+    """What a parameter is called in torch, and how the file has it.
 
-    name: str
+    names       its names there: several if modules share it
+    transposed  True if the file has its value so
+    is_certain  False if the file does not say which parameter it is
+    copies      stored tensors that it stands for, too; True for those that are its transpose
+    """
+
+    names: tuple[str, ...] = ()
     transposed: bool = False
+    is_certain: bool = True
+    copies: Mapping[str, bool] = field(default_factory=dict)
 
 
-def torch_names(nodes: Iterable[gs.Node]) -> dict[str, TorchName]:
-    """Returns the names in torch of constants that have others: of the weights of Linears, which
-    exporters store transposed, as a MatMul reads them; and of the copies `NAME@1`, `NAME@2` ... of
-    an equal vector that several modules share in the file."""
+def torch_names(graph: GraphProto) -> dict[str, TorchName]:
+    """Returns what stored tensors are called in torch that exporters made from parameters: the
+    weights of Linears, which they store transposed, as a MatMul reads them; others that a MatMul
+    reads, without names; and the copies `NAME@1`, `NAME@2` ... of an equal vector that several
+    modules share in the file. Also tables with several names."""
+    kinds, targets = exported_kinds(graph), parameters_of_calls(graph)
+    stored = {t.name for t in stored_tensors(graph)}
     found: dict[str, TorchName] = {}
-    for node in nodes:
-        module, call = _place(node)
-        for i, tensor in enumerate(node.inputs):
-            if not isinstance(tensor, gs.Constant):
-                continue
-            shared, _, copy = str(tensor.name).rpartition("@")
-            if node.op == "Identity" and copy.isdigit():  # named as what TorchScript's merged
-                found[tensor.name] = TorchName(str(node.outputs[0].name).rpartition("@")[0])
-            elif copy.isdigit() and module and "." in shared:
-                found[tensor.name] = TorchName(f"{module}.{shared.rpartition('.')[2]}")
-            elif not tensor.name.endswith(".weight") and _is_linear(node, call, i):
-                found.setdefault(tensor.name, TorchName(f"{module}.weight", True))
+    for node in nodes_of(graph):
+        for i, name in enumerate(node.input):
+            if name in stored and (read := _read(node, i, kinds, targets)) is not None:
+                known = found.get(name, read)
+                if known.names[:1] == read.names[:1]:
+                    read = replace(read, names=tuple(dict.fromkeys(known.names + read.names)))
+                found[name] = known if known.is_certain > read.is_certain else read
     return found
 
 
-def _is_linear(node: gs.Node, call: str, operand: int) -> bool:
-    """True if an operand of a node is the weight of a Linear, transposed."""
-    return node.op == "MatMul" and operand == 1 and _LINEAR.fullmatch(call) is not None
+def _read(
+    node: NodeProto, operand: int, kinds: Mapping[str, str], targets: Mapping[str, str]
+) -> TorchName | None:
+    """What the stored tensor that is an operand of a node is called in torch; None if as in the
+    file, or not known. `targets` are the parameters' names in torch, by those in its calls."""
+    name = node.input[operand]
+    module, called = _place(node)
+    shared, _, copy = name.rpartition("@")
+    if copy.isdigit() and node.op_type == "Identity":  # named as what TorchScript has merged
+        return TorchName((node.output[0].rpartition("@")[0],))
+    if copy.isdigit():
+        own = shared.rpartition(".")
+        return TorchName((f"{module}.{own[2]}",)) if module and own[0] else None
+    weight = f"{module}.weight" if module else ""
+    if node.op_type == "Gather" and operand == 0 and name in targets.values():
+        return TorchName((name, weight)) if weight in targets.values() and weight != name else None
+    is_made = name not in kinds if kinds else _MADE.fullmatch(name)
+    if node.op_type != "MatMul" or not is_made:
+        return None
+    call = call_of(node)
+    if operand == 1 and call is not None and call.op == "linear":
+        target = targets.get((*call.tensors, "", "")[1])
+        return TorchName((target,), True) if target else TorchName(is_certain=False)
+    if operand == 1 and call is None and weight and _LINEAR.fullmatch(called):
+        return TorchName((weight,), True, False)
+    return TorchName(is_certain=False)
 
 
-def _place(node: gs.Node) -> tuple[str, str]:
+def parameters_of_calls(graph: GraphProto) -> dict[str, str]:
+    """The names of parameters in torch, by those in its calls."""
+    texts = [entry.value for entry in graph.metadata_props if entry.key == _SIGNATURE]
+    found = _ENTRY.findall("".join(texts))
+    return {short: name for short, kind, name in found if kind == PARAMETER}
+
+
+def _place(node: NodeProto) -> tuple[str, str]:
     """The path of the module in torch from which a node was made, and the name of the call there;
     empty if the file does not say it."""
     scopes = metadata_of(node, _SCOPES)
@@ -122,8 +160,8 @@ def _place(node: gs.Node) -> tuple[str, str]:
         except (ValueError, SyntaxError, TypeError):
             return "", ""
         return str(module), str(call)
-    # TorchScript's exporter names a node by its module and op: /layers/layers.0/fc/MatMul
+    # TorchScript's exporter names a node by its module and op: /layers/layers.0/fc/MatMul_1
     if not node.name.startswith("/"):
         return "", ""
     *path, op = node.name[1:].split("/")
-    return ".".join(path), "linear" if op == "MatMul" else op
+    return ".".join(path), op

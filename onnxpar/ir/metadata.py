@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import onnx_graphsurgeon as gs
+from onnx import NodeProto
 
 
-def metadata_of(node: gs.Node, key: str) -> str | None:
+def metadata_of(node: gs.Node | NodeProto, key: str) -> str | None:
     """Returns what a node's metadata say under a key; None if nothing."""
-    source = vars(node).get("onnx_source")  # getattr would log a warning for a node without it
+    # getattr would log a warning for a node of graphsurgeon without the attribute
+    source = node if isinstance(node, NodeProto) else vars(node).get("onnx_source")
     entries = source.metadata_props if source is not None else ()
     return next((str(entry.value) for entry in entries if entry.key == key), None)

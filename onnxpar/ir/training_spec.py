@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,9 @@ class Slot:
     kind    "parameter", FROZEN, or the optimizer's name for it
     of      the parameter that it belongs to; empty if it belongs to all
     default True if the model has its first value; else it starts as zero
-    torch   the parameter's name in torch, if the model has another
+    torch   the parameter's names in torch, if the model has another
     transposed  True if the model has the parameter of torch transposed
+    copies  weights of the model for which it stands, too; True for those that are its transpose
     """
 
     input: str
@@ -64,12 +65,13 @@ class Slot:
     kind: str
     of: str = ""
     default: bool = False
-    torch: str = ""
+    torch: Sequence[str] = ()
     transposed: bool = False
+    copies: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Errors: TypeError for what JSON may have in place of a name."""
-        for name in (self.input, self.output, self.kind, self.of, self.torch):
+        for name in (self.input, self.output, self.kind, self.of, *self.torch, *self.copies):
             if not isinstance(name, str):
                 raise TypeError(f"a state has the name {name!r:.60}")
 

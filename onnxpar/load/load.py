@@ -28,13 +28,14 @@ from onnxpar.canonicalize.scan_axes import scan_first_axes
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
+from onnxpar.canonicalize.tie import tie
 from onnxpar.canonicalize.tolerated import restate, restate_flags
 from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
 from onnxpar.canonicalize.upgrade import upgrade
 from onnxpar.errors import ModelError
 from onnxpar.files.unreadable import cannot_read
-from onnxpar.ir.exported import exported_kinds
+from onnxpar.ir.exported import TorchName, exported_kinds, torch_names
 from onnxpar.ir.stored import (
     check_attributes,
     check_bodies,
@@ -90,6 +91,7 @@ class Model:
     exported  kinds that torch.export gave to tensors, by name
     on_host   weights and states that stay in files, as tables of which each run reads some rows,
               and the results that replace these states
+    torch     what stored tensors are called in torch, where exporters gave them other names
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     fused     fused nodes of the file, which `graph` has taken apart
     original  the model before these rewrites; None if passes may change what the graph computes
@@ -108,6 +110,7 @@ class Model:
     whole: Whole = field(default_factory=dict)
     growing: set[tuple[str, int]] = field(default_factory=set)
     exported: Mapping[str, str] = field(default_factory=dict)
+    torch: Mapping[str, TorchName] = field(default_factory=dict)
     shared: Mapping[str, int] = field(default_factory=dict)
     on_host: Sequence[str] = ()
     fused: Sequence[FusedNode] = ()
@@ -186,7 +189,12 @@ def load(
     if page_size:
         states = [*states, *page_caches(proto, page_size, kv_dtype)]
         show("page-caches", proto)
-    stored = _checked_stored(proto, path)
+    _check_stored(proto, path)
+    torch: Mapping[str, TorchName] = {}
+    if for_training:
+        torch = tie(proto.graph, torch_names(proto.graph), path.parent)
+        show("tie", proto)
+    stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     keeps_ports = not (for_training or page_size or part == ENCODER)
     original = StoredModel.of(proto, path, dims or {}, shapes or {}) if keeps_ports else None
     refusal = check_standard(proto, path)
@@ -236,7 +244,8 @@ def load(
             whole |= dict.fromkeys(next_outputs(graph))
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
         model.names = names_of(graph)
-        model.exported, model.shared, model.fused = exported, shared, fused
+        model.exported, model.torch = exported, torch
+        model.shared, model.fused = shared, fused
         model.original = original if step is None and infer_types is None else None
         return model
 
@@ -251,8 +260,8 @@ def _state_pairs(
     )
 
 
-def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
-    """The names of initializers. Errors: ModelError for one whose data cannot be used."""
+def _check_stored(proto: onnx.ModelProto, path: Path) -> None:
+    """Errors: ModelError for a stored tensor whose data cannot be used."""
     for tensor in stored_tensors(proto.graph):
         check_stored(tensor, path)
     check_attributes(proto.graph, path)
@@ -260,7 +269,6 @@ def _checked_stored(proto: onnx.ModelProto, path: Path) -> set[str]:
     check_bodies(proto.graph, path)
     for sparse in sparse_tensors(proto.graph):
         check_sparse(sparse, path)
-    return {t.name for t in stored_tensors(proto.graph)} - {""}
 
 
 def _normalized(

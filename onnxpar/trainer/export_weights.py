@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,14 +43,15 @@ def export_weights(
     if max_shard_size < 1:
         raise InputError(f"--max-shard-size {max_shard_size}: must be above 0")
     found = Checkpoint.load(checkpoint)
-    slots = _named([slot for slot in found.slots if slot.kind in IN_MODEL])
+    weights = [slot for slot in found.slots if slot.kind in IN_MODEL]
+    slots = {name: slot for slot in weights for name in slot.torch or [slot.input]}
     sizes = {name: found.states.blank(slot.input).nbytes for name, slot in slots.items()}
     files = _files(sizes, max_shard_size)
     place = check_place(Path(output), _foreign)
     about = {"format": "pt", "checkpoint": found.digest}
     with writing(place), new_folder(place, _foreign) as folder:
         for file, held in files.items():
-            tensors = {name: _value(found, name, slots[name]) for name in held}
+            tensors = {name: _value(found, slots[name]) for name in held}
             save_file(tensors, folder / file, about)
         if len(files) > 1:
             digests = {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in files}
@@ -62,7 +61,7 @@ def export_weights(
                 "weight_map": {name: file for file, held in files.items() for name in held},
             }
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return len(slots)
+    return len(weights)
 
 
 def library(module: str) -> Any:
@@ -75,19 +74,10 @@ def library(module: str) -> Any:
         ) from None
 
 
-def _named(slots: Sequence[Slot]) -> dict[str, Slot]:
-    """The weights by their names in torch; by those in the model where it has several copies of a
-    parameter, which training has made different."""
-    count = Counter(slot.torch or slot.input for slot in slots)
-    return {
-        slot.torch if slot.torch and count[slot.torch] == 1 else slot.input: slot for slot in slots
-    }
-
-
-def _value(found: Checkpoint, name: str, slot: Slot) -> Array:
-    """A weight as torch or, under its name there, the model has it."""
+def _value(found: Checkpoint, slot: Slot) -> Array:
+    """A weight as torch has it."""
     value = found.states.read(slot.input)
-    return np.ascontiguousarray(value.T if slot.transposed and name != slot.input else value)
+    return np.ascontiguousarray(value.T if slot.transposed else value)
 
 
 def _files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:

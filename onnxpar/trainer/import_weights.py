@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -27,12 +28,19 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
     that the files lack are among the step's cautions. Errors: InputError."""
     files = _keys(Path(place))
     slots = {slot.input: slot for slot in step.slots if slot.kind in IN_MODEL}
-    wanted = {name: slot.torch or name for name, slot in slots.items()}
-    more, less = _prefixes(wanted.values(), files)
-    keys = {n: more + k.removeprefix(less) for n, k in wanted.items() if k.startswith(less)}
-    found = {name: key for name, key in keys.items() if key in files}
+    wanted = {name: list(slot.torch) or [name] for name, slot in slots.items()}
+    more, less = _prefixes([n for names in wanted.values() for n in names], files)
+    found: dict[str, str] = {}
+    read: set[str] = set()
+    for weight, names in wanted.items():
+        keys = [more + name.removeprefix(less) for name in names if name.startswith(less)]
+        keys = [key for key in keys if key in files]
+        _check_equal(weight, keys, files)
+        read.update(keys)
+        if keys:
+            found[weight] = keys[0]
     if not found:
-        some = ", ".join(sorted(wanted.values())[:3])
+        some = ", ".join(sorted(names[0] for names in wanted.values())[:3])
         raise InputError(
             f"--weights {place}: none of its {len(files)} tensors, such as {min(files)!r}, has the "
             f"name of a weight of the step: {some}; give the weights of the same network"
@@ -44,7 +52,7 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
             f"{place} lacks {len(missing)} of {len(wanted)} weights of the step, which keep the "
             f"values of the model: {some}"
         )
-    if unread := sorted(files.keys() - found.values()):
+    if unread := sorted(files.keys() - read):
         some = ", ".join(unread[:5]) + (", ..." if len(unread) > 5 else "")
         step.cautions.append(
             f"the step has no weight for {len(unread)} tensors of {place}: {some}; where modules "
@@ -68,6 +76,20 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
         return NewValue(dtype, shape, partial(_fill, files[key], key, is_transposed))
 
     return value
+
+
+def _check_equal(weight: str, keys: Sequence[str], files: Mapping[str, Path]) -> None:
+    """Errors: InputError if tensors of the files that are one weight of the step differ."""
+    values = []
+    for key in keys[: len(keys) if len(keys) > 1 else 0]:
+        with _opened(files[key]) as file:
+            values.append(file.get_tensor(key))
+    for key, value in zip(keys[1:], values[1:], strict=True):
+        if not np.array_equal(values[0], value):
+            raise InputError(
+                f"--weights: {keys[0]!r} and {key!r} differ in {files[key]}, but they are one "
+                f"weight of the step, {weight!r}; export the network with these weights"
+            )
 
 
 def _fill(file: Path, key: str, is_transposed: bool, target: Array) -> None:

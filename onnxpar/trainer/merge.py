@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 from onnx import GraphProto
 
+from onnxpar.base.arrays import Array
 from onnxpar.canonicalize.untie import untie
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.ir.stored import check_stored, graphs_of, nodes_of, stored_tensors
@@ -51,7 +51,8 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: boo
     refuse_overwriting({"model": path, "output": target})
     if not training:
         _to_inference(proto.graph)
-    trained = {slot.input: slot.input for slot in found.slots if slot.kind in IN_MODEL}
+    slots = [slot for slot in found.slots if slot.kind in IN_MODEL]
+    trained = {slot.input: slot.input for slot in slots}
     if ema:
         averages = {slot.of: slot.input for slot in found.slots if slot.kind == AVERAGE}
         if not averages:
@@ -62,6 +63,8 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: boo
         trained |= averages
     known = {t.name for t in proto.graph.initializer}
     apart = {name.rpartition("@")[0] for name in trained if name not in known}
+    turned = {name for slot in slots for name, is_turned in slot.copies.items() if is_turned}
+    trained |= {name: trained[slot.input] for slot in slots for name in slot.copies}
     if apart:
         untie(proto.graph, apart)
     tensors = {t.name: t for t in stored_tensors(proto.graph)}
@@ -77,16 +80,24 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: boo
     def value(name: str) -> NewValue | None:
         if name not in trained:
             return None
-        blank = found.states.blank(name)
+        blank = _oriented(found.states.blank(trained[name]), name in turned)
         if list(blank.shape) != list(tensors[name].dims):
             raise ModelError(
                 f"{path}: {name!r} has the shape {list(tensors[name].dims)}, but "
                 f"{list(blank.shape)} in the checkpoint {found.path}"
             )
-        return NewValue(blank.dtype, blank.shape, partial(found.states.fill, trained[name]))
+
+        def fill(whole: Array) -> None:
+            found.states.fill(trained[name], _oriented(whole, name in turned))
+
+        return NewValue(blank.dtype, blank.shape, fill)
 
     write_model(proto, path.parent, target, value)
     return len(trained)
+
+
+def _oriented(value: Array, is_transposed: bool) -> Array:
+    return value.T if is_transposed else value
 
 
 def _to_inference(graph: GraphProto) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.grad.constant_values import first_values, repeats_rows
 from onnxpar.grad.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
-from onnxpar.ir.exported import PARAMETER, TorchName
+from onnxpar.ir.exported import PARAMETER
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.load.load import Model
 from onnxpar.training.batch_norm import numbers_of
@@ -34,16 +34,14 @@ _MANY = 100
 """Of so many numbers, the unbiased variance is by 1 % larger."""
 
 
-def cautions_of(
-    model: Model, weights: Weights, named: Mapping[str, TorchName] = MappingProxyType({})
-) -> list[str]:
+def cautions_of(model: Model, weights: Weights) -> list[str]:
     """Returns sentences about weights that a step trains differently from the exported PyTorch
-    network, in which they may be `named` otherwise."""
+    network, or may do so."""
     return [
         *(_of_left(left) for left in weights.left if _is_missed(left)),
         *_of_folded(model, weights),
         *_of_shared(weights, model.shared),
-        *_of_copies(weights, named),
+        *_of_copies(model, weights),
     ]
 
 
@@ -118,6 +116,17 @@ def _of_folded(model: Model, weights: Weights) -> Iterator[str]:
             f"file ({_list(missing)}). The computed tensors are trained instead, so training "
             f"differs from PyTorch's; to keep the parameters, export with {_PLAIN}"
         )
+    made = [t for t in weights.trained if t.name not in computed and t.node.op != "MatMul"]
+    if model.exported:
+        made = [t for t in made if t.name not in model.exported]
+    else:
+        made = [t for t in made if t.name.startswith("onnx::")]
+    repeated = [t.name for t in made if repeats_rows(first_values(t.tensor, model.folder))]
+    if repeated:
+        yield (
+            f"{_list(repeated)}: the exporter repeated rows of a parameter here, and each copy is "
+            f"trained on its own; to keep the parameter, export with {_PLAIN}"
+        )
 
 
 def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
@@ -134,18 +143,20 @@ def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def _of_copies(weights: Weights, named: Mapping[str, TorchName]) -> Iterator[str]:
-    """Yields a sentence about parameters of which the exporter stored several copies, such as a
-    table that is also the head, transposed: each copy is trained on its own."""
-    copies: dict[str, list[str]] = {}
-    for name in (weight.name for weight in weights.trained):
-        copies.setdefault(named[name].name if name in named else name, []).append(name)
-    texts = [f"{name} ({', '.join(own)})" for name, own in copies.items() if len(own) > 1]
+def _of_copies(model: Model, weights: Weights) -> Iterator[str]:
+    """Yields a sentence about matrices that are one parameter because they are equal: the file does
+    not say it."""
+    tied = {w.name: model.torch[w.name] for w in weights.trained if w.name in model.torch}
+    texts = [
+        f"{name} (and {', '.join(torch.copies)})"
+        for name, torch in tied.items()
+        if torch.copies and not torch.is_certain
+    ]
     if texts:
         each = " each" if len(texts) > 1 else ""
         yield (
-            f"{_list(texts)}: one parameter{each} in PyTorch, but the file has a copy for each "
-            f"node that reads it, and each copy is trained on its own; export with {_PLAIN}"
+            f"{_list(texts)}: equal in the file, and trained as one parameter{each}; if they are "
+            f"different parameters in PyTorch, export with {_PLAIN}"
         )
 
 

@@ -19,8 +19,7 @@ from onnxpar.grad.reverse import drop_unread
 from onnxpar.grad.trained import Weights
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
-from onnxpar.ir.exported import torch_names
-from onnxpar.ir.subgraphs import all_nodes, constants
+from onnxpar.ir.subgraphs import constants
 from onnxpar.ir.training_spec import (
     AVERAGE,
     EVALUATION,
@@ -111,7 +110,6 @@ def make_step(
         options.check_lazy()
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
-    named = torch_names(all_nodes(graph))
     plain = () if options.decay_all else undecayed(graph)
     cautions = list(cautions_of_batch_norm(model, loss.statistics))
     cautions += cautions_of_variance(graph, loss.batch_norm)
@@ -128,7 +126,7 @@ def make_step(
         full_batches=bool(back.running),
         data=[name for name in fed if name != SEED],
         batch=back.batch_dims,
-        cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights, named)],
+        cautions=[*cautions, *back.cautions, *cautions_of(model, back.weights)],
         gradient_scale=loss.scale.initial if loss.scale and not loss.scale.dynamic else 1.0,
         sampled={back.sample.table: list(back.sample.sizes)} if back.sample else {},
     )
@@ -156,8 +154,8 @@ def make_step(
         graph.cleanup(remove_unused_graph_inputs=False)
     program.finish(graph, step, shapes)
     step.slots = [
-        replace(slot, torch=known.name, transposed=known.transposed)
-        if (known := named.get(slot.input))
+        replace(slot, torch=known.names, transposed=known.transposed, copies=known.copies)
+        if (known := model.torch.get(slot.input))
         else slot
         for slot in step.slots
     ]

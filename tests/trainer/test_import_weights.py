@@ -66,7 +66,7 @@ def test_weights_that_an_exporter_renamed_and_transposed(
     assert spec is not None
     seen = set()
     for slot in spec.parameters:
-        name = further + (slot.torch or slot.input)
+        name = further + (slot.torch or [slot.input])[0]
         wanted = given[name].astype(np.float32)
         np.testing.assert_array_equal(found[slot.input], wanted.T if slot.transposed else wanted)
         seen.add(name)
@@ -77,36 +77,6 @@ def test_weights_that_an_exporter_renamed_and_transposed(
     back = pytest.importorskip("safetensors.numpy").load_file(tmp_path / "w" / "model.safetensors")
     for name, value in back.items():
         np.testing.assert_array_equal(value, given[further + name].astype(np.float32), name)
-
-
-def test_copies_of_one_parameter(tmp_path: Path) -> None:
-    """The exporter stores the weight of a Linear for each of its calls: all take its value, a
-    warning says that they are trained apart, and none hides another where they are written."""
-    text = """m (float[2,3] x, float[3,3] w1, float[3,3] w2) => (float[2,3] y)
-    { h = MatMul(x, w1)  t = Tanh(h)  y = MatMul(t, w2) }"""
-    path = write_model(text, tmp_path)
-    model = onnx.load(path)
-    for node, call in zip(model.graph.node[::2], ("linear", "linear_1"), strict=True):
-        scopes = str(["", "net", "net.a", call])
-        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
-    onnx.save(model, path)
-    weight = np.arange(9, dtype=np.float32).reshape(3, 3)
-    save({"a.weight": weight}, tmp_path / "w.safetensors")
-    step, given = tmp_path / "step.onnx", tmp_path / "w.safetensors"
-    with pytest.warns(match=r"net\.a\.weight \(w1, w2\): one parameter in PyTorch, but"):
-        grad(path, step, loss="mse", optimizer="sgd", weights=given)
-    found = defaults(step)
-    np.testing.assert_array_equal(found["w1"], weight.T)
-    np.testing.assert_array_equal(found["w2"], weight.T)
-    with ThreadTrainer(shard(step, "data-parallel 2")[0]) as trainer:
-        trainer.step({"x": np.ones((2, 3), np.float32), "target": np.zeros((2, 3), np.float32)}, 1)
-        trainer.save(tmp_path / "c", Progress(1))
-        trained = {name: trainer.session.states.read(name) for name in ("w1", "w2")}
-    export_weights(tmp_path / "c", tmp_path / "w")
-    back = pytest.importorskip("safetensors.numpy").load_file(tmp_path / "w" / "model.safetensors")
-    assert back.keys() == {"w1", "w2"}
-    for name, value in trained.items():
-        np.testing.assert_array_equal(back[name], value)
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:

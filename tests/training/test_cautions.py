@@ -19,6 +19,8 @@ from onnxpar.training.cautions import (
     cautions_of_probabilities,
 )
 
+EXPORTED = "pkg.torch.export.ExportedProgram.graph_signature"
+
 
 @pytest.mark.parametrize("export", ["dynamo.static", "legacy.static"])
 def test_a_folded_batch_norm_is_told_of(export: str) -> None:
@@ -55,8 +57,7 @@ def test_what_the_exporter_has_computed_from_parameters_is_told_of(tmp_path: Pat
     path = write_model(text, tmp_path)
     proto = onnx.load(path)
     signature = "p_a: PARAMETER target='a.weight'\np_b: PARAMETER target='b.weight'\n"
-    key = "pkg.torch.export.ExportedProgram.graph_signature"
-    proto.graph.metadata_props.add(key=key, value=signature)
+    proto.graph.metadata_props.add(key=EXPORTED, value=signature)
     for name, new in (("w1", "val_3"), ("w2", "div_1")):
         tensor = next(t for t in proto.graph.initializer if t.name == name)
         tensor.name = new
@@ -69,6 +70,30 @@ def test_what_the_exporter_has_computed_from_parameters_is_told_of(tmp_path: Pat
     (told,) = cautions_of(model, weights)
     assert told.startswith("div_1: the exporter computed these from parameters")
     assert "a.weight, b.weight" in told and "val_3" not in told
+
+
+@pytest.mark.parametrize("by", ["row", "pair", "none", "one value"])
+def test_a_parameter_whose_rows_the_exporter_repeated_is_told_of(by: str, tmp_path: Path) -> None:
+    """One row of a table of token types for all tokens; a bias by distance, for pairs of tokens."""
+    text = """m (float[2,5,5,4] x, float[1,5,5,4] w1) => (float[2,5,5,4] y) { y = Add(x, w1) }"""
+    path = write_model(text, tmp_path)
+    proto = onnx.load(path)
+    apart = np.abs(np.arange(5) - np.arange(5)[:, None])[None, ..., None]
+    value = {
+        "row": np.broadcast_to(np.arange(4), (1, 5, 5, 4)),
+        "pair": (apart + np.array([2, 9, 16, 25])) ** 2,
+        "none": np.arange(100).reshape(1, 5, 5, 4),
+        "one value": np.full((1, 5, 5, 4), 0.1),
+    }[by]
+    value = np.sqrt(value + 0.1).astype(np.float32)
+    proto.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(value, "embedding_1"))
+    proto.graph.node[0].input[1] = "embedding_1"
+    signature = "p_a: PARAMETER target='a.weight'\n"
+    proto.graph.metadata_props.add(key=EXPORTED, value=signature)
+    onnx.save(proto, path)
+    model = load(path, for_training=True)
+    told = [text for text in cautions_of(model, find_trained(model)) if "repeated rows" in text]
+    assert [text.partition(":")[0] for text in told] == ["embedding_1"] * (by in ("row", "pair"))
 
 
 def test_a_fresh_network_is_told_of(tmp_path: Path) -> None:
