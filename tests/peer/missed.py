@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 from peer.cases import PeerCase
 from peer.outcome import EXPLAINED, MISSED, Outcome
 from peer.readers import whole_reason
 
+from onnxpar.canonicalize.upgrade import NEWEST, upgrade
 from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.rules.rule import is_lack
 from onnxpar.testing.case import Case
@@ -55,6 +57,9 @@ def as_rule_case(case: PeerCase) -> Case | None:
     """The one node of a case with its operands; None for what the oracle does not run, and
     for other domains than ONNX's own."""
     feeds = case.data[0][0]
+    if any(o.version < NEWEST for o in case.model.opset_import if not o.domain):
+        model = onnx.ModelProto.FromString(case.model.SerializeToString())
+        case = replace(case, model=upgrade(model, case.name))  # as passes see it
     graph = gs.import_onnx(case.model)
     if len(graph.nodes) != 1 or case.model.functions or any(subgraphs(graph.nodes[0])):
         return None
