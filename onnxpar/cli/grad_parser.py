@@ -8,7 +8,6 @@ from dataclasses import fields
 from onnxpar.cli.options import GivenModel, add_dims, mesh, named_number, named_number_or_none
 from onnxpar.ir.training_spec import IGNORED
 from onnxpar.manual.manual import MANUAL
-from onnxpar.training.batch_norm import STATISTICS, VARIANCES
 from onnxpar.training.losses import LOSSES
 from onnxpar.training.margins import FILTER, SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
@@ -155,22 +154,18 @@ def _add_optimizer(to: argparse.ArgumentParser) -> None:
 def _add_batch_norm(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--batch-norm",
-        choices=STATISTICS,
+        metavar="WORD[,WORD]",
         help="samples over which a BatchNormalization computes its statistics: the whole batch "
         "(global), those of a host (node) or of a rank (local; give --groups for both); "
-        "default: the mode of the model (in training mode, over the whole batch)",
+        "default: the mode of the model (in training mode, over the whole batch). And the variance "
+        "of n numbers by which it moves its running variance: biased (the default, as ONNX says) "
+        "or unbiased, n/(n-1) of it, as in PyTorch",
     )
     to.add_argument(
         "--groups",
         type=int,
         metavar="N",
         help="number of hosts or ranks over which the batch is sharded, for --batch-norm",
-    )
-    to.add_argument(
-        "--running-variance",
-        choices=VARIANCES,
-        help="variance of a batch by which a BatchNormalization moves its running variance: that "
-        "over its n numbers, as ONNX says (biased, the default), or n/(n-1) of it, as in PyTorch",
     )
 
 

@@ -51,6 +51,7 @@ from onnxpar.trainer.metrics_files import (
 from onnxpar.trainer.picture import draw_losses
 from onnxpar.trainer.rates import Schedule
 from onnxpar.training.backward import LossOptions
+from onnxpar.training.batch_norm import BatchNorm
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, numbers_of
 from onnxpar.training.margins import Margin
@@ -75,8 +76,7 @@ def grad(args: argparse.Namespace) -> int:
         ),
         args.params,
         args.frozen,
-        args.batch_norm,
-        args.groups,
+        BatchNorm.parse(args.batch_norm, args.groups),
         args.precision,
         LossScale.parse(args.loss_scale, args.precision),
         args.recompute,
@@ -85,7 +85,6 @@ def grad(args: argparse.Namespace) -> int:
         Sampling(args.sample_rate, args.sample_groups),
         args.stop_gradient,
         dict(args.padding_idx),
-        args.running_variance,
         dict(args.batch_dim),
     )
     options = StepOptions(

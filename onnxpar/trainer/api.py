@@ -30,6 +30,7 @@ from onnxpar.trainer.living import held_unless_launched, living
 from onnxpar.trainer.loop import Record, Run
 from onnxpar.trainer.rates import Schedule
 from onnxpar.training.backward import LossOptions
+from onnxpar.training.batch_norm import BatchNorm
 from onnxpar.training.loss_scale import LossScale
 from onnxpar.training.loss_settings import LossSettings, Numbers, numbers_of
 from onnxpar.training.manual import RankProgram
@@ -65,7 +66,6 @@ def grad(
     lazy: Sequence[str] = (),
     batch_norm: str | None = None,
     groups: int | None = None,
-    running_variance: str | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
     recompute: bool = False,
@@ -118,10 +118,10 @@ def grad(
     lazy        globs of tables of which a step updates only the rows that it looks up, with their
                 optimizer state: sgd, adagrad, or adam (then as PyTorch's SparseAdam)
     batch_norm  the samples over which BatchNormalization takes statistics: global (the batch), node
-                (those of a host) or local (those of a rank); by default as in the model
-    groups      for node, the number of hosts; for local, the number of ranks
-    running_variance  the variance of a batch by which a running variance moves: biased (the
+                (those of a host) or local (those of a rank); by default as in the model. And, after
+                a comma or alone, the variance by which a running variance moves: biased (the
                 default, as ONNX says) or unbiased, n/(n-1) of it, as in PyTorch
+    groups      for node, the number of hosts; for local, the number of ranks
     precision   float16 or bfloat16: the dtype in which the model computes; parameters keep theirs
     loss_scale  factor of the loss: "dynamic" (the default with float16), a number, or "none"
     recompute   True to compute activations again in the backward pass instead of keeping them
@@ -170,8 +170,7 @@ def grad(
         ),
         params,
         frozen,
-        batch_norm,
-        groups,
+        BatchNorm.parse(batch_norm, groups),
         precision,
         LossScale.parse(loss_scale, precision),
         recompute,
@@ -180,7 +179,6 @@ def grad(
         Sampling(sample_rate, sample_groups),
         stop_gradient,
         padding_idx or {},
-        running_variance,
         batch_dim or {},
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh

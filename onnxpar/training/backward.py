@@ -20,7 +20,7 @@ from onnxpar.ir.training_spec import AVERAGE, EVALUATION, MAGNITUDES, SAMPLES, S
 from onnxpar.load.load import Model
 from onnxpar.model.interchange import default_of
 from onnxpar.training.batch import Batch, find_batch
-from onnxpar.training.batch_norm import check_statistics, settle_batch_norms
+from onnxpar.training.batch_norm import BatchNorm, settle_batch_norms
 from onnxpar.training.cautions_of_stops import cautions_of_stops
 from onnxpar.training.draws import seed_draws
 from onnxpar.training.equal_nodes import merge_equal
@@ -60,8 +60,7 @@ class LossOptions:
     settings    settings of the loss
     params      globs of the weights to train; by default, `find_trained` chooses
     frozen      globs of weights not to train
-    statistics  the samples over which BatchNormalization takes statistics, one of STATISTICS
-    groups      number of groups into which statistics divide a batch
+    batch_norm  what BatchNormalization nodes compute
     precision   one of PRECISIONS, in which the model computes; its weights keep their types
     scale       factor of the loss; gradients are divided by it again
     recompute   True to compute activations again in the backward pass instead of keeping them
@@ -70,7 +69,6 @@ class LossOptions:
     sampling    the fraction of classes that a step computes
     stop_gradient  globs of tensors and nodes through which no gradient flows back
     padding_idx  by glob of tables, the row that lookups do not train
-    running_variance  one of VARIANCES, by which running variances move; None is biased
     batch_dims  by input, the dimension that numbers samples; None for an input without one
     """
 
@@ -79,8 +77,7 @@ class LossOptions:
     settings: LossSettings = DEFAULT_SETTINGS
     params: Sequence[str] = ()
     frozen: Sequence[str] = ()
-    statistics: str | None = None
-    groups: int | None = None
+    batch_norm: BatchNorm = BatchNorm()  # noqa: RUF009
     precision: str | None = None
     scale: LossScale | None = None
     recompute: bool = False
@@ -89,13 +86,7 @@ class LossOptions:
     sampling: Sampling = ALL_CLASSES
     stop_gradient: Sequence[str] = ()
     padding_idx: Mapping[str, int] = field(default_factory=dict)
-    running_variance: str | None = None
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
-
-    @property
-    def batch_norm(self) -> tuple[str | None, int | None, str | None]:
-        """The options of `settle_batch_norms`."""
-        return self.statistics, self.groups, self.running_variance
 
     def blocks(
         self, nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
@@ -107,7 +98,6 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         """Checks what needs no model. Errors: StrategyError."""
-        check_statistics(*self.batch_norm)
         check_precision(self.precision)
         if self.recompute and self.recompute_nodes:
             raise StrategyError(
@@ -210,10 +200,12 @@ def add_backward(
     has_messages = any(is_message(node) for node in graph.nodes)
     is_sampled, count = bool(options.sampling), len(graph.nodes)
     has_copy = is_sampled or averages
-    used = None if has_messages else copy_for_use(graph, bool(options.statistics), has_copy)
+    used = (
+        None if has_messages else copy_for_use(graph, bool(options.batch_norm.statistics), has_copy)
+    )
     apart = {id(node) for node in nodes_within(graph.nodes[count:])}
     seed_draws(graph, SEED)
-    running = settle_batch_norms(model, norms, *options.batch_norm)
+    running = settle_batch_norms(model, norms, options.batch_norm)
     targets = Targets(graph, batch=batch if program.count == 1 else None)
     outputs = {renamed.get(t.name, t.name): t for t in graph.outputs}
     which = options.loss, options.output, options.settings

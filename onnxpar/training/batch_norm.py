@@ -4,6 +4,7 @@ running statistics."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import onnx_graphsurgeon as gs
@@ -23,23 +24,60 @@ STATISTICS = ("global", "node", "local")
 """The samples for statistics: all samples of a batch, those of a host, or those of a rank."""
 
 
-def settle_batch_norms(
-    model: Model,
-    nodes: Sequence[gs.Node],
-    statistics: str | None,
-    groups: int | None,
-    variance: str | None = None,
-) -> list[tuple[gs.Tensor, gs.Tensor]]:
-    """Sets the samples over which BatchNormalization nodes take statistics, in place; returns pairs
-    of a running statistic and its next value.
+@dataclass(frozen=True)
+class BatchNorm:
+    """What BatchNormalization nodes compute in training.
 
-    If `statistics` is None, nodes in training mode take statistics over the batch, and other nodes
-    use their running statistics. With `groups`, the batch is divided into that many groups, each
-    with its own statistics. Ranks that split the batch by groups then need not communicate, and the
-    model is still one global program. `variance` is one of VARIANCES, by default biased.
-    `check_statistics` has accepted all. Errors: StrategyError; ModelError if the model has no
-    BatchNormalization.
+    statistics  the samples over which they take statistics, one of STATISTICS; None: nodes in
+                training mode take those of the batch, other nodes use their running statistics
+    groups      number of groups into which the batch is divided, each with its own statistics.
+                Ranks that split the batch by groups then need not communicate, and the model is
+                still one global program
+    variance    one of VARIANCES; None is biased
     """
+
+    statistics: str | None = None
+    groups: int | None = None
+    variance: str | None = None
+
+    @classmethod
+    def parse(cls, text: str | None, groups: int | None) -> BatchNorm:
+        """Reads `--batch-norm`, as "global,unbiased", and `--groups`. Errors: StrategyError."""
+        words = [word.strip() for word in text.split(",")] if text is not None else []
+        statistics, variances = ([w for w in words if w in of] for of in (STATISTICS, VARIANCES))
+        if max(len(statistics), len(variances), len(words) - 1) > 1 or (
+            len(words) != len(statistics) + len(variances)
+        ):
+            raise StrategyError(
+                f"--batch-norm {text!r}: give one of {', '.join(STATISTICS)}, one of "
+                f"{', '.join(VARIANCES)}, or one of each with a comma between them"
+            )
+        found = cls(next(iter(statistics), None), groups, next(iter(variances), None))
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Checks what needs no model. Errors: StrategyError."""
+        if self.statistics is None:
+            if self.groups is not None:
+                raise StrategyError("--groups needs --batch-norm node or --batch-norm local")
+            return
+        if (self.statistics == "global") != (self.groups is None):
+            raise StrategyError(
+                "--batch-norm node needs --groups with the number of hosts, --batch-norm local "
+                "needs it with the number of ranks; --batch-norm global takes no --groups"
+            )
+        if self.groups is not None and self.groups < 1:
+            raise StrategyError(f"--groups {self.groups}: must be at least 1")
+
+
+def settle_batch_norms(
+    model: Model, nodes: Sequence[gs.Node], options: BatchNorm
+) -> list[tuple[gs.Tensor, gs.Tensor]]:
+    """Makes BatchNormalization nodes compute what the options say, in place; returns pairs of a
+    running statistic and its next value. Errors: StrategyError; ModelError if the model has no
+    BatchNormalization."""
+    statistics, groups, variance = options.statistics, options.groups, options.variance
     if statistics is not None:
         _check(model, nodes, groups)
     running = []
@@ -57,8 +95,8 @@ def settle_batch_norms(
         running += pairs
     if variance is not None and not running:
         raise StrategyError(
-            f"--running-variance {variance}: no BatchNormalization updates a running variance; "
-            "leave it out, or give --batch-norm global"
+            f"--batch-norm {variance}: no BatchNormalization updates a running variance; leave it "
+            f"out, or give --batch-norm global,{variance}"
         )
     return running
 
@@ -76,7 +114,7 @@ def _bessel(node: gs.Node, groups: int | None) -> float:
     count = numbers_of(node, groups)
     if count < 2:
         raise StrategyError(
-            f"--running-variance unbiased: BatchNormalization '{node.name}' has statistics over a "
+            f"--batch-norm unbiased: BatchNormalization '{node.name}' has statistics over a "
             "single number, which has no unbiased variance; choose larger batches, or biased"
         )
     return count / (count - 1)
@@ -99,27 +137,6 @@ def _scaled(
     at = next(i for i, n in enumerate(scope.nodes) if n is node)
     scope.nodes.insert(at, scope.nodes.pop())
     return before, (builder.value(after) * scale).tensor
-
-
-def check_statistics(
-    statistics: str | None, groups: int | None, variance: str | None = None
-) -> None:
-    """Checks options of `settle_batch_norms` for any model. Errors: StrategyError."""
-    if variance not in (None, *VARIANCES):
-        raise StrategyError(f"--running-variance {variance!r}: give one of {', '.join(VARIANCES)}")
-    if statistics is None:
-        if groups is not None:
-            raise StrategyError("--groups needs --batch-norm node or --batch-norm local")
-        return
-    if statistics not in STATISTICS:
-        raise StrategyError(f"--batch-norm {statistics!r}: give one of {', '.join(STATISTICS)}")
-    if (statistics == "global") != (groups is None):
-        raise StrategyError(
-            "--batch-norm node needs --groups with the number of hosts, --batch-norm local needs "
-            "it with the number of ranks; --batch-norm global takes no --groups"
-        )
-    if groups is not None and groups < 1:
-        raise StrategyError(f"--groups {groups}: must be at least 1")
 
 
 def _check(model: Model, nodes: Sequence[gs.Node], groups: int | None) -> None:

@@ -12,7 +12,7 @@ from onnxpar.grad.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
 from onnxpar.ir.exported import PARAMETER
 from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.load.load import Model
-from onnxpar.training.batch_norm import numbers_of
+from onnxpar.training.batch_norm import BatchNorm, numbers_of
 from onnxpar.training.margins import MARGINS
 from onnxpar.training.probabilities import is_probability, made_by
 
@@ -160,13 +160,12 @@ def _of_copies(model: Model, weights: Weights) -> Iterator[str]:
         )
 
 
-def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str]:
-    """Yields a sentence if BatchNormalization was exported for inference, or folded into weights.
-    `statistics` is the user's option."""
+def cautions_of_batch_norm(model: Model, options: BatchNorm) -> Iterator[str]:
+    """Yields a sentence if BatchNormalization was exported for inference, or is in weights."""
     nodes = list(all_nodes(model.graph))
     norms = [n for n in nodes if n.op == "BatchNormalization"]
     idle = [str(n.name) for n in norms if not n.attrs.get("training_mode")]
-    if idle and statistics is None:
+    if idle and options.statistics is None:
         yield (
             f"{_list(idle)}: BatchNormalization was exported for inference: it uses its running "
             "statistics and never updates them; --batch-norm global takes statistics of the batch"
@@ -185,19 +184,15 @@ def cautions_of_batch_norm(model: Model, statistics: str | None) -> Iterator[str
         )
 
 
-def cautions_of_variance(
-    graph: gs.Graph, options: tuple[str | None, int | None, str | None]
-) -> Iterator[str]:
-    """Yields a sentence if running variances differ noticeably from PyTorch's. The options are
-    those of `settle_batch_norms`."""
-    statistics, groups, variance = options
-    if variance is not None:
+def cautions_of_variance(graph: gs.Graph, options: BatchNorm) -> Iterator[str]:
+    """Yields a sentence if running variances differ noticeably from PyTorch's."""
+    if options.variance is not None:
         return
     norms = [n for n in all_nodes(graph) if n.op == "BatchNormalization"]
     counts = [
-        (numbers_of(n, groups), str(n.name))
+        (numbers_of(n, options.groups), str(n.name))
         for n in norms
-        if statistics is not None or n.attrs.get("training_mode")
+        if options.statistics is not None or n.attrs.get("training_mode")
     ]
     few = [(count, name) for count, name in counts if 1 < count <= _MANY]
     if few:
@@ -205,7 +200,7 @@ def cautions_of_variance(
         yield (
             f"{_list([name for _, name in few])}: the running variance moves by the variance of "
             f"{least} numbers, as ONNX says, where PyTorch takes {least}/{least - 1} of it; "
-            "--running-variance unbiased does as PyTorch (biased: this is meant)"
+            "--batch-norm unbiased does as PyTorch (biased: this is meant)"
         )
 
 

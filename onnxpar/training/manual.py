@@ -48,9 +48,10 @@ class RankProgram(Program):
                 "--sample-rate: ranks of a manual program have labels of their own; leave "
                 "--sample-rate out"
             )
-        if options.statistics not in (None, "local"):
+        statistics = options.batch_norm.statistics
+        if statistics not in (None, "local"):
             raise StrategyError(
-                f"--batch-norm {options.statistics}: the program of a rank takes statistics over "
+                f"--batch-norm {statistics}: the program of a rank takes statistics over "
                 "the samples of that rank; use --batch-norm local --groups 1"
             )
 

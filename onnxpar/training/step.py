@@ -111,7 +111,7 @@ def make_step(
     stored = [t for t in constants(graph) if t.name in model.stored]
     shapes = {t.name: t.shape or () for t in (*stored, *graph.outputs)}
     plain = () if options.decay_all else undecayed(graph)
-    cautions = list(cautions_of_batch_norm(model, loss.statistics))
+    cautions = list(cautions_of_batch_norm(model, loss.batch_norm))
     cautions += cautions_of_variance(graph, loss.batch_norm)
     for of_loss in (cautions_of_cosines, cautions_of_probabilities):
         cautions += of_loss(graph, loss.loss, loss.output)

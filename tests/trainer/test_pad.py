@@ -232,7 +232,7 @@ BATCH_NORM = """norm (float[4,2,6] x, float[2] w1, float[2] w2, float[2] w3, flo
 
 def test_labels_of_a_step_that_needs_full_batches(tmp_path: Path) -> None:
     """Are filled like those of any other."""
-    step = write_step(BATCH_NORM, tmp_path, class_axis=1, running_variance="biased")
+    step = write_step(BATCH_NORM, tmp_path, class_axis=1, batch_norm="biased")
     par, _ = shard(step, "data-parallel 2")
     x = np.zeros((9, 2, 6), np.float32)
     with ThreadTrainer(par) as trainer:

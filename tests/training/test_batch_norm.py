@@ -73,7 +73,7 @@ def moved(x: Array, groups: int = 1) -> Array:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_unbiased_running_variances(text: str, ranks: int, tmp_path: Path) -> None:
     """Over all samples of a batch, in shards that are uneven."""
-    how = {"batch_norm": "global", "running_variance": "unbiased"}
+    how = {"batch_norm": "global,unbiased"}
     step = write_step(text, tmp_path, "mse", "sgd", **how)
     x = DRAW.standard_normal((7, 3) if text is NORM else (6, 3, 2, 2)).astype(np.float32)
     par, _ = shard(step, f"data-parallel {ranks}")
@@ -87,11 +87,11 @@ def test_unbiased_variances_of_groups_and_parts(tmp_path: Path) -> None:
     """Of each group; and, of micro-batches, one after the other."""
     x = DRAW.standard_normal((6, 3, 2, 2)).astype(np.float32)
     x[3:] = 3 * x[3:] + 1
-    how = {"batch_norm": "local", "groups": 2, "running_variance": "unbiased"}
+    how = {"batch_norm": "local,unbiased", "groups": 2}
     step = write_step(IMAGES, tmp_path, "mse", "sgd", **how)
     (found,), _ = run_unsplit(step, [{"x": x, "target": x}], [0.0])
     np.testing.assert_allclose(found["variance.next"], moved(x, groups=2), rtol=1e-5)
-    how = {"batch_norm": "global", "running_variance": "unbiased", "accumulate": 2}
+    how = {"batch_norm": "global,unbiased", "accumulate": 2}
     step = write_step(IMAGES.replace("[6,", "[3,"), tmp_path, "mse", "sgd", **how)
     (found,), _ = run_unsplit(step, [{"x": x, "target": x}], [0.0])
     second = np.moveaxis(x[3:], 1, 0).reshape(3, -1).var(1, ddof=1)
@@ -101,7 +101,7 @@ def test_unbiased_variances_of_groups_and_parts(tmp_path: Path) -> None:
 
 def test_unbiased_variances_of_the_ranks_of_a_manual_program(tmp_path: Path) -> None:
     """Each over its own samples; then their mean."""
-    how = {"batch_norm": "local", "groups": 1, "running_variance": "unbiased"}
+    how = {"batch_norm": "local,unbiased", "groups": 1}
     tensors = {name: ["ranks", None] for name in ("x", "target")}
     manual = {"preset": "manual", "devices": 2, "strategy": {"tensors": tensors}}
     text = NORM.replace("[7,", "[3,")
@@ -126,20 +126,19 @@ def test_torch_agrees_on_running_variances() -> None:
 
 
 def test_what_has_no_unbiased_variance(tmp_path: Path) -> None:
-    how = {"running_variance": "unbiased"}
     with pytest.raises(StrategyError, match="statistics over a single number"):
-        write_step(NORM.replace("7", "1"), tmp_path, "mse", batch_norm="global", **how)
+        write_step(NORM.replace("7", "1"), tmp_path, "mse", batch_norm="global,unbiased")
     with pytest.raises(StrategyError, match="no BatchNormalization updates a running variance"):
-        write_step(NORM, tmp_path, "mse", **how)
-    with pytest.raises(StrategyError, match="'most': give one of biased, unbiased"):
-        write_step(NORM, tmp_path, "mse", batch_norm="global", running_variance="most")
+        write_step(NORM, tmp_path, "mse", batch_norm="unbiased")
+    with pytest.raises(StrategyError, match="'global,most': give one of global, node, local, one"):
+        write_step(NORM, tmp_path, "mse", batch_norm="global,most")
 
 
 def test_few_numbers_are_told_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="takes 7/6 of it; --running-variance unbiased"):
+    with pytest.warns(UserWarning, match="takes 7/6 of it; --batch-norm unbiased"):
         write_step(NORM, tmp_path, "mse", batch_norm="global")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        write_step(NORM, tmp_path, "mse", batch_norm="global", running_variance="biased")
+        write_step(NORM, tmp_path, "mse", batch_norm="global,biased")
         large = NORM.replace("7", "120")
         write_step(large, tmp_path, "mse", batch_norm="global")

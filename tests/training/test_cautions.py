@@ -13,6 +13,7 @@ from training.steps import write_model
 import onnxpar.grad  # noqa: F401  (registers the rules)
 from onnxpar.grad.trained import find_trained
 from onnxpar.load.load import load
+from onnxpar.training.batch_norm import BatchNorm
 from onnxpar.training.cautions import (
     cautions_of,
     cautions_of_batch_norm,
@@ -25,7 +26,7 @@ EXPORTED = "pkg.torch.export.ExportedProgram.graph_signature"
 @pytest.mark.parametrize("export", ["dynamo.static", "legacy.static"])
 def test_a_folded_batch_norm_is_told_of(export: str) -> None:
     model = load(MODELS / f"resnet.{export}.onnx", for_training=True)
-    (told,) = cautions_of_batch_norm(model, None)
+    (told,) = cautions_of_batch_norm(model, BatchNorm())
     assert " and 26 more: a batch-norm was folded into the weights" in told
     assert "had Dropout, the export has removed it" in told and "optimize=False" in told
 
@@ -37,16 +38,16 @@ def test_a_folded_batch_norm_is_told_of(export: str) -> None:
 def test_other_exports_are_not(name: str) -> None:
     """With batch-norm as it was, and networks of convolutions that have none."""
     model = load(MODELS / f"{name}.onnx", for_training=True)
-    assert list(cautions_of_batch_norm(model, None)) == []
+    assert list(cautions_of_batch_norm(model, BatchNorm())) == []
 
 
 def test_a_batch_norm_for_inference_is_told_of(tmp_path: Path) -> None:
     text = """m (float[2,3,4] x, float[3] w1, float[3] w2, float[3] w3, float[3] w4)
     => (float[2,3,4] y) { y = BatchNormalization(x, w1, w2, w3, w4) }"""
     model = load(write_model(text, tmp_path), for_training=True)
-    (told,) = cautions_of_batch_norm(model, None)
+    (told,) = cautions_of_batch_norm(model, BatchNorm())
     assert "never updates them; --batch-norm global" in told
-    assert list(cautions_of_batch_norm(model, "global")) == []
+    assert list(cautions_of_batch_norm(model, BatchNorm("global"))) == []
 
 
 def test_what_the_exporter_has_computed_from_parameters_is_told_of(tmp_path: Path) -> None:
