@@ -170,3 +170,20 @@ def test_what_is_shared(case: str, tmp_path: Path) -> None:
             ort.InferenceSession(m, quiet()) for m in (str(path), proto.SerializeToString())
         ]
         np.testing.assert_array_equal(*(s.run(["y"], feeds)[0] for s in sessions))
+
+
+def test_calls_of_one_module_share_their_copy(tmp_path: Path) -> None:
+    """The dynamo exporter says the parameters of each call: two calls of `a`, and one of `b`."""
+    text = """m (float[4,3] x, float[3] w) => (float[4,3] y)
+    { h = Add(x, w)  i = Tanh(h)  j = Add(i, w)  k = Tanh(j)  y = Add(k, w) }"""
+    proto = onnx.load(write_text(HEAD + text, tmp_path / "model.onnx"))
+    signature = "p_a_bias: PARAMETER target='a.bias'\np_b_bias: PARAMETER target='b.bias'"
+    key = "pkg.torch.export.ExportedProgram.graph_signature"
+    proto.graph.metadata_props.add(key=key, value=signature)
+    for node, name in zip(proto.graph.node[::2], ("a", "b", "a"), strict=True):
+        call = f"[target=torch.ops.aten.add.Tensor](args = (%x, %p_{name}_bias), kwargs = {{}})"
+        node.metadata_props.add(key="pkg.torch.onnx.fx_node", value=call)
+    assert shared_vectors(proto.graph) == {"w": 3}
+    untie(proto.graph)
+    assert [node.input[1] for node in proto.graph.node[::2]] == ["w", "w@1", "w"]
+    assert shared_vectors(proto.graph) == {}
