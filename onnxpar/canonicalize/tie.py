@@ -27,8 +27,7 @@ _Members = list[tuple[str, bool]]
 def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict[str, TorchName]:
     """Replaces copies of a matrix, in place: what reads one reads the first, or a Transpose of it.
     Copies have equal bits up to their order, and nothing says that they are different parameters.
-    External data is in `folder`. Returns what remaining tensors are called in torch, as far as that
-    is unique."""
+    External data is in `folder`. Returns what remaining tensors are called in torch."""
     groups = [
         group
         for alike in _alike(graph, named)
@@ -42,12 +41,36 @@ def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict
         members = [found.pop(name, TorchName((name,))) for name in (first, *dict(copies))]
         names = dict.fromkeys(name for member in members for name in member.names)
         is_certain = all(member.is_certain for member in members)
-        found[first] = TorchName(tuple(names), members[0].transposed, is_certain, dict(copies))
-    claims = Counter(n for t in graph.initializer for n in _names(t.name, found))
-    for tensor, known in found.items():
+        stored = {first: False, **dict(copies)}
+        found[first] = TorchName(tuple(names), members[0].transposed, is_certain, stored)
+    return found
+
+
+def use_torch_names(graph: GraphProto, named: Mapping[str, TorchName]) -> dict[str, TorchName]:
+    """Gives tensors the names that they have in torch, in place, as far as these are unique and not
+    taken. Returns what tensors are called in torch, by their new names, where more is to be known
+    than that name."""
+    claims = Counter(n for t in graph.initializer for n in _names(t.name, named))
+    taken = {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
+    taken |= {port.name for port in (*graph.input, *graph.output, *graph.initializer)}
+    stored = {tensor.name for tensor in graph.initializer}
+    new: dict[str, str] = {}
+    found: dict[str, TorchName] = {}
+    for tensor, known in named.items():
         own = tuple(name for name in known.names if claims[name] == 1)
-        found[tensor] = replace(known, names=own, transposed=known.transposed and bool(own))
-    return {tensor: known for tensor, known in found.items() if known.names or known.copies}
+        known = replace(known, names=own, transposed=known.transposed and bool(own))
+        free = [name for name in own if name not in taken]
+        if free and tensor in stored and tensor not in own:
+            new[tensor] = free[0]
+            known = replace(known, stored=known.stored or {tensor: False})
+        if own or known.stored:
+            found[new.get(tensor, tensor)] = known
+    _rename(graph, new)
+    for tensor in graph.initializer:
+        tensor.name = new.get(tensor.name, tensor.name)
+    for port in graph.input:
+        port.name = new.get(port.name, port.name)
+    return found
 
 
 def _names(tensor: str, named: Mapping[str, TorchName]) -> tuple[str, ...]:
@@ -120,10 +143,15 @@ def _replace(graph: GraphProto, groups: Sequence[_Members]) -> None:
             made = turned[0]
             node = helper.make_node("Transpose", [first], [made], f"{made}/tied", perm=[1, 0])
             graph.node.insert(0, node)
+    _rename(graph, new)
+    for field in (graph.initializer, graph.input):
+        for entry in [each for each in field if each.name in gone]:
+            field.remove(entry)
+
+
+def _rename(graph: GraphProto, new: Mapping[str, str]) -> None:
+    """Makes nodes, in subgraphs too, read other tensors."""
     for node in nodes_of(graph):
         for i, name in enumerate(node.input):
             if name in new:
                 node.input[i] = new[name]
-    for field in (graph.initializer, graph.input):
-        for entry in [each for each in field if each.name in gone]:
-            field.remove(entry)

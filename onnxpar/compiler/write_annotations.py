@@ -21,8 +21,9 @@ from onnxpar.files.own_folder import OwnFolder
 from onnxpar.files.write_file import PREFIX, cause, new_file
 from onnxpar.ir.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Axes
-from onnxpar.load.load import read_proto
+from onnxpar.load.load import Model, read_proto
 from onnxpar.model.annotations import (
+    TENSORS,
     NodeConfiguration,
     TensorSharding,
     annotate_model,
@@ -37,7 +38,6 @@ from onnxpar.strategy.annotated_strategy import (
     MESH,
     PARTIAL,
     PARTS,
-    TENSORS,
     node_key,
     read_axes,
 )
@@ -81,12 +81,13 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
         raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
 
 
-def operand_names(sharding: ShardingState) -> Operands:
-    """The original names of each node's tensors, before passes insert others."""
-    return {
-        op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
-        for op in sharding.factors.ops
-    }
+def operand_names(sharding: ShardingState, model: Model) -> Operands:
+    """The names in the model's file of each node's tensors, before passes insert others."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for op in sharding.factors.ops:
+        names = [model.file_name(t.name) for t in (*op.node.inputs, *op.node.outputs)]
+        found[op.node.name] = node_key(op.node), names
+    return found
 
 
 def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operands) -> None:
@@ -94,7 +95,9 @@ def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operan
     sharding, mesh = ctx.sharding, ctx.sharding.mesh
     clear_annotations(model)
     pinned = {
-        name: [axes_text(a, mesh) for a in sharding.tensor_sharding(name).leaves]
+        ctx.model.file_name(name): [
+            axes_text(a, mesh) for a in sharding.tensor_sharding(name).leaves
+        ]
         for name in sorted(sharding.pinned)
     }
     nodes = {next((o for o in node.output if o), ""): node for node in model.graph.node}

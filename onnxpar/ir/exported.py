@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 from onnx import GraphProto, NodeProto
@@ -88,13 +89,14 @@ class TorchName:
     names       its names there: several if modules share it
     transposed  True if the file has its value so
     is_certain  False if the file does not say which parameter it is
-    copies      stored tensors that it stands for, too; True for those that are its transpose
+    stored      the tensors of the file that it stands for, True for transposes of it; none if it is
+                the tensor of its own name
     """
 
     names: tuple[str, ...] = ()
     transposed: bool = False
     is_certain: bool = True
-    copies: Mapping[str, bool] = field(default_factory=dict)
+    stored: Mapping[str, bool] = field(default_factory=dict)
 
 
 def torch_names(graph: GraphProto) -> dict[str, TorchName]:
@@ -150,16 +152,32 @@ def parameters_of_calls(graph: GraphProto) -> dict[str, str]:
     return {short: name for short, kind, name in found if kind == PARAMETER}
 
 
+def module_path(node: NodeProto) -> str | None:
+    """Returns the path of the module in torch from which dynamo's exporter made a node, as the
+    other exporter writes it: `/layers.0/fc`; None if the file does not say it."""
+    scopes = _scopes(node)
+    if scopes is None:
+        return None
+    steps = pairwise(scopes[:-1])
+    return "".join("/" + inner.removeprefix(f"{outer}.") for outer, inner in steps)
+
+
+def _scopes(node: NodeProto) -> list[str] | None:
+    """The paths of the modules around a node, the outermost first, and the name of its call."""
+    try:
+        found = ast.literal_eval(metadata_of(node, _SCOPES) or "")
+    except (ValueError, SyntaxError, TypeError):
+        return None
+    is_list = isinstance(found, list) and len(found) > 1
+    return found if is_list and all(isinstance(each, str) for each in found) else None
+
+
 def _place(node: NodeProto) -> tuple[str, str]:
     """The path of the module in torch from which a node was made, and the name of the call there;
     empty if the file does not say it."""
-    scopes = metadata_of(node, _SCOPES)
+    scopes = _scopes(node)
     if scopes is not None:
-        try:
-            *_, module, call = ast.literal_eval(scopes)
-        except (ValueError, SyntaxError, TypeError):
-            return "", ""
-        return str(module), str(call)
+        return scopes[-2], scopes[-1]
     # TorchScript's exporter names a node by its module and op: /layers/layers.0/fc/MatMul_1
     if not node.name.startswith("/"):
         return "", ""

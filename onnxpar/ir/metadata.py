@@ -5,6 +5,19 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 from onnx import NodeProto
 
+_FILE_NAME = "onnxpar.name"
+
+
+def note_file_name(node: NodeProto) -> None:
+    """Records the name that a node has in its file, before it gets another one."""
+    if node.name and metadata_of(node, _FILE_NAME) is None:
+        node.metadata_props.add(key=_FILE_NAME, value=node.name)
+
+
+def file_name(node: gs.Node) -> str | None:
+    """Returns the name that a node has in its file, if the loader gave it another one."""
+    return metadata_of(node, _FILE_NAME)
+
 
 def metadata_of(node: gs.Node | NodeProto, key: str) -> str | None:
     """Returns what a node's metadata say under a key; None if nothing."""

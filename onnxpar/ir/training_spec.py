@@ -57,7 +57,8 @@ class Slot:
     default True if the model has its first value; else it starts as zero
     torch   the parameter's names in torch, if the model has another
     transposed  True if the model has the parameter of torch transposed
-    copies  weights of the model for which it stands, too; True for those that are its transpose
+    stored  the weights of the model's file for which it stands, True for transposes of it; none if
+            it is the one of its own name
     """
 
     input: str
@@ -67,11 +68,11 @@ class Slot:
     default: bool = False
     torch: Sequence[str] = ()
     transposed: bool = False
-    copies: Mapping[str, bool] = field(default_factory=dict)
+    stored: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Errors: TypeError for what JSON may have in place of a name."""
-        for name in (self.input, self.output, self.kind, self.of, *self.torch, *self.copies):
+        for name in (self.input, self.output, self.kind, self.of, *self.torch, *self.stored):
             if not isinstance(name, str):
                 raise TypeError(f"a state has the name {name!r:.60}")
 

@@ -28,7 +28,7 @@ from onnxpar.canonicalize.scan_axes import scan_first_axes
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
-from onnxpar.canonicalize.tie import tie
+from onnxpar.canonicalize.tie import tie, use_torch_names
 from onnxpar.canonicalize.tolerated import restate, restate_flags
 from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
@@ -117,6 +117,11 @@ class Model:
     original: StoredModel | None = None
     names: Names = field(default_factory=Names)
 
+    def file_name(self, tensor: str) -> str:
+        """Returns the name in the file of a tensor that the loader may have given another one."""
+        known = self.torch.get(tensor)
+        return next(iter(known.stored), tensor) if known is not None else tensor
+
     @property
     def folder(self) -> Path:
         """The folder of external data."""
@@ -190,10 +195,14 @@ def load(
         states = [*states, *page_caches(proto, page_size, kv_dtype)]
         show("page-caches", proto)
     _check_stored(proto, path)
-    torch: Mapping[str, TorchName] = {}
+    torch = torch_names(proto.graph)
     if for_training:
-        torch = tie(proto.graph, torch_names(proto.graph), path.parent)
+        torch = tie(proto.graph, torch, path.parent)
         show("tie", proto)
+    torch = use_torch_names(proto.graph, torch)
+    renamed = {old: new for new, known in torch.items() for old in known.stored}
+    annotations = tuple(each.renamed(renamed) for each in annotations)
+    show("use-torch-names", proto)
     stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     keeps_ports = not (for_training or page_size or part == ENCODER)
     original = StoredModel.of(proto, path, dims or {}, shapes or {}) if keeps_ports else None

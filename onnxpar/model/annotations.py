@@ -7,10 +7,11 @@ them. A node is identified by its first result, whose name the loader never chan
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx
 from onnx import ModelProto, NodeProto, ShardingSpecProto
@@ -19,6 +20,8 @@ from onnxpar.errors import StrategyError
 
 PREFIX = "onnxpar."
 """Prefix of the metadata for what the standard cannot express."""
+TENSORS = PREFIX + "tensors"
+"""Key of a model's metadata: the layouts of pinned tensors."""
 Component = tuple[int | None, int]
 """Part of a dimension: its size (None: the rest of the dimension) and its number of shards."""
 
@@ -86,6 +89,23 @@ class Configuration:
     def shards_tensors(self) -> bool:
         """True if it shards a tensor; False if it only assigns pipeline stages."""
         return any(note.shardings for note in self.nodes.values())
+
+    def renamed(self, new: Mapping[str, str]) -> Configuration:
+        """Returns the configuration for a model in which tensors have these new names."""
+        nodes = {
+            key: replace(
+                note,
+                shardings={
+                    new.get(name, name): replace(stated, tensor=new.get(name, name))
+                    for name, stated in note.shardings.items()
+                },
+            )
+            for key, note in self.nodes.items()
+        }
+        pinned = json.loads(self.metadata.get(TENSORS, "{}"))
+        pinned = {new.get(name, name): axes for name, axes in pinned.items()}
+        metadata = {**self.metadata, TENSORS: json.dumps(pinned)} if pinned else self.metadata
+        return replace(self, nodes=nodes, metadata=metadata)
 
 
 _MOST_DEVICES = 1 << 16

@@ -13,7 +13,13 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Dim, Product
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
-from onnxpar.model.annotations import PREFIX, Configuration, NodeConfiguration, TensorSharding
+from onnxpar.model.annotations import (
+    PREFIX,
+    TENSORS,
+    Configuration,
+    NodeConfiguration,
+    TensorSharding,
+)
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.device_lists import Digit, axes_of, mesh_of_digits, shard_digits
@@ -22,9 +28,8 @@ from onnxpar.strategy.standard_shardings import axes_text, node_shardings, parse
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
 MESH, AXES, PARTS = PREFIX + "mesh", PREFIX + "axes", PREFIX + "parts"
-PARTIAL, TENSORS = PREFIX + "partial", PREFIX + "tensors"
-"""Keys of metadata: of a node, its partial sums by tensor; of the model, the layouts of pinned
-tensors.
+PARTIAL = PREFIX + "partial"
+"""Key of metadata: of a node, its partial sums by tensor.
 
 The other keys are, of the model, its mesh; of a node, the axes and the sizes by hand of its
 factors. The model also has the axes of nodes that are not in its own graph, because they come from

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from onnxpar.base.near_names import there_are
 from onnxpar.errors import StrategyError
+from onnxpar.ir.metadata import file_name
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.strategy.stacked_names import Stacks
 
@@ -25,6 +26,9 @@ class NamedOps:
     def of(factors: GraphFactors, source: str) -> NamedOps:
         """The nodes of a graph; `source` is the place of the strategy."""
         by_name = {op.node.name: op for op in factors.ops}
+        for op in factors.ops:
+            if (name := file_name(op.node)) is not None:
+                by_name.setdefault(name, op)
         return NamedOps(by_name, readers_of_sources(factors), Stacks.found(factors, source))
 
     def matching(self, pattern: str, source: str) -> list[OpFactors]:

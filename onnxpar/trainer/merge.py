@@ -52,7 +52,7 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: boo
     if not training:
         _to_inference(proto.graph)
     slots = [slot for slot in found.slots if slot.kind in IN_MODEL]
-    trained = {slot.input: slot.input for slot in slots}
+    states = {slot.input: slot.input for slot in slots}
     if ema:
         averages = {slot.of: slot.input for slot in found.slots if slot.kind == AVERAGE}
         if not averages:
@@ -60,11 +60,12 @@ def _merge(found: Checkpoint, path: Path, target: Path, training: bool, ema: boo
                 f"{found.path} has no moving averages; leave --ema out, or write the step with "
                 "`onnxpar grad --ema`"
             )
-        trained |= averages
+        states |= averages
+    stored = {slot.input: slot.stored or {slot.input: False} for slot in slots}
+    trained = {name: states[state] for state, names in stored.items() for name in names}
+    turned = {name for names in stored.values() for name, is_turned in names.items() if is_turned}
     known = {t.name for t in proto.graph.initializer}
     apart = {name.rpartition("@")[0] for name in trained if name not in known}
-    turned = {name for slot in slots for name, is_turned in slot.copies.items() if is_turned}
-    trained |= {name: trained[slot.input] for slot in slots for name in slot.copies}
     if apart:
         untie(proto.graph, apart)
     tensors = {t.name: t for t in stored_tensors(proto.graph)}

@@ -148,9 +148,9 @@ def _of_copies(model: Model, weights: Weights) -> Iterator[str]:
     not say it."""
     tied = {w.name: model.torch[w.name] for w in weights.trained if w.name in model.torch}
     texts = [
-        f"{name} (and {', '.join(torch.copies)})"
+        f"{name} (and {', '.join(n for n in torch.stored if n != name)})"
         for name, torch in tied.items()
-        if torch.copies and not torch.is_certain
+        if len(torch.stored) > 1 and not torch.is_certain
     ]
     if texts:
         each = " each" if len(texts) > 1 else ""

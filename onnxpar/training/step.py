@@ -154,7 +154,7 @@ def make_step(
         graph.cleanup(remove_unused_graph_inputs=False)
     program.finish(graph, step, shapes)
     step.slots = [
-        replace(slot, torch=known.names, transposed=known.transposed, copies=known.copies)
+        replace(slot, torch=known.names, transposed=known.transposed, stored=known.stored)
         if (known := model.torch.get(slot.input))
         else slot
         for slot in step.slots

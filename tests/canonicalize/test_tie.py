@@ -118,7 +118,9 @@ def test_a_square_matrix_and_its_transpose(tmp_path: Path) -> None:
     ]
     model = write(tmp_path, weights, reads, "emb.weight")
     after, (slot,) = trained(model, "tensor-parallel 2")
-    assert slot.copies == {"permute": True, "val_2": True} and slot.torch == ["emb.weight"]
+    assert slot.stored == {"emb.weight": False, "permute": True, "val_2": True} and slot.torch == [
+        "emb.weight"
+    ]
     np.testing.assert_allclose(after["emb.weight"], moved(table, 2), rtol=3e-6, atol=3e-6)
 
 
@@ -136,10 +138,10 @@ def test_equal_parameters_that_the_file_tells_apart(tmp_path: Path) -> None:
     reads = [*LINEARS, "permute=matmul.default](args = (%h, %permute)"]
     model = write(tmp_path, weights, reads, "emb.weight q.weight target.weight")
     _, slots = trained(model, "data-parallel 2")
-    assert [(s.input, s.torch, s.copies) for s in slots] == [
+    assert [(s.input, s.torch, s.stored) for s in slots] == [
         ("emb.weight", [], {}),
-        ("val_1", ["q.weight"], {}),
-        ("val_2", ["target.weight"], {}),
+        ("q.weight", ["q.weight"], {"val_1": False}),
+        ("target.weight", ["target.weight"], {"val_2": False}),
         ("permute", [], {}),
     ]
 
@@ -152,13 +154,12 @@ def test_a_linear_that_is_called_twice(tmp_path: Path, recwarn: pytest.WarningsR
     model = write(tmp_path, weights, reads, "emb.weight q.weight")
     after, slots = trained(model, "tensor-parallel 2")
     assert not [w for w in recwarn if "equal in the file" in str(w.message)]
-    assert slots[1] == Slot(
-        "val_1", "val_1.next", "parameter", "val_1", True, ["q.weight"], True, {"val_2": False}
-    )
+    name, stored = "q.weight", {"val_1": False, "val_2": False}
+    assert slots[1] == Slot(name, f"{name}.next", "parameter", name, True, [name], True, stored)
     h = np.tanh(weights["emb.weight"][IDS].astype(np.float64))
     y = 2 * h @ head
     expected = head - RATE * h.T @ (2 * y / y.size) * 2
-    np.testing.assert_allclose(after["val_1"], expected, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(after["q.weight"], expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["val_1", "own"])
@@ -170,7 +171,8 @@ def test_equal_by_chance(name: str, tmp_path: Path) -> None:
         tmp_path, weights, ["w", name], f"emb.weight w {'own' if name == 'own' else 'other'}"
     )
     _, slots = trained(model, "data-parallel 2")
-    assert [s.input for s in slots] == ["emb.weight", "w", name]
+    last = "own" if name == "own" else "head.weight"  # by the path of its node
+    assert [s.input for s in slots] == ["emb.weight", "w", last]
 
 
 def test_weights_of_tied_modules(tmp_path: Path) -> None:
