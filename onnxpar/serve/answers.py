@@ -199,7 +199,7 @@ class Answers:
         if wanted.tools is not None:
             family = BARE if self._prepared.constraints else self._service.family
             assert family is not None, "a request with tools has been refused without it"
-            parser = ToolParser(family, wanted.tools.parameters.keys())
+            parser = ToolParser(family, wanted.tools.parameters)
             shown = tokenizer.special_ids(family.special)
         stream = Stream(tokenizer, wanted.shows_specials, behind, shown)
         placed = None

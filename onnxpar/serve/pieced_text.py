@@ -70,6 +70,29 @@ class PiecedText:
                 return None
             yield
 
+    def expect(self, options: Sequence[str]) -> Reading[str]:
+        """Reads one of several texts behind white space. One that the end cuts is read, too, before
+        the error."""
+        yield from self.visible()
+        found = yield from self.one_of(options)
+        if found is None:
+            rest = self.text[self.at :]
+            self.at += len(rest) if any(option.startswith(rest) for option in options) else 0
+            raise UnexpectedText
+        return found
+
+    def until(self, end: str) -> Reading[str]:
+        """Reads up to a text, and this; returns what is in front of it."""
+        start = self.at
+        while (found := self.text.find(end, self.at)) < 0:
+            if self.is_complete:
+                self.at = len(self.text)
+                raise UnexpectedText
+            self.at = max(self.at, len(self.text) - len(end) + 1)
+            yield
+        self.at = found + len(end)
+        return self.text[start:found]
+
     def value(self, quotes: str = '"') -> Reading[str]:
         """Reads a value of JSON or, by its quotes, of Python: up to the bracket or quote that
         closes it, or to the comma, bracket or white space behind a number or a word."""

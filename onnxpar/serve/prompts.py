@@ -12,6 +12,7 @@ from onnxpar.llm.tokenizer import Messages
 from onnxpar.serve.api_error import ApiError, quoted
 from onnxpar.serve.grammar import Form, JsonConstraint
 from onnxpar.serve.service import GeneratingService
+from onnxpar.serve.tools import with_ids
 from onnxpar.serve.wanted import Prompt, Wanted
 
 
@@ -118,6 +119,8 @@ def chat_tokens(
             param="messages",
             code="no_chat_template",
         )
+    if service.family is not None and service.family.ids:
+        messages = with_ids(messages, service.family.ids)
     try:
         return tokenizer.chat(messages, **options)
     except InputError as error:

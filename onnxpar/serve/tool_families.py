@@ -8,17 +8,21 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ToolFamily:
     """How models of a family write calls. A call itself is a JSON object with `name` and
-    `arguments` or `parameters`, a Python call with named arguments, or a name and the JSON object
-    of the arguments; several may be in a list.
+    `arguments` or `parameters`, a Python call with named arguments, or a name and the arguments: a
+    JSON object, or texts; several may be in a list.
 
-    begins   markers in front of calls
-    within   what separates the parts of a call
-    ends     what stands behind calls and is no text
-    is_bare  True if an answer may also begin with a call that has no marker
-    header   the pattern of what is between a marker and JSON arguments, with the name as its
-             group; empty: there is none
-    signs    texts of chat templates by which the family is found
-    unless   texts of templates that have other calls between the same markers
+    begins    markers in front of calls
+    within    what separates the parts of a call
+    ends      what stands behind calls and is no text
+    is_bare   True if an answer may also begin with a call that has no marker
+    header    the pattern of what is between a marker and the arguments, with the name as its group;
+              empty: there is none
+    argument  what begins an argument whose value is a text, the pattern of its name and its value,
+              and what ends it; None: arguments are JSON
+    ids       the form of the ids of calls in prompts, of a `name` and the `number` of calls before;
+              empty: any
+    signs     texts of chat templates by which the family is found
+    unless    texts of templates that have other calls between the same markers
     """
 
     begins: tuple[str, ...] = ()
@@ -26,6 +30,8 @@ class ToolFamily:
     ends: tuple[str, ...] = ()
     is_bare: bool = False
     header: str = ""
+    argument: tuple[str, str, str] | None = None
+    ids: str = ""
     signs: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
 
@@ -65,6 +71,22 @@ _TAGGED = ToolFamily(
     signs=("<tool_call>", "<|tool_call|>"),
     unless=("<function=", "<arg_key>"),
 )
+_GLM = ToolFamily(
+    begins=("<tool_call>",),
+    within=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ends=("</tool_call>",),
+    header=r"([\w.-]+)\s*",
+    argument=("<arg_key>", r"\s*([^<]+?)\s*</arg_key>\s*<arg_value>(.*)", "</arg_value>"),
+    signs=("<arg_key>",),
+)
+_QWEN_CODER = ToolFamily(
+    begins=("<tool_call>", "<function="),
+    ends=("</function>", "</tool_call>"),
+    header=r"([\w.-]+)>\s*",
+    argument=("<parameter=", r"([^>]+)>\n?(.*?)\n?", "</parameter>"),
+    signs=("<parameter=",),
+    unless=("<seed:tool_call>",),
+)
 FAMILIES = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
@@ -88,6 +110,18 @@ FAMILIES = {
     "pythonic": _LLAMA,
     "granite": _TAGGED,
     "hermes": _TAGGED,
+    "qwen3_coder": _QWEN_CODER,
+    "qwen3_xml": _QWEN_CODER,
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "kimi_k2": ToolFamily(
+        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        within=("<|tool_call_argument_begin|>",),
+        ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        header=r"(?:functions\.)?([\w.-]+):\d+\s*<\|tool_call_argument_begin\|>\s*",
+        ids="functions.{name}:{number}",
+        signs=("<|tool_calls_section_begin|>",),
+    ),
 }
 """By the names that vLLM has for their parsers."""
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import secrets
 import string
-from collections.abc import Collection
-from contextlib import suppress
-from typing import NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from onnxpar.llm.stop_strings import longest_beginning
 from onnxpar.serve.answer_parts import CallArguments, CallBegin, CallEnd, Part, Text
+from onnxpar.serve.call_values import json_value, python_value, text_value
 from onnxpar.serve.pieced_text import PiecedText, Reading, UnexpectedText
 from onnxpar.serve.tool_families import ToolFamily
 
@@ -21,18 +20,18 @@ _LONGEST_HEADER = 256
 _ARGUMENTS = ("arguments", "parameters")
 _ID, _ID_LENGTH = string.ascii_letters + string.digits, 9
 """Of ids, such as templates of Mistral demand them."""
-T = TypeVar("T")
 
 
 class ToolParser:
     """Splits the text of an answer into content and calls. White space around calls is neither.
 
-    family  how calls are written
-    names   the functions that there are; a call without a marker must name one of them
+    family     how calls are written
+    functions  the JSON schemas of the functions that there are, by name; a call without a marker
+               must name one of them
     """
 
-    def __init__(self, family: ToolFamily, names: Collection[str]) -> None:
-        self._family, self._names = family, names
+    def __init__(self, family: ToolFamily, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        self._family, self._functions = family, functions
         self._markers = re.compile("|".join(map(re.escape, family.begins)) or r"(?!)")
         self.calls = 0
         """How many calls are right."""
@@ -45,6 +44,8 @@ class ToolParser:
         """How far arguments are sent, while they are read."""
         self._arguments: str | None = None
         """Those of a call in JSON, once they are complete."""
+        self._before = "{"
+        """What is in front of the next argument, where each is sent when it is complete."""
         self._is_open = False
         """The name of a call has been read."""
         self._is_marked = False
@@ -178,20 +179,22 @@ class ToolParser:
         """Reads a string of JSON."""
         if (yield from self._text.visible()) != '"':
             raise UnexpectedText
-        return _json((yield from self._text.value()), str)
+        return json_value((yield from self._text.value()), str)
 
     def _named_call(self) -> Reading[None]:
         """Reads a call whose name is in front of its arguments."""
         text, start = self._text, self._text.at
-        while (char := (yield from text.next())) != "{":
+        opening = "<" if self._family.argument else "{"
+        while (char := (yield from text.next())) != opening:
             if not char or text.at - start > _LONGEST_HEADER:
                 raise UnexpectedText
             text.at += 1
         found = re.fullmatch(self._family.header, text.text[start : text.at])
         if found is None:
             raise UnexpectedText
-        self._begin(found[found.lastindex or 0])
-        yield from self._json_arguments()
+        name = found[found.lastindex or 0]
+        self._begin(name)
+        yield from self._text_arguments(name) if self._family.argument else self._json_arguments()
         self._end()
 
     def _json_arguments(self) -> Reading[None]:
@@ -203,32 +206,51 @@ class ToolParser:
         self._arguments = yield from text.value()
         self._send_arguments()
         self._sent = None
-        _json(self._arguments, dict)
+        json_value(self._arguments, dict)
+
+    def _text_arguments(self, name: str) -> Reading[None]:
+        """Reads arguments whose values are texts."""
+        assert self._family.argument is not None, "other arguments are JSON"
+        begin, pattern, end = self._family.argument
+        options = (begin, *self._family.ends)
+        while (yield from self._text.expect(options)) == begin:
+            found = re.fullmatch(pattern, (yield from self._text.until(end)), re.DOTALL)
+            if found is None:
+                raise UnexpectedText
+            self._add(found[1], text_value(found[2], found[1], self._functions.get(name, {})))
+        self._close()
 
     def _python_call(self) -> Reading[None]:
-        """Reads a call in Python; sends each argument when it is complete."""
+        """Reads a call in Python."""
         text = self._text
         name = yield from text.word()
         yield from text.take("(")
         self._begin(name)
-        before = "{"
         while (yield from text.visible()) != ")":
             key = yield from text.word()
             yield from text.take("=")
-            value = _python((yield from text.value(quotes="\"'")))
-            self._parts.append(CallArguments(self._index, f"{before}{json.dumps(key)}: {value}"))
-            before = ", "
+            self._add(key, python_value((yield from text.value(quotes="\"'"))))
             if (yield from text.visible()) != ")":
                 yield from text.take(",")
         yield from text.take(")")
-        self._parts.append(CallArguments(self._index, "{}" if before == "{" else "}"))
+        self._close()
         self._end()
+
+    def _add(self, key: str, value: str) -> None:
+        """Sends an argument, whose value is in JSON."""
+        new = f"{self._before}{json.dumps(key)}: {value}"
+        self._parts.append(CallArguments(self._index, new))
+        self._before = ", "
+
+    def _close(self) -> None:
+        """Sends the end of arguments that were sent one by one."""
+        self._parts.append(CallArguments(self._index, "{}" if self._before == "{" else "}"))
 
     def _begin(self, name: str) -> None:
         """Begins a call, and sends the arguments that are in front of the name."""
-        if self._is_open or not name or not (self._is_marked or name in self._names):
+        if self._is_open or not name or not (self._is_marked or name in self._functions):
             raise UnexpectedText
-        self._is_open = True
+        self._is_open, self._before = True, "{"
         id_ = "".join(secrets.choice(_ID) for _ in range(_ID_LENGTH))
         self._parts.append(CallBegin(self._index, id_, name))
         if self._arguments is not None:
@@ -260,27 +282,3 @@ class ToolParser:
         if not is_cut:
             self._send(text.text[self._raw : text.at])
         self._is_behind = self._may_be_bare = False
-
-
-def _json(text: str, kind: type[T]) -> T:
-    """A value of JSON, which must be of a kind. Errors: UnexpectedText."""
-    try:
-        found = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        raise UnexpectedText from None
-    if not isinstance(found, kind):
-        raise UnexpectedText
-    return found
-
-
-def _python(text: str) -> str:
-    """A value of Python in JSON; models also write `true`, `false` and `null`. Errors:
-    UnexpectedText."""
-    for read in (ast.literal_eval, json.loads):
-        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
-    raise UnexpectedText
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(word)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onnxpar.llm.tokenizer import Messages
 from onnxpar.serve.api_error import quoted
 from onnxpar.serve.body import Fields
 
@@ -87,3 +89,19 @@ def tools_of(fields: Fields, functions: Sequence[Mapping[str, Any]]) -> Tools | 
     if not isinstance(name, str) or name not in parameters:
         fields.refuse("tool_choice", f"names {quoted(name)}, which is none of the tools")
     return Tools({name: parameters[name]}, True, False)
+
+
+def with_ids(messages: Messages, form: str) -> Messages:
+    """Returns a chat whose calls, and answers to them, have ids of a form: of the `name` and the
+    `number` of each call."""
+    numbers, ids = itertools.count(), dict[Any, str]()
+    found = []
+    for message in messages:
+        new: dict[str, Any] = {}
+        for call in message.get("tool_calls") or ():
+            ids[call["id"]] = form.format(name=call["function"]["name"], number=next(numbers))
+            new.setdefault("tool_calls", []).append({**call, "id": ids[call["id"]]})
+        if message.get("tool_call_id") in ids:
+            new["tool_call_id"] = ids[message["tool_call_id"]]
+        found.append({**message, **new})
+    return found

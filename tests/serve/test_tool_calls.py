@@ -21,6 +21,8 @@ from serve.calling_model import (
 from serve.scripted_engine import Engine, forever, says
 from serve.servers import Served, serving
 
+from onnxpar.serve.tool_families import FAMILIES
+
 jsonschema = lazily("jsonschema")
 openai = lazily("openai")
 tokenizers = lazily("tokenizers")
@@ -130,6 +132,22 @@ def test_calls_that_must_be_made(served: Served, choice: Any) -> None:
             jsonschema.validate(arguments, WEATHER)
 
 
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "kimi_k2"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_calls_that_must_be_made_are_json_for_each_family(
+    serve: Serve, family: str, choice: Any
+) -> None:
+    served = serve(tool_call_parser=family)
+    for start in range(60, 64):
+        served.engine.script = lambda prompt, limits, start=start: forever(prompt, limits, start)
+        found = chat(served, tool_choice=choice, parallel_tool_calls=False, max_tokens=200)
+        (call,) = found.message.tool_calls
+        if choice != "required" or call.function.name == "weather":
+            jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+
 def test_several_calls_must_be_made(served: Served) -> None:
     seen = set()
     for start in range(60, 64):
@@ -204,6 +222,66 @@ def test_how_calls_are_written_may_be_said(served: Served) -> None:
         other.engine.script = says("[weather(city='Paris', days=3)]")
         (call,) = chat(other).message.tool_calls
         assert call.function.arguments == ARGUMENTS
+
+
+FORMS = {
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+}
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("family", FORMS)
+def test_forms_by_their_templates(
+    serve: Serve, folder: Path, family: str, is_special: bool
+) -> None:
+    """Also where their marks are special tokens. The schema says what texts are."""
+    (folder / "chat_template.jinja").write_text(FORMS[family])
+    if is_special:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens([*FAMILIES[family].special])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    engine = Engine(folder)
+    engine.vocabulary, engine.longest = 400, 1024
+    ids = engine.tokenizer.encode(f"I look. {FORMS[family]}", specials=False)
+    engine.script = lambda prompt, limits: iter(ids)
+    choice = chat(serve(engine=engine))
+    assert choice.message.content == "I look." and choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+
+
+def test_ids_in_prompts_of_kimi(serve: Serve, folder: Path) -> None:
+    """They have the names of calls and their numbers in the chat, whatever clients send."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}<|tool_calls_section_begin|>"
+        "{{ c.id }};{% endfor %}{% if m.tool_call_id %}of {{ m.tool_call_id }};{% endif %}"
+        "{% endfor %}"
+    )
+    served = serve(engine=Engine(folder))
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for id_, name in (("a1", "now"), ("b2", "weather"), ("a1", "now"))
+    ]
+    messages = [
+        *USER,
+        {"role": "assistant", "tool_calls": calls[:2]},
+        *({"role": "tool", "tool_call_id": id_, "content": "x"} for id_ in ("b2", "a1", "c3")),
+        {"role": "assistant", "tool_calls": calls[2:]},
+        {"role": "tool", "tool_call_id": "a1", "content": "x"},
+    ]
+    chat(served, messages)
+    mark = "<|tool_calls_section_begin|>"
+    prompt = served.engine.generations[0].prompt
+    assert served.engine.tokenizer.decode(prompt) == (
+        f"{mark}functions.now:0;{mark}functions.weather:1;of functions.weather:1;"
+        f"of functions.now:0;of c3;{mark}functions.now:2;of functions.now:2;"
+    )
+    assert messages[1] == {"role": "assistant", "tool_calls": calls[:2]}
 
 
 def test_tools_of_several_answers(calling: Served) -> None:

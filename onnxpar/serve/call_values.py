@@ -1,0 +1,129 @@
+"""Values in calls of tools, which models write as JSON, as Python, or as texts that a JSON schema
+explains."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+from onnxpar.serve.pieced_text import UnexpectedText
+
+_UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+_KINDS: Mapping[Any, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "object": (dict,),
+    "array": (list, tuple),
+}
+"""Types of JSON schemas."""
+T = TypeVar("T")
+
+
+def json_value(text: str, kind: type[T]) -> T:
+    """Returns a value of JSON, which must be of a kind. Errors: UnexpectedText."""
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise UnexpectedText from None
+    if not isinstance(found, kind):
+        raise UnexpectedText
+    return found
+
+
+def python_value(text: str) -> str:
+    """Returns a value of Python in JSON; models also write `true`, `false` and `null`. Errors:
+    UnexpectedText."""
+    for read in (ast.literal_eval, json.loads):
+        with suppress(*_UNREADABLE):
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+    raise UnexpectedText
+
+
+def text_value(text: str, key: str, schema: Mapping[str, Any]) -> str:
+    """Returns a text in JSON: as the value that the schema of a function allows for an argument, or
+    as a string if it allows none. A string is the text itself, and JSON goes before it where both
+    are allowed."""
+    own = _schema_of(key, schema)
+    for read in (_no_string, str, _literal):
+        with suppress(*_UNREADABLE):
+            value = read(text)
+            if _fits(value, own, schema, {}):
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _no_string(text: str) -> object:
+    """A value of JSON. Errors: ValueError, also for a string."""
+    found = json.loads(text, parse_constant=_refuse)
+    if isinstance(found, str):
+        raise ValueError(text)
+    return found
+
+
+def _literal(text: str) -> object:
+    return ast.literal_eval(text.strip())
+
+
+def _schema_of(key: str, schema: Mapping[str, Any]) -> object:
+    """The schema of an argument; None if there is none."""
+    found = _target(schema["$ref"], schema) if "$ref" in schema else schema
+    properties = found.get("properties") if isinstance(found, Mapping) else None
+    return properties.get(key) if isinstance(properties, Mapping) else None
+
+
+def _target(ref: object, root: object) -> object:
+    """What a reference names; None if it is elsewhere."""
+    if not isinstance(ref, str) or not ref.startswith("#"):
+        return None
+    for part in ref[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root
+
+
+def _fits(value: object, schema: object, root: object, known: dict[str, bool]) -> bool:
+    """True if a value fits a schema, as far as its type, enumerations and choices tell.
+
+    known  whether it fits what references name
+    """
+    if not isinstance(schema, Mapping):
+        return True
+    ref = schema.get("$ref")
+    if isinstance(ref, str):
+        if ref not in known:
+            known[ref] = False  # a schema that names itself adds nothing
+            known[ref] = _fits(value, _target(ref, root), root, known)
+        if not known[ref]:
+            return False
+    kinds = schema.get("type")
+    if kinds is not None:
+        each = kinds if isinstance(kinds, list) else [kinds]
+        if not any(_is(value, kind) for kind in each):
+            return False
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(allowed, list) and json.dumps(value) not in map(json.dumps, allowed):
+        return False
+    for name, holds in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        parts = schema.get(name)
+        if isinstance(parts, list) and not holds(_fits(value, p, root, known) for p in parts):
+            return False
+    return True
+
+
+def _is(value: object, kind: object) -> bool:
+    """True for a value of a type, or of one that JSON schemas do not have."""
+    if not isinstance(kind, str) or kind not in _KINDS:
+        return True
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(word)
