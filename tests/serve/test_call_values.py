@@ -42,6 +42,7 @@ VALUES: tuple[tuple[Any, str, Any], ...] = (  # schema, text, value
     ({"type": "number"}, "true", "true"),
     ({"type": "boolean"}, "true", True),
     ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "\n False\n", False),
     ({"type": "boolean"}, "1", "1"),
     ({"type": "object"}, '{"a": NaN}', '{"a": NaN}'),
     ({"type": "object"}, "{'a': [1, None]}", {"a": [1, None]}),
@@ -75,7 +76,7 @@ def test_schemas_that_are_named() -> None:
     found = {key: json.loads(text_value(text, key, DEFINED)) for key, text in texts.items()}
     assert found == {"city": "12", "size": 12, "loop": 12, "away": 12, "none": 12}
     assert text_value("None", "size", DEFINED) == "null"
-    assert text_value("a", "loop", DEFINED) == '"a"'
+    assert text_value("true", "loop", DEFINED) == '"true"'
 
 
 @pytest.mark.parametrize("schema", [{}, {"properties": 5}, {"$ref": 5}, {"$ref": "#/x/y"}])

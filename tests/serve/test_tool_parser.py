@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serve.parsed_calls import FUNCTIONS, Case, check, parsed
+from serve.test_call_forms import GLM, KIMI, QWEN
 
 from onnxpar.serve.answer_parts import CallArguments, CallBegin, CallEnd, Text
 from onnxpar.serve.tool_families import FAMILIES, family_of
@@ -225,23 +226,10 @@ def test_families_of_templates() -> None:
 
 
 FRAGMENTS = [
-    *("{", "}", "[", "]", "(", ")", ",", ":", ";", '"', "'", "\\", " ", "\n", "=", "-1.5", "null"),
-    *(
-        '"name"',
-        '"arguments"',
-        '"parameters"',
-        '"function"',
-        '"type"',
-        '"now"',
-        "now",
-        "x",
-        "<",
-        ">",
-    ),
-    *(written(NOW), written(ROME), "now(a=1)", "[now()]"),
-    *("[ARGS]", SEPARATOR, "function", "```json", "functions.now:0<|tool_call_argument_begin|>"),
-    *("<function=now>", "get_weather>", "<parameter=days>", "<parameter=city>\n", "\n</parameter>"),
-    *("<arg_key>city</arg_key>", "<arg_key>days</arg_key>\n<arg_value>"),
+    *("{", "}", "[", "]", "(", ")", ",", ":", ";", '"', "'", "\\", " ", "\n", "=", "<", ">"),
+    *('"name"', '"arguments"', '"parameters"', '"function"', '"type"', '"now"', "now", "x"),
+    *(written(NOW), written(ROME), "now(a=1)", "[now()]", "-1.5", "null"),
+    *("[ARGS]", SEPARATOR, "function", "```json"),
 ]
 
 
@@ -249,8 +237,11 @@ def fragments_of(name: str) -> st.SearchStrategy[tuple[str, list[str]]]:
     """A family, and what texts with its calls, and others, may have."""
     family = FAMILIES[name]
     own = [*family.special, *(family.argument or ())[::2]]
-    drawn = st.sampled_from([*FRAGMENTS, *own]) | st.sampled_from([*own, *FRAGMENTS[-15:]])
-    return st.tuples(st.just(name), st.lists(drawn, max_size=20))
+    texts = [text for of, text, *_ in (*CASES, *QWEN, *GLM, *KIMI) if FAMILIES[of] is family]
+    ends = st.integers(0, max(map(len, texts)))
+    cut = st.builds(lambda text, begin, end: text[begin:end], st.sampled_from(texts), ends, ends)
+    drawn = st.sampled_from([*FRAGMENTS, *own]) | st.sampled_from([*own, *texts]) | cut
+    return st.tuples(st.just(name), st.lists(drawn, max_size=8))
 
 
 @settings(max_examples=400)
