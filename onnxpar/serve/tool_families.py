@@ -76,7 +76,7 @@ _GLM = ToolFamily(
     within=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ends=("</tool_call>",),
     header=r"([\w.-]+)\s*",
-    argument=("<arg_key>", r"\s*([^<]+?)\s*</arg_key>\s*<arg_value>(.*)", "</arg_value>"),
+    argument=("<arg_key>", r"([^<]+)</arg_key>\s*<arg_value>(.*)", "</arg_value>"),
     signs=("<arg_key>",),
 )
 _QWEN_CODER = ToolFamily(
