@@ -21,7 +21,7 @@ from onnxpar.files.own_folder import OwnFolder
 from onnxpar.files.write_file import PREFIX, cause, new_file
 from onnxpar.ir.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Axes
-from onnxpar.load.load import Model, read_proto
+from onnxpar.load.load import read_proto
 from onnxpar.model.annotations import (
     TENSORS,
     NodeConfiguration,
@@ -81,13 +81,12 @@ def save(model: onnx.ModelProto, source: Path, output: Path) -> None:
         raise OnnxparError(f"cannot write {output}: {cause(error)}") from error
 
 
-def operand_names(sharding: ShardingState, model: Model) -> Operands:
-    """The names in the model's file of each node's tensors, before passes insert others."""
-    found: dict[str, tuple[str, list[str]]] = {}
-    for op in sharding.factors.ops:
-        names = [model.file_name(t.name) for t in (*op.node.inputs, *op.node.outputs)]
-        found[op.node.name] = node_key(op.node), names
-    return found
+def operand_names(sharding: ShardingState) -> Operands:
+    """The original names of each node's tensors, before passes insert others."""
+    return {
+        op.node.name: (node_key(op.node), [t.name for t in (*op.node.inputs, *op.node.outputs)])
+        for op in sharding.factors.ops
+    }
 
 
 def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operands) -> None:
@@ -139,7 +138,7 @@ def _annotate(
     shardings = [
         _without_sizes(s, open_axes)
         for s in node_shardings(op, names, axes, sharding)
-        if s.tensor in (*node.input, *node.output)
+        if ctx.model.file_name(s.tensor) in (*node.input, *node.output)
     ]
     metadata = {}
     partial = {
@@ -161,7 +160,8 @@ def _annotate(
         metadata[AXES] = json.dumps([axes_text(a, mesh) for a in axes.values()])
     if parts:
         metadata[PARTS] = json.dumps(parts)
-    annotate_node(node, CONFIGURATION, shardings, metadata)
+    in_file = [replace(s, tensor=ctx.model.file_name(s.tensor)) for s in shardings]
+    annotate_node(node, CONFIGURATION, in_file, metadata)
 
 
 def _without_sizes(stated: TensorSharding, open_axes: set[tuple[str, int]]) -> TensorSharding:

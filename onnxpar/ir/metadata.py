@@ -14,9 +14,10 @@ def note_file_name(node: NodeProto) -> None:
         node.metadata_props.add(key=_FILE_NAME, value=node.name)
 
 
-def file_name(node: gs.Node) -> str | None:
-    """Returns the name that a node has in its file, if the loader gave it another one."""
-    return metadata_of(node, _FILE_NAME)
+def node_names(node: gs.Node) -> list[str]:
+    """Returns a node's name, and the one that it has in its file if the loader gave it another."""
+    name = metadata_of(node, _FILE_NAME)
+    return [node.name] if name is None else [node.name, name]
 
 
 def metadata_of(node: gs.Node | NodeProto, key: str) -> str | None:

@@ -278,7 +278,7 @@ def annotate(path: str | Path, output: str | Path, options: Options) -> Plan:
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         nonlocal names
         if ANNOTATIONS in step.ensures:
-            names = operand_names(ctx.sharding, model)
+            names = operand_names(ctx.sharding)
         if LAYOUTS in step.ensures and ctx.layouts:
             annotated.append(original(Path(path)))
             write_annotations(annotated[-1], ctx, names)

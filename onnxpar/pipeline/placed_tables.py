@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
+from onnxpar.ir.metadata import node_names
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.ir.training_spec import Step
 from onnxpar.load.load import Model
@@ -93,7 +94,7 @@ def _targeted(graph: gs.Graph, strategy: Strategy | None) -> dict[str, str]:
         names = [
             node.inputs[0].name
             for node in lookups
-            if any(fnmatchcase(n, str(pattern)) for n in (node.name, node.inputs[0].name))
+            if any(fnmatchcase(n, str(pattern)) for n in (*node_names(node), node.inputs[0].name))
         ]
         if not names:
             raise StrategyError(

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from onnxpar.base.near_names import there_are
 from onnxpar.errors import StrategyError
-from onnxpar.ir.metadata import file_name
+from onnxpar.ir.metadata import node_names
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.strategy.stacked_names import Stacks
 
@@ -26,9 +26,8 @@ class NamedOps:
     def of(factors: GraphFactors, source: str) -> NamedOps:
         """The nodes of a graph; `source` is the place of the strategy."""
         by_name = {op.node.name: op for op in factors.ops}
-        for op in factors.ops:
-            if (name := file_name(op.node)) is not None:
-                by_name.setdefault(name, op)
+        also = [(name, op) for op in factors.ops for name in (*_modules(op), *node_names(op.node))]
+        by_name = dict(reversed(also)) | by_name
         return NamedOps(by_name, readers_of_sources(factors), Stacks.found(factors, source))
 
     def matching(self, pattern: str, source: str) -> list[OpFactors]:
@@ -49,6 +48,17 @@ class NamedOps:
         for stack, some_names in stacked.items():
             self.stacks.check_all(stack, some_names)
         return list(found.values())
+
+
+_WEIGHT = {"MatMul": 1, "Gemm": 1, "Conv": 1, "ConvTranspose": 1, "Gather": 0}
+"""The operand that is the weight of a layer, by op."""
+
+
+def _modules(op: OpFactors) -> list[str]:
+    """The name of a layer in torch, for the node that reads its weight: `/mlp/fc1`."""
+    path, _, _ = op.node.name.rpartition("/")
+    at = _WEIGHT.get(op.node.op)
+    return [path] if path and at is not None and not op.node.inputs[at].inputs else []
 
 
 def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:

@@ -17,6 +17,7 @@ from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.value import Value
 from onnxpar.ir.clone import clone_nodes, needed
 from onnxpar.ir.gates import add_gate
+from onnxpar.ir.metadata import node_names
 from onnxpar.ir.subgraphs import captured
 from onnxpar.ir.tensors import shape_bytes
 
@@ -68,6 +69,10 @@ def find_blocks(nodes: Sequence[gs.Node], parameters: Collection[str], loss: str
     ]
 
 
+def _matches(node: gs.Node, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in node_names(node))
+
+
 def named_blocks(
     nodes: Sequence[gs.Node], parameters: Collection[str], patterns: Sequence[str]
 ) -> list[Block]:
@@ -76,12 +81,12 @@ def named_blocks(
     nodes outside the group read are kept. Errors: StrategyError if a glob matches nothing, or if no
     group has anything to compute again."""
     for pattern in patterns:
-        if not any(fnmatchcase(node.name, pattern) for node in nodes):
+        if not any(_matches(node, pattern) for node in nodes):
             known = there_are(pattern, [node.name for node in nodes])
             raise StrategyError(f"--recompute-nodes {pattern!r} matches no node{known}")
     active = reached_from(nodes, parameters) - set(parameters)
     # The last node computes the loss, whose gradient is given: nothing could wait for it.
-    chosen = [n for n in nodes[:-1] if any(fnmatchcase(n.name, pattern) for pattern in patterns)]
+    chosen = [n for n in nodes[:-1] if any(_matches(n, pattern) for pattern in patterns)]
     blocks = [
         block
         for group in _connected(chosen)

@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.errors import StrategyError
 from onnxpar.grad.trained import matching
 from onnxpar.ir.exported import Call, call_of
+from onnxpar.ir.metadata import node_names
 from onnxpar.ir.stops import is_stop, mark_padding, mark_stop
 from onnxpar.ir.subgraphs import constants, replace_reads, scopes
 
@@ -84,7 +85,8 @@ class _Stops:
         for node in self.nodes:
             made = [t for t in node.outputs if t.name]
             named |= {t.name: [t] for t in made}
-            named.setdefault(node.name, made)
+            for name in node_names(node):
+                named.setdefault(name, made)
         return named
 
     def follow(self, call: Call, made: Sequence[gs.Node]) -> Iterator[str]:

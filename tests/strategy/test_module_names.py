@@ -1,0 +1,59 @@
+"""Entries of strategies name modules as torch does, in files of either exporter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from committed import MODELS
+
+import onnxpar
+from onnxpar.errors import StrategyError
+
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.mark.parametrize("export", ["dynamo.static", "legacy.static", "dynamo.dynamic"])
+@pytest.mark.parametrize(
+    "name", ["*/layer.1/attention/self/query", "*/layer.1/attention/self/query/MatMul", "*" + QUERY]
+)
+def test_a_layer(export: str, name: str) -> None:
+    """By its module, its node, or its weight."""
+    dims = {"batch": 4, "seq": 16} if "dynamic" in export else None
+    entry = [["rows", None, None], [None, "columns"]]
+    plan = onnxpar.plan(
+        MODELS / f"bert.{export}.onnx",
+        mesh="rows=2,columns=2",
+        strategy={"shard": {name: entry}},
+        dims=dims,
+    )
+    (weight,) = [w for w in plan.weights if w.name.endswith(QUERY)]
+    assert weight.layout == "[-, columns]" and weight.shape == (48, 48)
+
+
+def test_names_of_the_file(tmp_path: Path) -> None:
+    """They are as good, for those who look into the file."""
+    entry = {"shard": {"node_MatMul_103": [["rows", None, None], [None, None]]}}
+    plan = onnxpar.plan(MODELS / "bert.dynamo.static.onnx", mesh="rows=2", strategy=entry)
+    assert plan.inputs[0].layout
+    with pytest.raises(StrategyError, match=r"'node_MatMul_1030' matches no node; .*MatMul"):
+        entry = {"shard": {"node_MatMul_1030": [["rows", None, None], [None, None]]}}
+        onnxpar.plan(MODELS / "bert.dynamo.static.onnx", mesh="rows=2", strategy=entry)
+
+
+def test_annotations_go_by_the_names_of_the_file(tmp_path: Path) -> None:
+    import onnx
+
+    entry = {"shard": {"*/layer.1/attention/self/query": [[None, None, None], [None, "tp"]]}}
+    model, annotated = MODELS / "bert.dynamo.static.onnx", tmp_path / "annotated.onnx"
+    wanted = onnxpar.annotate(model, annotated, mesh="tp=2", strategy=entry)
+    onnx.checker.check_model(annotated)
+    names = {
+        spec.tensor_name
+        for node in onnx.load(annotated).graph.node
+        for config in node.device_configurations
+        for spec in config.sharding_spec
+    }
+    assert "val_108" in names and QUERY not in names
+    again = onnxpar.plan(annotated)
+    assert again.weights == wanted.weights
