@@ -7,9 +7,8 @@ and training would move the copies apart.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from onnx import GraphProto, TensorProto, helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.ir.exported import TorchName
-from onnxpar.ir.stored import nodes_of, read_stored
+from onnxpar.ir.stored import read_stored, rename_reads
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _Members = list[tuple[str, bool]]
@@ -46,34 +45,8 @@ def tie(graph: GraphProto, named: Mapping[str, TorchName], folder: Path) -> dict
     return found
 
 
-def use_torch_names(graph: GraphProto, named: Mapping[str, TorchName]) -> dict[str, TorchName]:
-    """Gives tensors the names that they have in torch, in place, as far as these are unique and not
-    taken. Returns what tensors are called in torch, by their new names, where more is to be known
-    than that name."""
-    claims = Counter(n for t in graph.initializer for n in _names(t.name, named))
-    taken = {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
-    taken |= {port.name for port in (*graph.input, *graph.output, *graph.initializer)}
-    stored = {tensor.name for tensor in graph.initializer}
-    new: dict[str, str] = {}
-    found: dict[str, TorchName] = {}
-    for tensor, known in named.items():
-        own = tuple(name for name in known.names if claims[name] == 1)
-        known = replace(known, names=own, transposed=known.transposed and bool(own))
-        free = [name for name in own if name not in taken]
-        if free and tensor in stored and tensor not in own:
-            new[tensor] = free[0]
-            known = replace(known, stored=known.stored or {tensor: False})
-        if own or known.stored:
-            found[new.get(tensor, tensor)] = known
-    _rename(graph, new)
-    for tensor in graph.initializer:
-        tensor.name = new.get(tensor.name, tensor.name)
-    for port in graph.input:
-        port.name = new.get(port.name, port.name)
-    return found
-
-
-def _names(tensor: str, named: Mapping[str, TorchName]) -> tuple[str, ...]:
+def names_in_torch(tensor: str, named: Mapping[str, TorchName]) -> tuple[str, ...]:
+    """Returns what a stored tensor is called in torch: as in the file, if nothing else is known."""
     return named[tensor].names if tensor in named else (tensor,)
 
 
@@ -87,7 +60,7 @@ def _alike(graph: GraphProto, named: Mapping[str, TorchName]) -> Iterator[list[T
         if is_matrix and tensor.data_type in _FLOATS and tensor.name not in outputs:
             found[(tensor.data_type, *sorted(tensor.dims))].append(tensor)
     for tensors in found.values():
-        names = [_names(t.name, named)[:1] for t in tensors]
+        names = [names_in_torch(t.name, named)[:1] for t in tensors]
         is_open = any(t.name in named and not named[t.name].is_certain for t in tensors)
         if is_open or len(set(names)) < len(names):
             yield sorted(tensors, key=lambda t: t.name in named)
@@ -124,7 +97,7 @@ def _of_one_parameter(members: _Members, named: Mapping[str, TorchName]) -> list
     groups: dict[tuple[str, ...], _Members] = defaultdict(list)
     for name, is_transposed in members:
         if name not in named or named[name].is_certain:
-            groups[_names(name, named)[:1]].append((name, is_transposed))
+            groups[names_in_torch(name, named)[:1]].append((name, is_transposed))
     if len(groups) < 2:
         return [members]
     return [[(name, t != group[0][1]) for name, t in group] for group in groups.values()]
@@ -143,15 +116,7 @@ def _replace(graph: GraphProto, groups: Sequence[_Members]) -> None:
             made = turned[0]
             node = helper.make_node("Transpose", [first], [made], f"{made}/tied", perm=[1, 0])
             graph.node.insert(0, node)
-    _rename(graph, new)
+    rename_reads(graph, new)
     for field in (graph.initializer, graph.input):
         for entry in [each for each in field if each.name in gone]:
             field.remove(entry)
-
-
-def _rename(graph: GraphProto, new: Mapping[str, str]) -> None:
-    """Makes nodes, in subgraphs too, read other tensors."""
-    for node in nodes_of(graph):
-        for i, name in enumerate(node.input):
-            if name in new:
-                node.input[i] = new[name]

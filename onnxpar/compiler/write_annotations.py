@@ -23,6 +23,8 @@ from onnxpar.ir.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Axes
 from onnxpar.load.load import read_proto
 from onnxpar.model.annotations import (
+    AXES,
+    PARTIAL,
     TENSORS,
     NodeConfiguration,
     TensorSharding,
@@ -33,14 +35,7 @@ from onnxpar.model.annotations import (
 from onnxpar.model.write_model import put_model
 from onnxpar.sharding.factors import OpFactors, sizes_of
 from onnxpar.sharding.state import ShardingState
-from onnxpar.strategy.annotated_strategy import (
-    AXES,
-    MESH,
-    PARTIAL,
-    PARTS,
-    node_key,
-    read_axes,
-)
+from onnxpar.strategy.annotated_strategy import MESH, PARTS, node_key, read_axes
 from onnxpar.strategy.standard_shardings import axes_text, node_shardings
 
 CONFIGURATION = "onnxpar"
@@ -104,6 +99,7 @@ def write_annotations(model: onnx.ModelProto, ctx: PassContext, operands: Operan
     inner = {}
     for op in sharding.factors.ops:
         key, names = operands[op.node.name]
+        key = ctx.model.file_name(key)
         if key in nodes:
             _annotate(nodes[key], op, names, ctx, open_axes)
         elif op.leaves:
@@ -142,7 +138,7 @@ def _annotate(
     ]
     metadata = {}
     partial = {
-        name: f"{layout.reduce}({axes_text(layout.partial, mesh)})"
+        ctx.model.file_name(name): f"{layout.reduce}({axes_text(layout.partial, mesh)})"
         for name, tensor in zip(names[len(op.inputs) :], op.node.outputs, strict=True)
         if (layout := ctx.layouts.get(tensor.name)) is not None and layout.partial
     }

@@ -10,14 +10,18 @@ _FILE_NAME = "onnxpar.name"
 
 def note_file_name(node: NodeProto) -> None:
     """Records the name that a node has in its file, before it gets another one."""
-    if node.name and metadata_of(node, _FILE_NAME) is None:
-        node.metadata_props.add(key=_FILE_NAME, value=node.name)
+    node.metadata_props.add(key=_FILE_NAME, value=node.name)
+
+
+def has_file_name(node: NodeProto) -> bool:
+    """True if `note_file_name` was called for a node."""
+    return metadata_of(node, _FILE_NAME) is not None
 
 
 def node_names(node: gs.Node) -> list[str]:
     """Returns a node's name, and the one that it has in its file if the loader gave it another."""
     name = metadata_of(node, _FILE_NAME)
-    return [node.name] if name is None else [node.name, name]
+    return [node.name, name] if name else [node.name]
 
 
 def metadata_of(node: gs.Node | NodeProto, key: str) -> str | None:

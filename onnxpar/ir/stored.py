@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +315,17 @@ def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
         yield node
         for inner in subgraphs_of(node):
             yield from nodes_of(inner)
+
+
+def rename_reads(graph: GraphProto, new: Mapping[str, str]) -> None:
+    """Makes nodes, and what subgraphs pass on, read tensors under new names."""
+    for node in nodes_of(graph):
+        for i, name in enumerate(node.input):
+            if name in new:
+                node.input[i] = new[name]
+    for inner in graphs_of(graph):
+        for port in inner.output if inner is not graph else ():
+            port.name = new.get(port.name, port.name)
 
 
 def reads_of(node: NodeProto) -> set[str]:

@@ -21,6 +21,7 @@ from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.kept_bounds import keep_bounds
 from onnxpar.canonicalize.kept_ranges import keep_ranges
 from onnxpar.canonicalize.listed_tensors import read_listed
+from onnxpar.canonicalize.module_names import ModuleNames, use_module_names
 from onnxpar.canonicalize.name_nodes import name_nodes
 from onnxpar.canonicalize.next_step import next_outputs
 from onnxpar.canonicalize.page_caches import page_caches
@@ -28,14 +29,14 @@ from onnxpar.canonicalize.scan_axes import scan_first_axes
 from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
-from onnxpar.canonicalize.tie import tie, use_torch_names
+from onnxpar.canonicalize.tie import tie
 from onnxpar.canonicalize.tolerated import restate, restate_flags
 from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
 from onnxpar.canonicalize.upgrade import upgrade
 from onnxpar.errors import ModelError
 from onnxpar.files.unreadable import cannot_read
-from onnxpar.ir.exported import TorchName, exported_kinds, torch_names
+from onnxpar.ir.exported import exported_kinds, torch_names
 from onnxpar.ir.stored import (
     check_attributes,
     check_bodies,
@@ -91,7 +92,7 @@ class Model:
     exported  kinds that torch.export gave to tensors, by name
     on_host   weights and states that stay in files, as tables of which each run reads some rows,
               and the results that replace these states
-    torch     what stored tensors are called in torch, where exporters gave them other names
+    called    what tensors are called in torch, and in the file
     shared    numbers of nodes that read a vector as their scale or bias, if several do
     fused     fused nodes of the file, which `graph` has taken apart
     original  the model before these rewrites; None if passes may change what the graph computes
@@ -110,7 +111,7 @@ class Model:
     whole: Whole = field(default_factory=dict)
     growing: set[tuple[str, int]] = field(default_factory=set)
     exported: Mapping[str, str] = field(default_factory=dict)
-    torch: Mapping[str, TorchName] = field(default_factory=dict)
+    called: ModuleNames = field(default_factory=ModuleNames)
     shared: Mapping[str, int] = field(default_factory=dict)
     on_host: Sequence[str] = ()
     fused: Sequence[FusedNode] = ()
@@ -119,8 +120,7 @@ class Model:
 
     def file_name(self, tensor: str) -> str:
         """Returns the name in the file of a tensor that the loader may have given another one."""
-        known = self.torch.get(tensor)
-        return next(iter(known.stored), tensor) if known is not None else tensor
+        return self.called.in_file.get(tensor, tensor)
 
     @property
     def folder(self) -> Path:
@@ -199,10 +199,10 @@ def load(
     if for_training:
         torch = tie(proto.graph, torch, path.parent)
         show("tie", proto)
-    torch = use_torch_names(proto.graph, torch)
-    renamed = {old: new for new, known in torch.items() for old in known.stored}
-    annotations = tuple(each.renamed(renamed) for each in annotations)
-    show("use-torch-names", proto)
+    names_of_modules = use_module_names(proto.graph, torch)
+    new_names = {old: new for new, old in names_of_modules.in_file.items()}
+    annotations = tuple(each.renamed(new_names) for each in annotations)
+    show("use-module-names", proto)
     stored = {t.name for t in stored_tensors(proto.graph)} - {""}
     keeps_ports = not (for_training or page_size or part == ENCODER)
     original = StoredModel.of(proto, path, dims or {}, shapes or {}) if keeps_ports else None
@@ -253,7 +253,7 @@ def load(
             whole |= dict.fromkeys(next_outputs(graph))
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
         model.names = names_of(graph)
-        model.exported, model.torch = exported, torch
+        model.exported, model.called = exported, names_of_modules
         model.shared, model.fused = shared, fused
         model.original = original if step is None and infer_types is None else None
         return model

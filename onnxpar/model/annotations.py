@@ -11,6 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import onnx
@@ -22,6 +23,11 @@ PREFIX = "onnxpar."
 """Prefix of the metadata for what the standard cannot express."""
 TENSORS = PREFIX + "tensors"
 """Key of a model's metadata: the layouts of pinned tensors."""
+AXES = PREFIX + "axes"
+"""Key of metadata: of a node, the axes of its factors; of the model, those of nodes that are not in
+its own graph, because they come from a function or a fused op."""
+PARTIAL = PREFIX + "partial"
+"""Key of a node's metadata: its partial sums by tensor."""
 Component = tuple[int | None, int]
 """Part of a dimension: its size (None: the rest of the dimension) and its number of shards."""
 
@@ -93,19 +99,30 @@ class Configuration:
     def renamed(self, new: Mapping[str, str]) -> Configuration:
         """Returns the configuration for a model in which tensors have these new names."""
         nodes = {
-            key: replace(
+            new.get(key, key): replace(
                 note,
                 shardings={
                     new.get(name, name): replace(stated, tensor=new.get(name, name))
                     for name, stated in note.shardings.items()
                 },
+                metadata=_renamed(note.metadata, [PARTIAL], new),
             )
             for key, note in self.nodes.items()
         }
-        pinned = json.loads(self.metadata.get(TENSORS, "{}"))
-        pinned = {new.get(name, name): axes for name, axes in pinned.items()}
-        metadata = {**self.metadata, TENSORS: json.dumps(pinned)} if pinned else self.metadata
-        return replace(self, nodes=nodes, metadata=metadata)
+        return replace(self, nodes=nodes, metadata=_renamed(self.metadata, [TENSORS, AXES], new))
+
+
+def _renamed(
+    metadata: Mapping[str, str], keys: Sequence[str], new: Mapping[str, str]
+) -> dict[str, str]:
+    """Metadata in which the tensors that entries speak of have new names. Damaged entries stay as
+    they are, for their reader to tell."""
+    found = dict(metadata)
+    for key in [key for key in keys if key in found]:
+        with suppress(ValueError, AttributeError):
+            stated = json.loads(found[key]).items()
+            found[key] = json.dumps({new.get(name, name): value for name, value in stated})
+    return found
 
 
 _MOST_DEVICES = 1 << 16

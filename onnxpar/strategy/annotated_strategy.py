@@ -14,6 +14,8 @@ from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Dim, Product
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.model.annotations import (
+    AXES,
+    PARTIAL,
     PREFIX,
     TENSORS,
     Configuration,
@@ -27,14 +29,8 @@ from onnxpar.strategy.spread import spread_dim
 from onnxpar.strategy.standard_shardings import axes_text, node_shardings, parse_axes
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, TensorAnnotation
 
-MESH, AXES, PARTS = PREFIX + "mesh", PREFIX + "axes", PREFIX + "parts"
-PARTIAL = PREFIX + "partial"
-"""Key of metadata: of a node, its partial sums by tensor.
-
-The other keys are, of the model, its mesh; of a node, the axes and the sizes by hand of its
-factors. The model also has the axes of nodes that are not in its own graph, because they come from
-a function or a fused op.
-"""
+MESH, PARTS = PREFIX + "mesh", PREFIX + "parts"
+"""Keys of metadata: of the model, its mesh; of a node, the sizes by hand of its factors."""
 
 
 def annotated_mesh(annotated: Configuration, wanted: Mesh | None) -> Mesh:

@@ -26,8 +26,9 @@ class NamedOps:
     def of(factors: GraphFactors, source: str) -> NamedOps:
         """The nodes of a graph; `source` is the place of the strategy."""
         by_name = {op.node.name: op for op in factors.ops}
-        also = [(name, op) for op in factors.ops for name in (*_modules(op), *node_names(op.node))]
-        by_name = dict(reversed(also)) | by_name
+        for op in factors.ops:
+            for name in (*_modules(op), *node_names(op.node)):
+                by_name.setdefault(name, op)
         return NamedOps(by_name, readers_of_sources(factors), Stacks.found(factors, source))
 
     def matching(self, pattern: str, source: str) -> list[OpFactors]:

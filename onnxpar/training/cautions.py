@@ -146,7 +146,8 @@ def _of_shared(weights: Weights, shared: Mapping[str, int]) -> Iterator[str]:
 def _of_copies(model: Model, weights: Weights) -> Iterator[str]:
     """Yields a sentence about matrices that are one parameter because they are equal: the file does
     not say it."""
-    tied = {w.name: model.torch[w.name] for w in weights.trained if w.name in model.torch}
+    called = model.called.torch
+    tied = {w.name: called[w.name] for w in weights.trained if w.name in called}
     texts = [
         f"{name} (and {', '.join(n for n in torch.stored if n != name)})"
         for name, torch in tied.items()

@@ -155,7 +155,7 @@ def make_step(
     program.finish(graph, step, shapes)
     step.slots = [
         replace(slot, torch=known.names, transposed=known.transposed, stored=known.stored)
-        if (known := model.torch.get(slot.input))
+        if (known := model.called.torch.get(slot.input))
         else slot
         for slot in step.slots
     ]
