@@ -26,15 +26,29 @@ def add_run(to: Any) -> None:
     command = to.add_parser("run", help=text, description=f"{text.capitalize()}.")
     command.set_defaults(command=run)
     command.add_argument("par", metavar="model.par", help="folder that shard wrote")
-    command.add_argument(
-        "--inputs", required=True, metavar="NPZ", help="file with an array for each input, by name"
+    fed = command.add_mutually_exclusive_group(required=True)
+    fed.add_argument("--inputs", metavar="NPZ", help="file with an array for each input, by name")
+    fed.add_argument(
+        "--random",
+        action="store_true",
+        help="random inputs; sizes that the model leaves open are the typical ones of the plan",
     )
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --random")
     command.add_argument(
         "--outputs", metavar="NPZ", help="file to write, with an array for each output, by name"
     )
     add_verify(command)
     command.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="run N times and print the times"
+    )
+    command.add_argument(
+        "--warmup",
+        type=int,
+        metavar="N",
+        help="leave the first N of these runs out of the times; default: 1, if there are several",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print the outputs and the times as JSON"
     )
     add_profile(command, "runs")
     add_launcher_help(command)

@@ -4,10 +4,12 @@ longer than a run."""
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from onnxpar.errors import InputError
 from onnxpar.files.bundle_names import PLAN
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.feeds import read_feeds, write_arrays
+from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
 from onnxpar.runtime.launch import Launched
 from onnxpar.runtime.redirect import redirect_output
 from onnxpar.runtime.session import InferenceSession
@@ -30,10 +32,16 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         log_dir = None
     if args.repeat < 1:
         raise InputError(f"--repeat {args.repeat}: must be at least 1")
+    warm_up = min(1, args.repeat - 1) if args.warmup is None else args.warmup
+    if not 0 <= warm_up < args.repeat:
+        raise InputError(
+            f"--warmup {warm_up}: must be from 0 to {args.repeat - 1}, below the number of runs "
+            f"(--repeat {args.repeat})"
+        )
     check_timeout(args.timeout)
     # A rank may have to fetch the folder, and only a session does so.
     is_here = rank is None or (Path(args.par) / PLAN).is_file()
-    feeds = read_feeds(args.inputs, Bundle.load(args.par).input_specs) if is_here else None
+    feeds = _feeds(args) if is_here else None
     if args.profile:
         from onnxpar.runtime.trace import check_place
 
@@ -49,14 +57,14 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         ranks_per_numa=args.ranks_per_numa,
     ) as session:
         if feeds is None:
-            feeds = read_feeds(args.inputs, Bundle.load(args.par).input_specs)
+            feeds = _feeds(args)
         names = [port.name for port in session.get_outputs()]
         seconds = []
         for _ in _runs(args.repeat):
             start = time.perf_counter()
             results = session.run(None, feeds)
             seconds.append(time.perf_counter() - start)
-        trace = session.end_profile(args.profile, warm_up=1) if args.profile else None
+        trace = session.end_profile(args.profile, warm_up=warm_up) if args.profile else None
     if rank is not None and rank.rank:
         return 0
     arrays = {
@@ -66,21 +74,53 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     }
     if args.outputs:
         write_arrays(args.outputs, arrays)
+    times = _times(seconds[warm_up:])
+    if args.json:
+        outputs = [
+            {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
+            for name, array in arrays.items()
+        ]
+        runs = {"count": args.repeat, "warm_up": warm_up, "seconds": times}
+        print(json.dumps({"outputs": outputs, "runs": runs}, indent=2))
+        return 0
     for name, array in arrays.items():
         print(f"{name}: {array.dtype} {'x'.join(map(str, array.shape)) or 'scalar'}")
     if args.repeat > 1:
-        first, later = seconds[0], seconds[1:]
-        print(
-            f"{args.repeat} runs: first {first * 1e3:.1f} ms, then median "
-            f"{np.median(later) * 1e3:.1f} ms "
-            f"(min {min(later) * 1e3:.1f}, max {max(later) * 1e3:.1f})"
-        )
+        said = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in times.items())
+        after = f" after {warm_up} warm-up run{'s' * (warm_up > 1)}" if warm_up else ""
+        print(f"{args.repeat - warm_up} runs{after}, in milliseconds: {said}")
     if trace is not None:
         from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler
 
         print("\n" + "\n".join(trace_lines(trace)))
         print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
     return 0
+
+
+def _feeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the inputs that the user gives, or random ones at the plan's typical sizes."""
+    bundle = Bundle.load(args.par)
+    if not args.random:
+        return read_feeds(args.inputs, bundle.input_specs)
+    typical = bundle.data.get("typical")
+    sizes = typical[0]["sizes"] if typical else {}
+    specs: Any = [
+        (name, kind, bundle.inputs[name].shape_at(sizes)) for name, kind, _ in bundle.input_specs
+    ]
+    names = {name for name, _, _ in specs}
+    ranges = {name: (a, b) for name, (a, b) in bundle.data["ranges"].items() if name in names}
+    return make_feeds(specs, ranges, args.seed)
+
+
+def _times(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns what the times of runs are, by the name of the statistic."""
+    found = {
+        "min": min(seconds),
+        "mean": float(np.mean(seconds)),
+        "median": float(np.median(seconds)),
+    }
+    found |= {f"p{n}": float(np.percentile(seconds, n)) for n in (90, 95, 99)}
+    return found | {"max": max(seconds)}
 
 
 def _runs(count: int) -> Iterable[int]:

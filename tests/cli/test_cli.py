@@ -59,6 +59,37 @@ def test_shard_run_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "1 AllReduce" in text and max(map(len, text.splitlines())) <= 100
 
 
+def test_random_inputs_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the typical sizes of a plan, with the indices that its tables have; the times are those
+    of the runs without warm-up, ordered as their names say."""
+    model, par = str(MODELS / "gpt2.dynamo.dynamic.onnx"), str(tmp_path / "m.par")
+    how = ["--devices", "2", "--preset", "tensor-parallel", "--typical", "batch=3,seq=7"]
+    assert main(["shard", model, *how, "-o", par]) == 0
+    run = ["run", par, "--random", "--outputs", str(tmp_path / "out.npz")]
+    found = []
+    for seed in ("0", "0", "1"):
+        assert main([*run, "--seed", seed]) == 0
+        found.append(np.load(tmp_path / "out.npz")["logits"])
+    assert found[0].shape == (3, 7, 512)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert not np.array_equal(found[0], found[2])
+    capsys.readouterr()
+    assert main([*run, "--repeat", "6", "--warmup", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [3, 7, 512]}]
+    assert (told["runs"]["count"], told["runs"]["warm_up"]) == (6, 2)
+    times = told["runs"]["seconds"]
+    order = [times[name] for name in ("min", "median", "p90", "p95", "p99", "max")]
+    assert order == sorted(order) and times["min"] <= times["mean"] <= times["max"]
+    assert main([*run, "--repeat", "3"]) == 0
+    assert "2 runs after 1 warm-up run, in milliseconds: min " in capsys.readouterr().out
+    assert main([*run, "--repeat", "3", "--warmup", "3"]) == 2
+    assert "--warmup 3: must be from 0 to 2" in capsys.readouterr().err
+    for wrong in ([*run, "--inputs", "in.npz"], ["run", par]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
+
+
 def test_plan_is_what_shard_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--devices", "3", "--preset", "tensor-parallel"]
     assert main(["plan", DLRM, *options, "--json"]) == 0
