@@ -50,6 +50,7 @@ from onnxpar.ir.stored import (
     sparse_tensors,
     stored_tensors,
 )
+from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import Whole
 from onnxpar.ir.training_spec import Step
 from onnxpar.ir.used_names import check_names, names_in, names_of
@@ -58,7 +59,7 @@ from onnxpar.load.stored_model import StoredModel
 from onnxpar.model.annotations import Configuration, read_annotations
 from onnxpar.model.checker import MIN_IR, blaming, check_bound, check_references, check_standard
 from onnxpar.model.input_sizes import bind_dims, fix_shapes
-from onnxpar.model.interchange import header_of, import_graph, reopen
+from onnxpar.model.interchange import default_of, header_of, import_graph, reopen
 from onnxpar.model.state_pairs import find_states, given_states
 from onnxpar.open_sizes.open_sizes import OpenSizes, infer_open
 from onnxpar.open_sizes.typical import Typical, check_closed
@@ -257,6 +258,15 @@ def load(
         model.shared, model.fused = shared, fused
         model.original = original if step is None and infer_types is None else None
         return model
+
+
+def unread_inputs(model: Model) -> list[str]:
+    """The inputs that a run needs, and that no node reads; of a training step, none."""
+    graph = model.graph
+    read = {t.name for node in all_nodes(graph) for t in node.inputs}
+    read |= {t.name for t in graph.outputs}
+    fed = [str(t.name) for t in graph.inputs if default_of(t) is None]
+    return [name for name in fed if name not in read] if model.step is None else []
 
 
 def _state_pairs(

@@ -30,7 +30,7 @@ from onnxpar.files.new_folder import check_place
 from onnxpar.files.write_file import writing
 from onnxpar.ir.paged_attention import UnpagedError
 from onnxpar.ir.tensors import Whole
-from onnxpar.load.load import Model, unseen
+from onnxpar.load.load import Model, unread_inputs, unseen
 from onnxpar.manual.manual import MANUAL
 from onnxpar.model.interchange import metadata_of
 from onnxpar.model.model_folder import carried_files, encoder_file
@@ -204,6 +204,7 @@ def _plan_once(
         tell("reading the model")
         model = load_model(path, options)
         model.whole = {**model.whole, **whole}
+        unread = unread_inputs(model)
         tell("analysing the model")
         reckon = reckoning() if reckoning else ignore
         made, ctx, lowering = _made(model, options, watch, reckon)
@@ -229,6 +230,9 @@ def _plan_once(
     if options.exposed:
         expose(made, ctx, options.exposed)
     note_unsplit(made, ctx.sharding)
+    if unread:
+        names = ("input " if len(unread) == 1 else "inputs ") + ", ".join(map(repr, unread))
+        made.notes.append(f"no node reads the {names}, but runs need a value")
     if model.sizes is not None and options.fusion not in (None, "none"):
         made.notes.append(
             "--fusion fuses only all-reduces, because the model has open sizes: shards that are "
