@@ -23,6 +23,9 @@ from onnxpar.runtime.redirect import redirect_output
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
 
+_FAR = 1.5
+"""A prediction that is so many times too long or too short is worth a second look."""
+
 
 def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     """Runs a model.par, under a launcher as one of its ranks."""
@@ -75,12 +78,14 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     if args.outputs:
         write_arrays(args.outputs, arrays)
     times = _times(seconds[warm_up:])
+    predicted = _predicted(args)
     if args.json:
         outputs = [
             {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
             for name, array in arrays.items()
         ]
         runs = {"count": args.repeat, "warm_up": warm_up, "seconds": times}
+        runs |= {"predicted": predicted}
         print(json.dumps({"outputs": outputs, "runs": runs}, indent=2))
         return 0
     for name, array in arrays.items():
@@ -89,6 +94,8 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         said = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in times.items())
         after = f" after {warm_up} warm-up run{'s' * (warm_up > 1)}" if warm_up else ""
         print(f"{args.repeat - warm_up} runs{after}, in milliseconds: {said}")
+        if predicted is not None:
+            print(_compared(predicted, times["median"]))
     if trace is not None:
         from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler
 
@@ -110,6 +117,24 @@ def _feeds(args: argparse.Namespace) -> dict[str, Any]:
     names = {name for name, _, _ in specs}
     ranges = {name: (a, b) for name, (a, b) in bundle.data["ranges"].items() if name in names}
     return make_feeds(specs, ranges, args.seed)
+
+
+def _predicted(args: argparse.Namespace) -> float | None:
+    """Returns the seconds that the plan predicts for such a run; None if it predicts none, or for
+    other sizes of the inputs."""
+    data = Bundle.load(args.par).data
+    predicted = data.get("predicted")
+    if predicted is None or (data.get("typical") and not args.random):
+        return None
+    return float(predicted["total"])
+
+
+def _compared(predicted: float, measured: float) -> str:
+    ratio = measured / predicted
+    said = f"predicted: {predicted * 1e3:.3f} ms; a run takes {ratio:.2f} times as long"
+    if 1 / _FAR <= ratio <= _FAR:
+        return said
+    return f"{said}; --profile FILE, and `onnxpar plan --compare FILE`, show where they differ"
 
 
 def _times(seconds: Sequence[float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import files
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ def test_random_inputs_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[s
     order = [times[name] for name in ("min", "median", "p90", "p95", "p99", "max")]
     assert order == sorted(order) and times["min"] <= times["mean"] <= times["max"]
     assert main([*run, "--repeat", "3"]) == 0
-    assert "2 runs after 1 warm-up run, in milliseconds: min " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 runs after 1 warm-up run, in milliseconds: min " in out
+    assert re.search(r"predicted: [\d.]+ ms; a run takes [\d.]+ times as long", out)
     assert main([*run, "--repeat", "3", "--warmup", "3"]) == 2
     assert "--warmup 3: must be from 0 to 2" in capsys.readouterr().err
     for wrong in ([*run, "--inputs", "in.npz"], ["run", par]):
