@@ -44,7 +44,10 @@ CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
         {"compare", "candidates", "costs"},
     ),
     "annotate": ([onnxpar.annotate], set()),
-    "run": ([onnxpar.InferenceSession], {"par", "inputs", "outputs", "repeat"}),
+    "run": (
+        [onnxpar.InferenceSession],
+        {"par", "inputs", "random", "seed", "outputs", "repeat", "warmup"},
+    ),
     "generate": (
         [onnxpar.InferenceSession, Sampling],
         {

@@ -112,8 +112,11 @@ class CommandParser(argparse.ArgumentParser):
         """Prints an error in one line, and exits with status 2."""
         command = self.prog.partition(" ")[2]
         missing = message.partition("the following arguments are required: ")[2]
+        any_of = message.partition("one of the arguments ")[2].removesuffix(" is required")
         if missing:
             message = f"give {missing}"
+        elif any_of:
+            message = f"give {any_of.replace(' ', ' or ')}"
         elif message.startswith("argument "):
             message = message.removeprefix("argument ")
         text = f"{command}: {message}" if command else message

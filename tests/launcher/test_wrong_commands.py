@@ -25,7 +25,10 @@ LAUNCH = ["launch", "--hosts", "localhost:2", "--"]
             "onnxpar: error: run: there is no --outptus (did you mean --outputs?); see `onnxpar "
             "run --help`\n",
         ),
-        (["run", "m.par"], "onnxpar: error: run: give --inputs; see `onnxpar run --help`\n"),
+        (
+            ["run", "m.par"],
+            "onnxpar: error: run: give --inputs or --random; see `onnxpar run --help`\n",
+        ),
     ],
 )
 def test_words_that_are_wrong(

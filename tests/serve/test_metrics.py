@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
-from serve.servers import Served
+from serve.servers import Served, until
 
 
 def numbers(served: Served) -> dict[tuple[str, ...], float]:
@@ -25,6 +25,7 @@ def test_metrics(served: Served) -> None:
     answer = served.post().json()
     served.post(temperature=9)
     served.http.get("/v1/nothing")
+    until(lambda: served.engine.counts.running == 0)  # the script counts after it has told
     found = numbers(served)
     route = "/v1/chat/completions"
     assert found["onnxpar_requests_total", route, "200"] == 1
