@@ -7,24 +7,31 @@ from typing import Any
 
 from onnxpar.base.units import text_of
 
+_SAME = 5e-5
+"""A share of the time below which two times are called the same."""
 _COUNTS = {1: "one axis", 2: "one or two axes"}
 
 
 def proof_text(proof: Mapping[str, Any]) -> str:
-    """A sentence on what the search has proved, given in the form that plan.json has."""
+    """A sentence on how far the plan may be from the fastest strategy, given what the search has
+    proved, in the form that plan.json has."""
     seconds, bound, axes = proof["seconds"], proof["bound"], proof["axes"]
-    meshes = "this mesh" if axes is None else f"a mesh of {_COUNTS.get(axes, f'up to {axes} axes')}"
-    hidden = " with sums of gradients between hosts hidden" if proof.get("hides_sums") else ""
-    own = f"{seconds * 1e3:.3f} ms, as the search counts{hidden}"
-    within = "" if proof["memory"] is None else f" within {text_of(proof['memory'], 'B')} a rank"
     if not bound:
-        return f"{own}; it proved nothing about other strategies"
-    kind = "strategy" if proof["complete"] else "strategy of those compared"
-    least = f"no {kind} on {meshes}{within} takes less than {bound * 1e3:.3f} ms"
-    return f"{own}; {least} ({_difference(bound / seconds - 1)})"
+        return f"{_ms(seconds)} by its own count; it proved nothing about other strategies"
+    meshes = "this mesh" if axes is None else f"a mesh of {_COUNTS.get(axes, f'up to {axes} axes')}"
+    within = "" if proof["memory"] is None else f" within {text_of(proof['memory'], 'B')} a rank"
+    kind = "strategy" if proof["complete"] else "strategy that it compared"
+    others = f"{kind} on {meshes}{within}"
+    hidden = ", with sums of gradients between hosts hidden" if proof.get("hides_sums") else ""
+    count = f"{_ms(seconds)} by the count of the search{hidden}"
+    share = seconds / bound - 1
+    if share < -_SAME:
+        return f"faster than every {others}: {count}; those take at least {_ms(bound)}"
+    if share < _SAME:
+        return f"no {others} is faster: {count}"
+    far = f"at most {share:.2%} slower than the fastest {others}"
+    return f"{far}: {count}; none takes less than {_ms(bound)}"
 
 
-def _difference(share: float) -> str:
-    if share < -5e-5:
-        return f"{-share:.2%} less"
-    return "the same" if share < 5e-5 else f"{share:.2%} more"
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -94,14 +94,19 @@ def test_strategies_left_out_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("onnxpar.search.problem.FEWEST_STRATEGIES", 2)
     plan = onnxpar.plan(matmuls(tmp_path, 4), devices=4, topology=Topology.of(ONE))
     assert plan.proof is not None and not plan.proof.is_complete
-    assert "no strategy of those compared" in proof_text(plan.proof.to_json())
+    assert "strategy that it compared on" in proof_text(plan.proof.to_json())
 
 
 def test_words() -> None:
     proof = {"seconds": 2e-3, "bound": 1.5e-3, "axes": 2, "memory": None, "complete": True}
-    assert proof_text(proof).endswith("two axes takes less than 1.500 ms (25.00% less)")
-    assert proof_text({**proof, "bound": 2e-3}).endswith("than 2.000 ms (the same)")
-    assert proof_text({**proof, "bound": 2.2e-3}).endswith("than 2.200 ms (10.00% more)")
+    others, count = "strategy on a mesh of one or two axes", "2.000 ms by the count of the search"
+    slower = (
+        f"at most 33.33% slower than the fastest {others}: {count}; none takes less than 1.500 ms"
+    )
+    assert proof_text(proof) == slower
+    assert proof_text({**proof, "bound": 2e-3}) == f"no {others} is faster: {count}"
+    faster = f"faster than every {others}: {count}; those take at least 2.200 ms"
+    assert proof_text({**proof, "bound": 2.2e-3}) == faster
     assert proof_text({**proof, "bound": 0.0}).endswith("proved nothing about other strategies")
-    within = proof_text({**proof, "axes": None, "memory": 4e6})
-    assert "no strategy on this mesh within 4 MB a rank takes" in within
+    within = proof_text({**proof, "bound": 2e-3, "axes": None, "memory": 4e6})
+    assert within.startswith("no strategy on this mesh within 4 MB a rank is faster")
