@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.cli.predicted import compared
 from onnxpar.errors import InputError
 from onnxpar.files.bundle_names import PLAN
 from onnxpar.runtime.bundle import Bundle
@@ -22,9 +23,6 @@ from onnxpar.runtime.launch import Launched
 from onnxpar.runtime.redirect import redirect_output
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.values import arrays_in
-
-_FAR = 1.5
-"""A prediction that is so many times too long or too short is worth a second look."""
 
 
 def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
@@ -95,7 +93,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         after = f" after {warm_up} warm-up run{'s' * (warm_up > 1)}" if warm_up else ""
         print(f"{args.repeat - warm_up} runs{after}, in milliseconds: {said}")
         if predicted is not None:
-            print(_compared(predicted, times["median"]))
+            print(compared(predicted, times["median"], "run"))
     if trace is not None:
         from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler
 
@@ -127,14 +125,6 @@ def _predicted(args: argparse.Namespace) -> float | None:
     if predicted is None or (data.get("typical") and not args.random):
         return None
     return float(predicted["total"])
-
-
-def _compared(predicted: float, measured: float) -> str:
-    ratio = measured / predicted
-    said = f"predicted: {predicted * 1e3:.3f} ms; a run takes {ratio:.2f} times as long"
-    if 1 / _FAR <= ratio <= _FAR:
-        return said
-    return f"{said}; --profile FILE, and `onnxpar plan --compare FILE`, show where they differ"
 
 
 def _times(seconds: Sequence[float]) -> dict[str, float]:

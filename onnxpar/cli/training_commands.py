@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from onnxpar.base.interrupts import Terminated
 from onnxpar.base.units import quantity
 from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
+from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
 from onnxpar.errors import RankError, RunError, StoppedError
 from onnxpar.files.folder_lock import FolderLock
@@ -228,17 +230,24 @@ def _follow(
             print(f"{word}{left_out}", flush=True)
     last: int | None = None
     best_step = 0
+    seconds: list[float] = []
     with Bar(run.steps(data, Progress()), data.batch) as bar:
         for record in generations.records(data, held_out):
             if last is None or record.total <= last:  # a run that cannot start keeps all rows
                 for file in files:
                     file.begin(record.total)
             last, best_step = record.total, record.best_step
+            seconds.append(record.seconds)
             bar.show(record.total, record.lines(loss), record.values[loss])
             for file in files:
                 file.add(row_of(record))
     for file in files:
         file.close()
+    predicted = generations.trainer.bundle.data.get("predicted")
+    if predicted is not None and len(seconds) > 1:
+        taken = median(seconds[1:])
+        text = compared(predicted["total"], taken, "step")
+        print(f"{len(seconds)} steps, {taken * 1e3:.3f} ms each (the median); {text}")
     with writing(logs / "loss.png"):
         draw_losses(metrics, logs / "loss.png")
     print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
