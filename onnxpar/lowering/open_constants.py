@@ -91,7 +91,8 @@ class OpenConstants:
 
     def needs_sizes(self, what: str) -> OpenSizesError:
         """The error for a constant or attribute without a closed form."""
-        node = what.split("::")[0]
+        # TorchScript's exporter calls constants onnx::Slice_48; passes continue names of nodes so
+        node = what if what in self.base.layouts else what.split("::")[0]
         return OpenSizesError(
             f"'{node}': the shard of a rank has no formula in the open sizes; fix them with "
             f"{self.sizes.flags}, or split another dimension",
@@ -121,7 +122,8 @@ class OpenConstants:
                     self._check_stored(name)
                 continue  # checked as a weight
             whole = tensor.values
-            if by_rank or any(not _equal(whole, o.constants[name].values) for o in self.all[1:]):
+            others = (other.constants[name].values for other in self.all[1:])
+            if by_rank or self._cut_varies(name) or any(not _equal(whole, o) for o in others):
                 yield name
 
     def _is_per_rank(self, name: str) -> bool:
@@ -131,10 +133,20 @@ class OpenConstants:
     def _check_stored(self, name: str) -> None:
         """Checks a weight, which is split once for all runs. Errors: OpenSizesError if its shards
         depend on open sizes."""
+        if self._cut_varies(name):
+            raise self.needs_sizes(name)
+
+    def _cut_varies(self, name: str) -> bool:
+        """True if a stored tensor is split otherwise at other sizes, as `table[:N]` into parts of N
+        rows and of those behind them."""
+        known = [name in each.layouts for each in self.all]
+        if not all(known):
+            return any(known)
         for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
             found = [[(f.size, f.axes) for f in leaves(dim)] for dim in dims]
             if any(axes for _, axes in found[0]) and any(f != found[0] for f in found):
-                raise self.needs_sizes(name)
+                return True
+        return False
 
     def arrays(self, rank: int) -> dict[str, OpenArray]:
         """The constants of a rank that depend on open sizes, by name."""
