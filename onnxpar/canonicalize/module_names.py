@@ -34,11 +34,11 @@ def use_module_names(graph: GraphProto, named: Mapping[str, TorchName]) -> Modul
     does, where dynamo's says it: `/layers.0/fc/MatMul`; and to their results
     `/layers.0/fc/MatMul_output_0`. Inputs and outputs keep their names."""
     names = names_in(graph)
-    _name_nodes(graph, names)
+    renamed = _name_nodes(graph, names)
     kept = {port.name for port in (*graph.input, *graph.output)}
     new: dict[str, str] = {}
     torch = _name_stored(graph, named, names, kept, new)
-    for node in (each for each in graph.node if has_file_name(each)):
+    for node in (each for each in graph.node if each.name in renamed):
         for i, result in enumerate(node.output):
             name = f"{node.name}_output_{i}"
             if result and result not in kept and names.free(name) == name:
@@ -49,10 +49,12 @@ def use_module_names(graph: GraphProto, named: Mapping[str, TorchName]) -> Modul
     return ModuleNames(torch, {after: before for before, after in new.items()})
 
 
-def _name_nodes(graph: GraphProto, names: Names) -> None:
+def _name_nodes(graph: GraphProto, names: Names) -> set[str]:
+    """Names nodes, and returns the new names. The nodes of a training step have theirs already,
+    since the model that it was made from was loaded."""
     taken: set[str] = set()
     for node in nodes_of(graph):
-        if (path := module_path(node)) is None:
+        if (path := module_path(node)) is None or has_file_name(node):
             continue
         name = unique = f"{path}/{node.op_type}"
         number = 1
@@ -61,6 +63,7 @@ def _name_nodes(graph: GraphProto, names: Names) -> None:
         note_file_name(node)
         node.name = unique
         taken.add(unique)
+    return taken
 
 
 def _name_stored(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 from committed import MODELS
 
 import onnxpar
 from onnxpar.errors import StrategyError
+from onnxpar.load.load import load
+from onnxpar.training import grad
 
 QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 
@@ -41,9 +44,22 @@ def test_names_of_the_file(tmp_path: Path) -> None:
         onnxpar.plan(MODELS / "bert.dynamo.static.onnx", mesh="rows=2", strategy=entry)
 
 
-def test_annotations_go_by_the_names_of_the_file(tmp_path: Path) -> None:
-    import onnx
+def test_a_training_step_keeps_the_names(tmp_path: Path) -> None:
+    """It is read again after its nodes and tensors were named, also those that are computed again;
+    what it says of them, such as its gradients, stays true."""
+    step = tmp_path / "step.onnx"
+    how = {"loss": "softmax-cross-entropy", "optimizer": "sgd", "recompute_nodes": ["*/mlp/*"]}
+    grad(MODELS / "gpt2.dynamo.static.onnx", step, **how)
+    written, read = onnx.load(step), load(step)
+    names = {node.name for node in written.graph.node}
+    assert {n.name for n in read.graph.nodes if n.name.startswith("/")} <= names
+    made = {name for node in written.graph.node for name in node.output}
+    results = {t.name for node in read.graph.nodes for t in node.outputs}
+    assert {name for name in results if name.startswith("/")} <= made
+    assert read.step is not None and results >= set(read.step.gradients.values())
 
+
+def test_annotations_go_by_the_names_of_the_file(tmp_path: Path) -> None:
     entry = {"shard": {"*/layer.1/attention/self/query": [[None, None, None], [None, "tp"]]}}
     model, annotated = MODELS / "bert.dynamo.static.onnx", tmp_path / "annotated.onnx"
     wanted = onnxpar.annotate(model, annotated, mesh="tp=2", strategy=entry)
