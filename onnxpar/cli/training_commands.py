@@ -244,7 +244,7 @@ def _follow(
     for file in files:
         file.close()
     predicted = generations.trainer.bundle.data.get("predicted")
-    if predicted is not None and len(seconds) > 1:
+    if predicted and predicted["total"] and len(seconds) > 1:
         taken = median(seconds[1:])
         text = compared(predicted["total"], taken, "step")
         print(f"{len(seconds)} steps, {taken * 1e3:.3f} ms each (the median); {text}")

@@ -80,8 +80,10 @@ def read_values(place: str | os.PathLike[str], step: Step, model: onnx.ModelProt
 
 def _check_equal(weight: str, keys: Sequence[str], files: Mapping[str, Path]) -> None:
     """Errors: InputError if tensors of the files that are one weight of the step differ."""
+    if len(keys) < 2:
+        return
     values = []
-    for key in keys[: len(keys) if len(keys) > 1 else 0]:
+    for key in keys:
         with _opened(files[key]) as file:
             values.append(file.get_tensor(key))
     for key, value in zip(keys[1:], values[1:], strict=True):
