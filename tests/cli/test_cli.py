@@ -6,6 +6,7 @@ import json
 import re
 from importlib.metadata import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,9 @@ def test_shard_run_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "1 AllReduce" in text and max(map(len, text.splitlines())) <= 100
 
 
-def test_random_inputs_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_inputs_and_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the typical sizes of a plan, with the indices that its tables have; the times are those
     of the runs without warm-up, ordered as their names say."""
     model, par = str(MODELS / "gpt2.dynamo.dynamic.onnx"), str(tmp_path / "m.par")
@@ -75,11 +78,16 @@ def test_random_inputs_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[s
     np.testing.assert_array_equal(found[0], found[1])
     assert not np.array_equal(found[0], found[2])
     capsys.readouterr()
-    assert main([*run, "--repeat", "6", "--warmup", "2", "--json"]) == 0
+    # the clock of run number n, from 1, is read at 0 and n seconds after its begin
+    clock = SimpleNamespace(perf_counter=iter([t for n in range(1, 7) for t in (0, n)]).__next__)
+    with monkeypatch.context() as patched:
+        patched.setattr("onnxpar.cli.run_model.time", clock)
+        assert main([*run, "--repeat", "6", "--warmup", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [3, 7, 512]}]
     assert (told["runs"]["count"], told["runs"]["warm_up"]) == (6, 2)
     times = told["runs"]["seconds"]
+    assert (times["min"], times["mean"], times["median"], times["max"]) == (3, 4.5, 4.5, 6)
     order = [times[name] for name in ("min", "median", "p90", "p95", "p99", "max")]
     assert order == sorted(order) and times["min"] <= times["mean"] <= times["max"]
     assert main([*run, "--repeat", "3"]) == 0
