@@ -204,6 +204,7 @@ class OpenConstants:
         elements = []
         for column in columns:
             fitting = [*self.sizes.known(column), *self.sizes.fitting(column, variables)]
+            fitting += _ends(column, variables)
             if name in self.varying and not self._is_per_rank(name):
                 fitting = self.sizes.known(column) or fitting  # a size of the whole model
             if len({tuple(f.at(probe) for probe in probes) for f in fitting}) != 1:
@@ -222,11 +223,16 @@ class OpenConstants:
         every = frozenset(range(len(self._split_sizes)))
         return {**self._parts(rank, every), **self._parts(rank, frozenset())}
 
+    @cached_property
+    def _prefix(self) -> str:
+        """More colons than any symbol of the model begins with: extents have names of their own."""
+        return ":" * (1 + max((len(s) - len(s.lstrip(":")) for s in self.sizes.symbols), default=0))
+
     def _parts(self, rank: int, filled: frozenset[int]) -> dict[str, Extent]:
         found = {}
         for i, split in enumerate(self._split_sizes):
             at = tuple(self.mesh.coordinate((a,), rank) for a in split.axes)
-            kind = "filled_" if i in filled else ""
+            kind = f"{self._prefix}filled_" if i in filled else self._prefix
             for what in ("start", "part"):
                 found[f"{kind}{what}{i}"] = Extent(
                     split.size, split.axes, at, what == "start", i in filled, split.parts
@@ -348,6 +354,20 @@ class OpenConstants:
             return False
         results = [_result(each.nodes[node.name]) for each in self.all]
         return len({tuple(y.shape)[axis] for y in results}) > 1
+
+
+def _ends(column: Sequence[int], variables: Mapping[Variable, Sequence[int]]) -> list[Polynomial]:
+    """Ends of shards with these values. That an end is a start and a size is no coincidence, also
+    where shards have too few different sizes to show it."""
+    texts = [v for v in variables if isinstance(v, str) and "start" in v]
+    pairs = [
+        (start, part) for start in texts if (part := start.replace("start", "part")) in variables
+    ]
+    return [
+        Polynomial.variable(start) + Polynomial.variable(part)
+        for start, part in pairs
+        if [a + b for a, b in zip(variables[start], variables[part], strict=True)] == [*column]
+    ]
 
 
 def _result(node: gs.Node) -> gs.Tensor:

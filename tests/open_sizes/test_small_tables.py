@@ -43,7 +43,7 @@ def write(rows: int, name: str, folder: Path) -> Path:
     return folder / "m.onnx"
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(9, 2), (16, 2), (16, 3), (300, 3)])
+@pytest.mark.parametrize(("rows", "ranks"), [(9, 2), (16, 2), (16, 3), (16, 8), (300, 3)])
 @pytest.mark.parametrize("name", ["NAME", "onnx::NAME_4"])
 def test_any_length(rows: int, name: str, ranks: int, tmp_path: Path) -> None:
     """By a session of onnxruntime, up to the length of the tables."""
@@ -57,4 +57,24 @@ def test_any_length(rows: int, name: str, ranks: int, tmp_path: Path) -> None:
             x = np.random.default_rng(length).standard_normal((2, length, 4)).astype(np.float32)
             np.testing.assert_array_equal(
                 session.run(None, {"x": x})[0], unsplit.run(None, {"x": x})[0], str(length)
+            )
+
+
+@pytest.mark.parametrize("names", [("start0", "part0"), (":part0", "filled_start0")])
+def test_dims_named_as_the_compiler_names_shards(names: tuple[str, str], tmp_path: Path) -> None:
+    """Names of a model's dims are not those of starts and sizes of shards."""
+    path = write(16, "NAME", tmp_path)
+    proto = onnx.load(path)
+    for value in (*proto.graph.input, *proto.graph.output):
+        for dim, name in zip(value.type.tensor_type.shape.dim, names, strict=False):
+            dim.dim_param = name
+    onnx.save(proto, path)
+    strategy = {"tensors": {"y": ["dp", "sp", None]}}
+    onnxpar.shard(path, tmp_path / "m.par", mesh="dp=2,sp=3", strategy=strategy)
+    unsplit = ort.InferenceSession(path)
+    with ThreadSession(tmp_path / "m.par") as session:
+        for batch, length in ((2, 16), (1, 5), (7, 2), (5, 1)):
+            x = np.random.default_rng(length).standard_normal((batch, length, 4)).astype(np.float32)
+            np.testing.assert_array_equal(
+                session.run(None, {"x": x})[0], unsplit.run(None, {"x": x})[0]
             )
