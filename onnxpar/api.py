@@ -61,6 +61,7 @@ def shard(
     progress: Callable[[int], None] | None = None,
     time_passes: PassTimes | None = None,
     ranks: Collection[int] | None = None,
+    shorter: Sequence[File] = (),
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Writes a sharded model as a folder that `InferenceSession` runs, and returns its plan.
@@ -70,6 +71,8 @@ def shard(
     ranks          the ranks whose files are written, such as those of this host: all hosts make the
                    same plan, without measuring themselves. If the folder has that plan already, the
                    files go beside those of its other ranks. Default: all ranks
+    shorter        of a training step: files of the same step for shorter samples, so that `train`
+                   makes batches of samples that are about as long
     save_strategy  file to write the chosen strategy to
     dump           folder to write the graph to after every pass
     progress       called with the number of bytes of each weight that is written
@@ -79,12 +82,14 @@ def shard(
     Errors: OnnxparError, which names the cause and the remedy; nothing is left half-written.
     """
     asked = _plan_options(model, options, "shard", time_passes)
-    refuse_overwriting({**options, "model": model, "save_strategy": save_strategy, "dump": dump})
+    files = {"save_strategy": save_strategy, "dump": dump}
+    refuse_overwriting({**options, **files, "model": model, "shorter": shorter})
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
         shown, watch = watched(asked, saver, dump)
-        made = pipeline.shard(path, target, shown, progress, watch, explainer.begin, ranks)
+        given = shown, progress, watch, explainer.begin, ranks, [Path(file) for file in shorter]
+        made = pipeline.shard(path, target, *given)
     saver.write()
     return _with_steps(made, explainer, asked)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import onnx
@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
 from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
-from onnxpar.files.bundle_names import rank_name
+from onnxpar.files.bundle_names import rank_name, suffix_of
 from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.ir.lazy_values import stacked_parts, stored_proto
 from onnxpar.ir.stored import nodes_of, subgraphs_of
@@ -35,7 +35,9 @@ class SplitRanks(Pass):
     Requires a localized and ordered graph. Ensures `rank_0000.onnx` and so on with their weights,
     and `rank_0000.states.onnx` and so on with the first values of states, as far as `output` writes
     files of all ranks.
-    `progress` is called with the number of bytes of weights as they are read.
+    `progress` is called with the number of bytes of weights as they are read. Of a `program` beside
+    that of another run of this pass, files have its name, states have their first values already,
+    and `names` are those of the files of weights.
 
     Example: shard(mesh="tp=2", strategy={"tensors": {"w": ["tp"]}})
 
@@ -71,11 +73,14 @@ class SplitRanks(Pass):
     requires = (LOCAL,)
     output: DigestedFolder
     progress: Callable[[int], None] = lambda n: None
+    program: str = ""
+    names: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def run(self, graph: gs.Graph, ctx: PassContext) -> bool:
-        store = WeightStore(self.output, ctx.model.folder, ctx.sharding.mesh, self.progress)
+        given = self.output, ctx.model.folder, ctx.sharding.mesh, self.progress, self.names
+        store = WeightStore(*given)
         if ctx.model.original is not None and are_whole(ctx):
-            write_whole_ranks(self.output, ctx.model.original, ctx, store)
+            write_whole_ranks(self.output, ctx.model.original, ctx, store, self.program)
         else:
             self._write_split_ranks(graph, ctx, store)
         return False
@@ -91,13 +96,15 @@ class SplitRanks(Pass):
         weights |= defaults
         _add_defaults(template.graph, defaults)
         # first values of states have files of their own: they are not needed after the first run
-        first = _cut_defaults([t for t in graph.inputs if t.name in states], ctx, store).values()
+        kept = [] if self.program else [t for t in graph.inputs if t.name in states]
+        first = _cut_defaults(kept, ctx, store).values()
         store.cut_inner(template.graph, weights)
-        templates = {"onnx": template}
+        templates = {suffix_of(self.program): template}
         for name, program in ctx.lowered.programs.items():
-            templates[f"{name}.onnx"] = _export(program, ctx.model)
-            _drop_unread(templates[f"{name}.onnx"].graph)
-            _add_defaults(templates[f"{name}.onnx"].graph, defaults)
+            suffix = suffix_of(self.program, name)
+            templates[suffix] = _export(program, ctx.model)
+            _drop_unread(templates[suffix].graph)
+            _add_defaults(templates[suffix].graph, defaults)
         shapes = OpenShapes(opened) if opened else None
         for rank in range(mesh.size):
             for suffix, each in templates.items():

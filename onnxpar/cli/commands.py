@@ -69,7 +69,10 @@ def shard(args: argparse.Namespace) -> int:
     saver = saver_of(args.save_strategy, options)
     shown, watch = watched(options, saver, args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
-        made = pipeline.shard(args.model, output, shown, progress, watch, ranks=args.ranks)
+        shorter = [Path(file) for file in args.shorter]
+        made = pipeline.shard(
+            args.model, output, shown, progress, watch, ranks=args.ranks, shorter=shorter
+        )
     saved = saver.write()
     _print_plan(made, full=False)
     print(f"written to {output}")

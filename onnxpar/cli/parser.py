@@ -97,6 +97,15 @@ def _shard(to: Any) -> None:
         "the folder has the same plan. Each host that shards the model makes the same plan: "
         "without --topology, costs are constants. Default: all ranks",
     )
+    shard.add_argument(
+        "--shorter",
+        action="append",
+        default=[],
+        metavar="STEP.onnx",
+        help="of a training step: the same step for shorter samples; may be given several times. "
+        "`onnxpar train` then makes batches of samples that are about as long, and gives each to "
+        "the shortest step that holds them",
+    )
 
 
 def _plan(to: Any) -> None:

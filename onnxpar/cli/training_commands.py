@@ -247,6 +247,8 @@ def _follow(
     if predicted and predicted["total"] and len(seconds) > 1:
         taken = median(seconds[1:])
         text = compared(predicted["total"], taken, "step")
+        if generations.trainer.bundle.programs:
+            text = f"predicted for the longest samples: {predicted['total'] * 1e3:.3f} ms"
         print(f"{len(seconds)} steps, {taken * 1e3:.3f} ms each (the median); {text}")
     with writing(logs / "loss.png"):
         draw_losses(metrics, logs / "loss.png")

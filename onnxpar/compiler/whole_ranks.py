@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.files.bundle_names import rank_name
+from onnxpar.files.bundle_names import rank_name, suffix_of
 from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.layout.mesh import parts_over
 from onnxpar.load.stored_model import StoredModel
@@ -36,10 +36,14 @@ def are_whole(ctx: PassContext) -> bool:
 
 
 def write_whole_ranks(
-    folder: DigestedFolder, original: StoredModel, ctx: PassContext, store: WeightStore
+    folder: DigestedFolder,
+    original: StoredModel,
+    ctx: PassContext,
+    store: WeightStore,
+    name: str = "",
 ) -> None:
     """Writes the files of all ranks to a folder; weights go to the store, and first values of
-    states to files of their own."""
+    states to files of their own, unless the program has a `name` beside another one."""
     model = original.bound()
     _open_outputs(model.graph, ctx)
     states = dict(ctx.model.states)
@@ -59,8 +63,8 @@ def write_whole_ranks(
     program = model.SerializeToString()
     values = onnx.ModelProto(graph=first).SerializeToString()
     for rank in range(ctx.sharding.mesh.size):
-        folder.put(rank_name(rank, "onnx"), program, [rank])
-        if first.initializer:
+        folder.put(rank_name(rank, suffix_of(name)), program, [rank])
+        if first.initializer and not name:
             folder.put(rank_name(rank, "states.onnx"), values, [rank])
 
 

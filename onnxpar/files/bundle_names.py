@@ -44,6 +44,12 @@ def rank_name(rank: int, suffix: str) -> str:
     return f"rank_{rank:04d}.{suffix}"
 
 
+def suffix_of(*programs: str) -> str:
+    """The end of the names of the files with a program of each rank: of a step for some length of
+    samples, and of its evaluation, if they are named."""
+    return ".".join([*filter(None, ["-".join(filter(None, programs))]), "onnx"])
+
+
 def shared_name(number: int) -> str:
     """The name of the file with the weights of a group of several ranks, which are numbered."""
     return f"shared_{number:04d}.weights"

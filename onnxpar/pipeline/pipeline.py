@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from onnxpar.pipeline.balance import fitting_shares
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.encoder_decoders import encoder_options, note_encoder
+from onnxpar.pipeline.lengths import Pins, digests_beside
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, unknown_host, wanted_mesh
 from onnxpar.pipeline.paging import refuse_paging
@@ -300,9 +301,11 @@ def shard(
     watch: Watch | None = None,
     reckoning: Reckoning | None = None,
     ranks: Collection[int] | None = None,
+    shorter: Sequence[Path] = (),
 ) -> Plan:
     """Writes the sharded model to the folder `output`, which an InferenceSession runs; of `ranks`
-    alone, if they are given. Errors: OnnxparError."""
+    alone, if they are given. `shorter` are files of the same training step for shorter samples.
+    Errors: OnnxparError."""
     place = check_place(Path(output), foreign_part)
     if ranks is not None:
         mesh = wanted_mesh(options)
@@ -310,6 +313,13 @@ def shard(
         request = options.request and dict(sorted({**options.request, "measure": False}.items()))
         options = replace(options, host=unknown_host, on_any_host=True, request=request)
     made, ctx = plan(path, options, watch, reckoning)
+    others: dict[Path, tuple[Plan, PassContext]] = {}
+    pins, before = Pins(), None
+    while shorter and pins != before:
+        if before is not None and pins.whole != before.whole:
+            made, ctx = plan(path, pins.on(options), watch, reckoning)
+        others = {file: plan(file, pins.on(options, made.mesh)) for file in shorter}
+        pins, before = pins.more([made, *(other for other, _ in others.values())]), pins
     if ranks is not None:
         check_chosen_ranks(ranks, made.mesh.size)
     encoder = None
@@ -319,6 +329,8 @@ def shard(
     carried = carried_files(Path(path), options.part is not None)
     if made.request is not None:
         made.request = {**made.request, "sha256": model_digest(Path(path))}
+        if shorter:
+            made.request = {**made.request, "shorter": digests_beside(Path(path), shorter)}
     with options.times.of(OTHER), writing(output):
-        write_bundle(place, made, ctx, encoder, carried, options.times, progress, ranks)
+        write_bundle(place, made, ctx, encoder, others, carried, options.times, progress, ranks)
     return made

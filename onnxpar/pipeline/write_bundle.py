@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.pass_times import WRITE, PassTimes
+from onnxpar.compiler.lengths import joined
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, foreign_part, write_plan
 from onnxpar.errors import StrategyError
@@ -30,29 +31,36 @@ def write_bundle(
     made: Plan,
     ctx: PassContext,
     encoder: Made | None,
+    shorter: Mapping[Path, Made],
     carried: Mapping[str, Path],
     times: PassTimes,
     progress: Callable[[int], None] | None = None,
     ranks: Ranks = None,
 ) -> None:
     """Writes a folder that gets the name `place` when it is complete, with the sharded encoder, if
-    there is one, in a folder of its own, and with copies of the `carried` files, by name.
+    there is one, in a folder of its own, with the programs of steps for `shorter` samples, by file,
+    and with copies of the `carried` files, by name.
 
     Replaces an old folder. Of some ranks alone, the files go beside those of others if that folder
     has the same plan. Errors: OSError.
     """
     extra: dict[str, Any] = {"progress": progress} if progress else {}
+    plans, paths = [made, *(plan for plan, _ in shorter.values())], [Path(made.model), *shorter]
+    data, names = joined(plans, paths) if shorter else (made.to_json(), [""])
     joins = None if ranks is None else _have_same_plan
     with new_folder(place, foreign_part, joins) as folder:
         files = DigestedFolder(folder, ranks)
         with times.of(SplitRanks.name):
-            SplitRanks(files, **extra).run(ctx.model.graph, ctx)
+            first = SplitRanks(files, **extra)
+            first.run(ctx.model.graph, ctx)
+            for name, (_, other) in zip(names[1:], shorter.values(), strict=True):
+                SplitRanks(files, program=name, names=first.names).run(other.model.graph, other)
         with times.of(WRITE):
             for name, file in carried.items():
                 files.copy(name, file)
             if encoder is not None:
                 files.add(f"{ENCODER_PART}/{PLAN}", _write_encoder(folder, *encoder, ranks))
-            write_plan(folder, made.to_json(), files.digests())
+            write_plan(folder, data, files.digests())
 
 
 def _write_encoder(folder: Path, made: Plan, ctx: PassContext, ranks: Ranks) -> Digests:

@@ -184,12 +184,14 @@ class SplitTogether:
 
     def apply(self, sharding: ShardingState) -> bool:
         """Splits the dimension that divides most evenly, or else the longest one, among those that
-        are open in all tensors and long enough; in each of its segments, one factor is split."""
+        are open in all tensors, not requested to be whole, and long enough; in each of its
+        segments, one factor is split."""
         factors = sharding.factors.tensors[self.tensors[0]]
         parts = parts_over(self.axes)
         choices = []
         for chosen in covering_leaves(factors, parts):
-            if not any(sharding.tensors[t][i] for t in self.tensors for i in chosen):
+            decided = [(t, sharding.tensors[t][i]) for t in self.tensors for i in chosen]
+            if not any(axes or (t in sharding.pinned and axes == ()) for t, axes in decided):
                 rest = sum(factors.leaves[i].size % parts for i in chosen)
                 size = factors.dims[factors.dim_of_leaf[chosen[0]]].size
                 choices.append((rest, -size, chosen))

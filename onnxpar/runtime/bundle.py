@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxpar.base.lookup import Lookup
 from onnxpar.errors import InputError, ModelError
-from onnxpar.files.bundle_names import ENCODER_PART, PLAN, rank_name
+from onnxpar.files.bundle_names import ENCODER_PART, PLAN, rank_name, suffix_of
 from onnxpar.files.digests import check_listed, check_seal
 from onnxpar.files.read_bounded import read_bounded
 from onnxpar.files.unreadable import cannot_read, missing
@@ -134,6 +134,8 @@ class Bundle:
              that are the indices and the values of the rows that change
     step     the roles of ports, if the model is a training step
     lookups  inputs that are indices
+    programs  of a step for samples of several lengths: the program of each combination of open
+             sizes, the shortest first; else empty, and one program takes all sizes
     """
 
     path: Path
@@ -149,6 +151,7 @@ class Bundle:
     row_outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     step: Step | None = None
     lookups: tuple[Lookup, ...] = ()
+    programs: Mapping[Sizes, str] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """All of plan.json."""
 
@@ -179,6 +182,9 @@ class Bundle:
                 (Polynomial.parse(least), Polynomial.parse(most))
                 for least, most in plan.get("limits", ())
             )
+            programs = {tuple(e["sizes"]): str(e["program"]) for e in plan.get("lengths", ())}
+            if any(len(sizes) != len(symbols) for sizes in programs):
+                raise ValueError(f"{symbols} have the sizes {[*programs]}")
             examples = [plan["example"][symbol] for symbol in symbols]
             if not all(isinstance(size, int) and size >= 0 for size in examples):
                 raise ValueError(f"example sizes are {plan['example']}")
@@ -200,7 +206,7 @@ class Bundle:
                 "shard`"
             )
         _check_together(inputs, outputs)
-        given = (fixed, symbols, limits, initial, in_place, rows, step, lookups, plan)
+        given = (fixed, symbols, limits, initial, in_place, rows, step, lookups, programs, plan)
         return Bundle(folder, mesh, inputs, outputs, states, *given)
 
     def sizes(self, shapes: Mapping[str, tuple[int, ...]], kept: Collection[str] = ()) -> Sizes:
@@ -258,6 +264,16 @@ class Bundle:
                 )
         return tuple(found.get(s, 0) for s in self.symbols)
 
+    def check_program(self, sizes: Sizes) -> None:
+        """Errors: InputError if there is no program for these sizes of a run."""
+        if self.programs and sizes not in self.programs:
+            have = ", ".join(" and ".join(map(str, each)) for each in self.programs)
+            found = " and ".join(map(str, sizes))
+            raise InputError(
+                f"this step takes samples of the lengths {have}, and these have {found}; fill them "
+                "up to the next one"
+            )
+
     @property
     def digest(self) -> str:
         """A digest of plan.json and all files that plan.json lists."""
@@ -292,10 +308,10 @@ class Bundle:
         """Inputs that the evaluation program does not read."""
         return frozenset(self.inputs.keys() - set(self.step.data) if self.step else ())
 
-    def rank_file(self, rank: int, program: str = "") -> Path:
-        """Returns the file with the graph of a rank; `program` names another program of the rank,
-        such as the evaluation. Errors: ModelError if the file is missing."""
-        return self.files.path(rank_name(rank, f"{program}{'.' if program else ''}onnx"))
+    def rank_file(self, rank: int, *programs: str) -> Path:
+        """Returns the file with the graph of a rank; `programs` name another program of the rank:
+        for some length of samples, or its evaluation. Errors: ModelError if the file is missing."""
+        return self.files.path(rank_name(rank, suffix_of(*programs)))
 
     def states_file(self, rank: int) -> Path:
         """Returns the file with the initial values of a rank's states. Errors: ModelError if it is

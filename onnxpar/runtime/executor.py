@@ -79,18 +79,16 @@ class Executor:
         check_start(bundle, world, spec.verify)
         world.open_streams(bundle.streams)
         self._sessions = RankSessions(bundle, world, spec, threads, spin)
-        self.session = self._sessions.open()
+        self._bundle = bundle
         self._apart = bundle.apart
         self._rank = world.rank
         self._world_size = world.size
-        self._file = bundle.rank_file(world.rank)
         self._own = OwnShards(bundle, world.rank, everywhere=everywhere)
         self._ports = self._own.ports
-        self._has_sizes = bool(bundle.symbols)
+        self._has_sizes = bool(bundle.symbols) and not bundle.programs
         self._states = bundle.states
         self._in_place = bundle.in_place
         self._row_outputs = {bundle.states[n]: (n, *o) for n, o in bundle.row_outputs.items()}
-        self._inputs = [a.name for a in self.session.get_inputs() if a.name in bundle.inputs]
         self._kept = KeptStates(bundle, world.rank, spec)
         self._defaults = [
             name
@@ -98,7 +96,7 @@ class Executor:
             if port.has_default and name not in bundle.initial
         ]
         self._has_values = any(port.is_value for port in self._ports.values())
-        self._binding = Binding(self.session)
+        self._take("")
         self._last: tuple[Request, Mapping[str, Array]] | None = None
         self._repeated: RepeatedRun | None = None
         self._carried: dict[str, Array] = {}
@@ -108,6 +106,14 @@ class Executor:
         self.stopped = False
         self.kept_shapes: dict[str, tuple[int, ...]] = {}
         """The global shapes of the states that the last run kept, by input."""
+
+    def _take(self, program: str) -> None:
+        """Makes a program the one that runs. Errors: ModelError if it does not load."""
+        self._program = program
+        self.session = self._sessions.open(program)
+        found = self.session.get_inputs()
+        self._inputs = [a.name for a in found if a.name in self._bundle.inputs]
+        self._binding = Binding(self.session)
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
         """Runs once, or as often as the request says. `feeds` are this rank's shards of the
@@ -129,7 +135,8 @@ class Executor:
         except RankError:
             raise
         except Exception as error:
-            file, ranks = self._file, self._world_size
+            file = self._bundle.rank_file(self._rank, self._program)
+            ranks = self._world_size
             raise RunError(failure_text(error, file, self._rank, ranks)) from error
         finally:
             self.running = None
@@ -166,6 +173,9 @@ class Executor:
             return self._run_repeated(self._repeated, options)
         self._repeated = None
         self._own.at(request.sizes)
+        program = self._bundle.programs.get(tuple(request.sizes), "")
+        if program != self._program:
+            self._take(program)
         if not self._apart.isdisjoint(request.fetch):
             return self._evaluate(request, feeds, room, options)
         if self._has_values:
@@ -325,7 +335,7 @@ class Executor:
     ) -> dict[str, Slot]:
         """Runs the evaluation program on the current states, and returns this rank's shards of its
         outputs."""
-        session = self._sessions.open(EVALUATION)
+        session = self._sessions.open(self._program, EVALUATION)
         names = [port.name for port in session.get_inputs()]
         names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
         given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}

@@ -32,9 +32,10 @@ class RankSessions:
         self._slow = SLOW_FUSIONS if _is_split(bundle) else ()
         self._has_own_profile = bool(spec.fields.get("enable_profiling")) and not spec.profile
 
-    def open(self, program: str = "") -> ort.InferenceSession:
-        """Returns the session of a program; "" is the main program. Errors: ModelError if it does
-        not load."""
+    def open(self, *programs: str) -> ort.InferenceSession:
+        """Returns the session of a program, named as in `Bundle.rank_file`; by default, of the main
+        program. Errors: ModelError if it does not load."""
+        program = "-".join(filter(None, programs))
         if program not in self._opened:
             self._opened[program] = self._open(program)
         return self._opened[program]

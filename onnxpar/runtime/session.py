@@ -269,7 +269,9 @@ class Session(Interface, Closing):
         feeds = check_feeds(bundle, input_feed, known)
         check_kept(bundle, {n: s for n, s in self._kept.items() if n not in feeds})
         fetch, keep = list(dict.fromkeys(names)), keep_states and not apart
-        request = Request(fetch, keep, run_spec(run_options), self._sizes(feeds))
+        sizes = self._sizes(feeds)
+        bundle.check_program(sizes)
+        request = Request(fetch, keep, run_spec(run_options), sizes)
         return names, request, feeds
 
     def end_profile(self, path: str | os.PathLike[str], warm_up: int = 0) -> Trace | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,8 @@ from onnxpar.errors import InputError
 from onnxpar.ir.training_spec import IGNORED, Step
 from onnxpar.runtime.npz import read_npz
 from onnxpar.trainer.iterables import Samples, source_of
-from onnxpar.trainer.needs import Chunk, Needs
+from onnxpar.trainer.lengths import Batches, Shapes
+from onnxpar.trainer.needs import Needs
 from onnxpar.trainer.parquet import SUFFIX, parquet_shards
 from onnxpar.trainer.shard_files import folder_shards
 from onnxpar.trainer.sources import Source, in_memory
@@ -58,6 +59,7 @@ class Data:
     source: Source
     needs: Needs
     rest: Rest | None = None
+    lengths: Sequence[Shapes] = ()
     arrays: Mapping[str, Array] = field(default_factory=dict)
 
     @staticmethod
@@ -68,6 +70,7 @@ class Data:
         rest: Rest | None = None,
         pad: Mapping[str, float] | None = None,
         labels: str | None = None,
+        lengths: Sequence[Shapes] = (),
     ) -> Data:
         """Returns samples for the inputs `ports` (`NodeArg`s).
 
@@ -77,21 +80,14 @@ class Data:
         dims  the dimensions that number samples, of inputs and of arrays
         pad   by input, the value that fills samples which are shorter than the step's; by default,
               `labels` are filled with one that does not count
+        lengths  the shapes of the inputs in each program of a step for several lengths
 
         Errors: InputError if an input is missing or has another shape or number of samples, or if
         there are fewer samples than in a batch.
         """
         needs = Needs.of(ports, dims, pad, labels)
-        if isinstance(data, Mapping):
-            return _in_memory(data, needs, rest, "data")
-        if not isinstance(data, str | os.PathLike):
-            return _checked(source_of(data, needs), needs, rest, "data")
-        path = Path(data)
-        if path.is_dir():
-            return _checked(folder_shards(path, needs), needs, rest, str(path))
-        if path.suffix == SUFFIX:
-            return _checked(parquet_shards([path], needs), needs, rest, str(path))
-        return _in_memory(read_npz(path), needs, rest, str(path))
+        Batches.of(needs, lengths)
+        return replace(_read(data, needs, rest), lengths=lengths)
 
     @property
     def batch(self) -> int:
@@ -141,8 +137,12 @@ class Data:
         """Yields the batches of epoch `number`, after its `first` samples. Each epoch has its own
         order; without a seed, samples are not shuffled. Errors: InputError for a shard or a sample
         that cannot be read."""
-        size = self.batch
-        for chunk in _cut(self.source.chunks(number, seed, first, size), self.needs):
+        size, batches = self.batch, Batches.of(self.needs, self.lengths)
+        if self.lengths:  # which samples are together follows from all that come before
+            found = batches.made(self.source.chunks(number, seed, 0, size), first // size)
+        else:
+            found = batches.made(self.source.chunks(number, seed, first, size))
+        for chunk in found:
             count = self.needs.count(chunk)
             if count == size:
                 yield chunk
@@ -151,22 +151,17 @@ class Data:
                 yield batch | self.rest.without(batch, count)
 
 
-def _cut(chunks: Iterable[Chunk], needs: Needs) -> Iterator[Chunk]:
-    """Yields the samples of chunks, which have at most a batch each, as batches; the last may have
-    fewer."""
-    size = needs.batch
-    kept: list[Chunk] = []
-    have = 0
-    for chunk in chunks:
-        kept.append(chunk)
-        have += needs.count(chunk)
-        if have >= size:
-            joined = needs.joined(kept)
-            yield joined if have == size else needs.take(joined, np.arange(size))
-            kept = [] if have == size else [needs.take(joined, np.arange(size, have))]
-            have -= size
-    if have:
-        yield needs.joined(kept)
+def _read(data: Samples, needs: Needs, rest: Rest | None) -> Data:
+    if isinstance(data, Mapping):
+        return _in_memory(data, needs, rest, "data")
+    if not isinstance(data, str | os.PathLike):
+        return _checked(source_of(data, needs), needs, rest, "data")
+    path = Path(data)
+    if path.is_dir():
+        return _checked(folder_shards(path, needs), needs, rest, str(path))
+    if path.suffix == SUFFIX:
+        return _checked(parquet_shards([path], needs), needs, rest, str(path))
+    return _in_memory(read_npz(path), needs, rest, str(path))
 
 
 def _in_memory(arrays: Mapping[str, Any], needs: Needs, rest: Rest | None, name: str) -> Data:

@@ -45,12 +45,20 @@ class StepPlans:
             )
         self._request: dict[str, Any] = bundle.data["request"]
         self._model = par.parent / self._request["file"] if model is None else Path(model)
-        if not self._model.is_file():
-            raise InputError(
-                f"{self._model} is not there, of which {par} was made; give it with --step, to "
-                "shard it for fewer ranks"
-            )
+        self._shorter: dict[str, str] = self._request.get("shorter") or {}
+        """The digests of the same step for shorter samples, by path from the step's folder."""
+        for file in (self._model, *self._beside):
+            if not file.is_file():
+                raise InputError(
+                    f"{file} is not there, of which {par} was made; give the step with --step, to "
+                    "shard it for fewer ranks"
+                )
         self._check_model()
+
+    @property
+    def _beside(self) -> list[Path]:
+        """The files of the step for shorter samples."""
+        return [self._model.parent / name for name in self._shorter]
 
     def at_most(self, ranks: int, least: int) -> Path:
         """Returns the folder of the step for so many ranks or, if there is no plan for these, for
@@ -88,7 +96,7 @@ class StepPlans:
         for request in tries:
             self._tell(f"sharding {self._model} for {ranks} ranks")
             try:
-                shard(self._model, target, options_of(request))
+                shard(self._model, target, options_of(request), shorter=self._beside)
             except StrategyError as error:
                 failed = failed or error
             else:
@@ -111,13 +119,16 @@ class StepPlans:
         except ModelError:
             return False
         made = bundle.data.get("request") or {}
-        same = made.get("sha256") == self._request["sha256"]
+        parts = "sha256", "shorter"
+        same = [made.get(part) for part in parts] == [self._request.get(part) for part in parts]
         return same and made.get("options") in tries
 
     def _check_model(self) -> None:
         """Errors: ModelError if the model is not the one that was sharded."""
-        if model_digest(self._model) != self._request["sha256"]:
-            raise ModelError(
-                f"{self._model} is not the model of which {self._bundle.path} was made, or has "
-                "changed since; give that one with --step, or shard this one again"
-            )
+        digests = [self._request["sha256"], *self._shorter.values()]
+        for file, digest in zip((self._model, *self._beside), digests, strict=True):
+            if model_digest(file) != digest:
+                raise ModelError(
+                    f"{file} is not the model of which {self._bundle.path} was made, or has "
+                    "changed since; give that one with --step, or shard this one again"
+                )

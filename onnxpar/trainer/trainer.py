@@ -105,9 +105,23 @@ class Trainer(Closing):
 
     @property
     def data(self) -> list[NodeArg]:
-        """The inputs for which a batch needs arrays."""
-        by_name = {port.name: port for port in self.session.get_inputs()}
-        return [by_name[name] for name in self.spec.data]
+        """The inputs for which a batch needs arrays; of a step for several lengths, as long as the
+        longest."""
+        ports = [self.bundle.inputs[name] for name in self.spec.data]
+        longest = self._lengths[-1] if self._lengths else {}
+        return [replace(p.arg, shape=list(longest.get(p.name, p.arg.shape))) for p in ports]
+
+    @cached_property
+    def _lengths(self) -> list[dict[str, tuple[int, ...]]]:
+        """The shapes of these inputs in each program of a step for several lengths, the shortest
+        first."""
+        bundle = self.bundle
+        found = []
+        for sizes in bundle.programs:
+            at = dict(zip(bundle.symbols, sizes, strict=True))
+            shapes = {name: bundle.inputs[name].shape_at(at) for name in self.spec.data}
+            found.append({n: tuple(size or 0 for size in shape) for n, shape in shapes.items()})
+        return found
 
     def batches_of(
         self, data: Samples, trains: bool = True, pad: Mapping[str, float] | None = None
@@ -116,7 +130,8 @@ class Trainer(Closing):
         arrays by input name, or an iterable or function of samples or batches, as `train` takes
         them. `pad` fills shorter samples, by input. Errors: InputError."""
         rest = Rest.of(self.spec, trains)
-        found = Data.of(data, self.data, self.spec.batch, rest, pad, self.spec.labels)
+        given = self.spec.batch, rest, pad, self.spec.labels, self._lengths
+        found = Data.of(data, self.data, *given)
         self._check_labels(found.arrays)
         return found
 
@@ -196,13 +211,18 @@ class Trainer(Closing):
         return {name: value for name, (value, _) in self.measure(batch).items()}
 
     def measure(self, batch: Mapping[str, Array]) -> dict[str, tuple[float, float]]:
-        """Like `evaluate`; also returns the weight of each mean among those of other batches: the
-        part of the batch that counts."""
+        """Like `evaluate`; also returns the weight of each mean among those of other batches, which
+        may be longer: the number of elements that count."""
         names = self.spec.evaluation
         found = self.session.run(names, self._fed(batch))
         values = dict(zip(names, map(float, found), strict=True))
+        each = batch.get(self.spec.labels or self.spec.target or "")
+        size = 1 if each is None else np.size(each)
+        shares = {
+            name: values.get(f"{WEIGHT}.{name[len(EVALUATION) + 1 :]}", 1.0) for name in names
+        }
         return {
-            (short := name[len(EVALUATION) + 1 :]): (value, values.get(f"{WEIGHT}.{short}", 1.0))
+            name[len(EVALUATION) + 1 :]: (value, shares[name] * size)
             for name, value in values.items()
             if not name.startswith(WEIGHT)
         }

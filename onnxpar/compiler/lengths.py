@@ -1,0 +1,187 @@
+"""One plan for a training step and for the same step of shorter samples (length buckets): a run
+takes the program whose sizes its feeds have, and all programs read and change the same states."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxpar.compiler.plan import Plan, Port
+from onnxpar.errors import StrategyError
+from onnxpar.layout.layout import leaves
+from onnxpar.symbols.symbols import Polynomial
+
+_ROLES = (
+    "loss",
+    "rate",
+    "seed",
+    "labels",
+    "target",
+    "samples",
+    "full_batches",
+    "turns",
+    "precision",
+    "data",
+    "batch",
+    "metrics",
+    "evaluation",
+    "magnitudes",
+)
+"""What steps must have alike, so that one trainer can take any of them."""
+
+
+def joined(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the object of plan.json for a step and the shorter ones behind it, of these files,
+    and the name of the program of each. In the plan, the sizes of samples are open, and `lengths`
+    lists the programs, the shortest first, with their values of the symbols in `example`. Errors:
+    StrategyError if these are not the same step at other sizes."""
+    every = [plan.to_json() for plan in plans]
+    for data, file in zip(every[1:], files[1:], strict=True):
+        _check_alike(every[0], data, file, files[0])
+    kept = {name for pair in plans[0].states for name in pair}
+    _check_shards(plans, files, kept)
+    columns = _columns(every, files)
+    symbols = {_symbol(i): column for i, column in enumerate(columns)}
+    for key in ("inputs", "outputs"):
+        ports = zip(*(data[key] for data in every), strict=True)
+        every[0][key] = [
+            each[0] if each[0]["name"] in kept else _opened(each, symbols, each[0]["name"])
+            for each in ports
+        ]
+    rows = list(zip(*columns, strict=True))
+    names = ["", *(f"length_{'_'.join(map(str, row))}" for row in rows[1:])]
+    programs = sorted(zip(rows, names, strict=True))
+    data = {
+        **every[0],
+        "example": {symbol: column[0] for symbol, column in symbols.items()},
+        "lengths": [{"program": name, "sizes": list(row)} for row, name in programs],
+        "streams": max(data["streams"] for data in every),
+    }
+    return data, names
+
+
+def _batch_of(plan: Mapping[str, Any]) -> int | None:
+    """The number of samples in a batch of a step; None if it has no samples."""
+    shapes = {port["name"]: port["shape"] for port in plan["inputs"]}
+    return next((shapes[name][axis] for name, axis in plan["step"]["batch"].items()), None)
+
+
+def _check_shards(plans: Sequence[Plan], files: Sequence[Path], kept: Collection[str]) -> None:
+    """Errors: StrategyError unless all plans split the states alike."""
+    first, *others = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
+    for ports, file in zip(others, files[1:], strict=True):
+        for name in sorted(kept):
+            if not same_shards(first[name], ports[name]):
+                raise StrategyError(
+                    f"{file} does not split {name!r} like {files[0]}; give a --preset, or a "
+                    "--strategy that says how it is split"
+                )
+
+
+def same_shards(one: Port, two: Port) -> bool:
+    """True if ranks hold the same shards of two ports. A whole dimension may be one of parts."""
+
+    def cut(port: Port) -> Any:
+        dims = port.layout.dims if port.layout is not None else ()
+        is_split = [any(leaf.axes for leaf in leaves(dim)) for dim in dims]
+        split = [dim if is_cut else None for dim, is_cut in zip(dims, is_split, strict=True)]
+        return port.shape, port.dtype, split, port.layout and port.layout.partial
+
+    return bool(cut(one) == cut(two))
+
+
+def _symbol(i: int) -> str:
+    return "length" if i == 0 else f"length_{i + 1}"
+
+
+def _columns(every: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> list[tuple[int, ...]]:
+    """Returns the different columns of sizes of samples, of each step one. Errors: StrategyError
+    unless the first step has the largest of each, and no two have the same."""
+    shapes = [{p["name"]: p["shape"] for p in data["inputs"]} for data in every]
+    each = [
+        tuple(shape[name][axis] for shape in shapes)
+        for name in every[0]["step"]["data"]
+        for axis in range(len(shapes[0][name]))
+    ]
+    columns = [column for column in dict.fromkeys(each) if len(set(column)) > 1]
+    rows = list(zip(*columns, strict=True)) or [()] * len(files)
+    for i, row in enumerate(rows):
+        if any(size > most for size, most in zip(row, rows[0], strict=True)):
+            raise StrategyError(
+                f"{files[i]} takes longer samples than {files[0]}; give the step for the longest "
+                "samples first, and others with --shorter"
+            )
+        if row in rows[:i]:
+            raise StrategyError(
+                f"{files[i]} takes samples of the same sizes as {files[rows.index(row)]}; write it "
+                "for shorter ones with `onnxpar grad --dim`"
+            )
+    return columns
+
+
+def _check_alike(
+    first: Mapping[str, Any], other: Mapping[str, Any], file: Path, longest: Path
+) -> None:
+    """Errors: StrategyError unless two plans are of one step, and keep its states alike."""
+    remedy = "write both with the same options of `onnxpar grad`, but for the length in --dim"
+    if not first["step"] or not other["step"]:
+        odd = longest if not first["step"] else file
+        raise StrategyError(f"--shorter: {odd} is no training step; write one with `onnxpar grad`")
+    if first["step"]["deal"] or other["step"]["deal"]:
+        raise StrategyError(f"--shorter {file}: a manual program has one length")
+    sizes = [_batch_of(plan) for plan in (first, other)]
+    if sizes[0] != sizes[1]:
+        raise StrategyError(
+            f"{file} takes batches of {sizes[1]} samples, and {longest} of {sizes[0]}; {remedy}"
+        )
+    sides = [{key: plan["step"][key] for key in _ROLES} for plan in (first, other)]
+    sides[0] |= {slot["input"]: slot["kind"] for slot in first["step"]["slots"]}
+    sides[1] |= {slot["input"]: slot["kind"] for slot in other["step"]["slots"]}
+    for key in sides[0].keys() | sides[1].keys():
+        if sides[0].get(key) != sides[1].get(key):
+            raise StrategyError(
+                f"{file} is another training step than {longest}: {key!r} is not the same; {remedy}"
+            )
+    if first["states"] != other["states"]:
+        raise StrategyError(f"{file} keeps other states than {longest}; {remedy}")
+    for key in ("inputs", "outputs"):
+        names = [[port["name"] for port in plan[key]] for plan in (first, other)]
+        if names[0] != names[1]:
+            odd_name = min({*names[0]} ^ {*names[1]}, default=names[0][0])
+            raise StrategyError(
+                f"{file} is another training step than {longest}: only one of them has "
+                f"{odd_name!r}; {remedy}"
+            )
+
+
+def _opened(each: Sequence[Any], symbols: Mapping[str, Sequence[int]], name: str) -> Any:
+    """Returns values of JSON that differ only in numbers, with these as polynomials of the symbols.
+    Errors: StrategyError."""
+    first = each[0]
+    if all(value == first for value in each[1:]):
+        return first
+    if all(isinstance(value, dict) and value.keys() == first.keys() for value in each):
+        return {key: _opened([v[key] for v in each], symbols, name) for key in first}
+    if all(isinstance(value, list) and len(value) == len(first) for value in each):
+        return [_opened(column, symbols, name) for column in zip(*each, strict=True)]
+    if all(type(value) is int for value in each):
+        for symbol, sizes in symbols.items():
+            found = _line(each, sizes, symbol)
+            if found is not None:
+                return str(found)
+    raise StrategyError(
+        f"{name!r} is split otherwise in the plans of shorter steps; give a --preset, or a "
+        "--strategy that says how it is split"
+    )
+
+
+def _line(values: Sequence[int], sizes: Sequence[int], symbol: str) -> Polynomial | None:
+    """The multiple of a symbol, and a number, with these values at all sizes that there are; None
+    if there is none."""
+    other = next(i for i, size in enumerate(sizes) if size != sizes[0])
+    slope, rest = divmod(values[other] - values[0], sizes[other] - sizes[0])
+    base = values[0] - slope * sizes[0]
+    if rest or any(slope * s + base != v for s, v in zip(sizes, values, strict=True)):
+        return None
+    return Polynomial.variable(symbol) * Polynomial.constant(slope) + Polynomial.constant(base)

@@ -1,0 +1,83 @@
+"""What makes the plans of one training step for samples of several lengths agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from onnxpar.compiler.lengths import same_shards
+from onnxpar.compiler.plan import Plan, Port
+from onnxpar.errors import StrategyError
+from onnxpar.layout.layout import leaves
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import unseen
+from onnxpar.pipeline.options import Options, preset_or_search
+from onnxpar.pipeline.request import model_digest
+from onnxpar.search.search import AUTO
+from onnxpar.strategy.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Pins:
+    """How states are to be split, by name, so that all plans split them alike.
+
+    whole  those that every rank holds whole in all plans, such as a table of positions, of which
+           each length reads other rows; with their number of dimensions
+    alike  the layouts that the shorter steps take over from the longest
+    """
+
+    whole: Mapping[str, int] = field(default_factory=dict)
+    alike: Mapping[str, str] = field(default_factory=dict)
+
+    def more(self, plans: Sequence[Plan]) -> Pins:
+        """Returns what is needed besides to make these plans agree, the longest first; the same if
+        they do."""
+        first, *others = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
+        whole, alike = dict(self.whole), dict(self.alike)
+        for pair in plans[0].states:
+            each = [[ports[name] for ports in (first, *others) if name in ports] for name in pair]
+            if all(same_shards(ports[0], port) for ports in each for port in ports):
+                continue
+            fits = all(_has_parts(ports[0], port) for ports in each for port in ports)
+            for name, (port, *_) in zip(pair, each, strict=True):
+                if fits and name not in alike and port.layout is not None:
+                    alike[name] = port.layout.text(plans[0].mesh)
+                else:
+                    whole[name] = len(port.shape or ())
+        return Pins(whole, {n: text for n, text in alike.items() if n not in whole})
+
+    def on(self, options: Options, mesh: Mesh | None = None) -> Options:
+        """Returns the options for the longest step or, with its mesh, for a shorter one. Errors:
+        StrategyError for a state that is to be whole, and that the options split."""
+        before = options.strategy or Strategy()
+        entries: dict[str, Any] = {name: [None] * rank for name, rank in self.whole.items()}
+        for name in entries:
+            if escape(name) in before.tensors:
+                raise StrategyError(
+                    f"--shorter: each length splits {name!r} in another way than the strategy "
+                    "says; split another dimension, or another tensor"
+                )
+        if mesh is not None:
+            entries |= self.alike
+        searches = options.strategy is None and preset_or_search(options) is None
+        search = AUTO if searches and options.search is None else options.search
+        pins = {escape(name): entry for name, entry in entries.items()}
+        strategy = replace(before, tensors={**before.tensors, **pins})
+        own = replace(options, strategy=strategy, search=search) if pins else options
+        return own if mesh is None else replace(own, devices=mesh.size, mesh=mesh, show=unseen)
+
+
+def _has_parts(one: Port, two: Port) -> bool:
+    """True if the dimensions of two ports consist of the same parts."""
+    layouts = [port.layout for port in (one, two)]
+    sizes = [[[f.size for f in leaves(d)] for d in each.dims] for each in layouts if each]
+    return all(each == sizes[0] for each in sizes)
+
+
+def digests_beside(path: Path, shorter: Sequence[Path]) -> dict[str, Any]:
+    """Returns the digests of the models of shorter steps, by path from the folder of the step."""
+    return {os.path.relpath(file, path.parent): model_digest(file) for file in shorter}
