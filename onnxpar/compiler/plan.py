@@ -272,6 +272,7 @@ class Plan(Shown):
             "step": None if self.step is None else asdict(self.step),
             "request": None if self.request is None else dict(self.request),
             "fixed": list(self.fixed),
+            "lengths": [],
             "example": dict(self.example),
             "limits": [[str(least), str(most)] for least, most in self.limits],
             "ranges": {name: list(r) for name, r in self.ranges.items()},
