@@ -13,8 +13,8 @@ zoo() { # whole models, and all cases of tests marked as a matrix or slow
 }
 hosts() { pytest -q --zoo tests/hosts; }
 suite() { python tests/peer/run.py; }
-open() { # the same cases, with open sizes; all would take a core 20 hours, so each night has a part
-  python tests/peer/run.py --open --part $((10#$seed % 20 + 1))/20
+open() { # the same cases, with open sizes; all would take a core 20 hours, so each night has a sample
+  python tests/peer/run.py --open --sample $((10#$seed % 20 + 1))/20
 }
 fuzz() {
   python tests/fuzz/run.py --models 20000 --configurations 20000 --folders 20000 --seed "$seed" --keep build/nightly/found

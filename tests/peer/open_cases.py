@@ -18,17 +18,23 @@ Places = tuple[tuple[str, int], ...]
 """Dimensions of inputs that are N."""
 
 
-def opened(case: PeerCase) -> Iterator[PeerCase]:
+def opened(case: PeerCase, sample: tuple[int, int] = (0, 1)) -> Iterator[PeerCase]:
     """The case in each of its forms, with all dimensions of a size, then with each of them, made
-    open; fed at its own size, and at others at which the unsplit runtime takes it, if any."""
+    open; fed at its own size, and at others at which the unsplit runtime takes it, if any. Of
+    these, `sample` (I, N) takes every N-th from the I-th, and at least one."""
+    ways = []
     for form in forms(case):
         feeds = form.data[0][0]
         if len(form.data) == 1 and not _is_random(form.model):
             tensors = [p.name for p in form.model.graph.input if p.type.HasField("tensor_type")]
-            for places in _groups({name: feeds[name] for name in tensors if name in feeds}):
-                found = _at_other_sizes(form, feeds, places)
-                if found:
-                    yield found
+            given = {name: feeds[name] for name in tensors if name in feeds}
+            ways += [(form, feeds, places) for places in _groups(given)]
+    first, step = sample
+    step = min(step, max(len(ways), 1))
+    for form, feeds, places in ways[first % step :: step]:
+        found = _at_other_sizes(form, feeds, places)
+        if found:
+            yield found
 
 
 def _is_random(model: ModelProto) -> bool:

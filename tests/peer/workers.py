@@ -42,14 +42,15 @@ def trials_of(number: int, bench: Bench) -> Iterator[Step]:
         yield label, lambda form=form: list(_missed(form))
 
 
-def open_trials_of(number: int, bench: Bench) -> Iterator[Step]:
-    """The runs of a case with each size of its inputs open, at that size and at others."""
+def open_trials_of(number: int, bench: Bench, sample: tuple[int, int] = (0, 1)) -> Iterator[Step]:
+    """The runs of a case with each size of its inputs open, at that size and at others; of the ways
+    to open it, a sample, as in `opened`."""
     case = all_cases()[number]
     found = runnable(case)
     if isinstance(found, str):
         yield Outcome(case.name, "", "", ""), lambda: [Outcome(case.name, "", "", UNFIT, found)]
         return
-    for form in opened(found):
+    for form in opened(found, sample):
         yield from _runs(form, bench, every=False)
 
 
