@@ -18,6 +18,7 @@ from onnxpar.calibration.measure import (
     NEAR,
     CollectiveTime,
     Measurements,
+    Work,
 )
 from onnxpar.calibration.models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
@@ -39,19 +40,33 @@ def fit(found: Measurements) -> Topology:
     by_kind = {kind: [t for t in found.collectives if t.kind == kind] for kind in MEASURED}
     links = {kind: fit_link(times) for kind, times in by_kind.items()}
     other = fit_link(found.collectives)
-    launch = _digits(found.work.tiny)
+    host = Level("host", None, other.latency, other.bandwidth, links, found.ranks)
+    device, alone = fit_device(found.work), fit_device(found.alone)
+    return Topology((host,), device, alone=alone, session=fit_session(found.session))
+
+
+def fit_session(times: Sequence[tuple[int, float]]) -> Link:
+    """Returns the time of a run without bytes, and the bytes per second, of a session that took
+    these seconds for so many bytes."""
+    (few, least), (many, most) = times
+    bandwidth = min((many - few) / max(most - least, 1e-9), FASTEST)
+    return Link(_digits(max(least - few / bandwidth, 0.0)), _digits(bandwidth))
+
+
+def fit_device(work: Work) -> Device:
+    """Returns the device that took this time for the work."""
+    launch = _digits(work.tiny)
     device = Device(
-        flops=_digits(2 * ROWS * WIDTH**2 / max(found.work.product - launch, 1e-9)),
-        convolution=_digits(BOTTLENECK / max(found.work.bottleneck - 3 * launch, 1e-9)),
-        memory_bandwidth=_digits(2 * LARGE / max(found.work.copies[-1] - launch, 1e-9)),
+        flops=_digits(2 * ROWS * WIDTH**2 / max(work.product - launch, 1e-9)),
+        convolution=_digits(BOTTLENECK / max(work.bottleneck - 3 * launch, 1e-9)),
+        memory_bandwidth=_digits(2 * LARGE / max(work.copies[-1] - launch, 1e-9)),
         launch=launch,
-        row=_digits(max(found.work.picks - launch, 1e-9) / PICKED),
-        channels=channels_at_once(found.work.narrow),
+        row=_digits(max(work.picks - launch, 1e-9) / PICKED),
+        channels=channels_at_once(work.narrow),
     )
-    device = with_exposed(with_cache(device, found.work.copies), found.work.few, found.work.apart)
-    rates = {kind: fit_rate(kind, times, device) for kind, times in found.work.rated.items()}
-    device = replace(device, ops=rates)
-    return Topology((Level("host", None, other.latency, other.bandwidth, links),), device)
+    device = with_exposed(with_cache(device, work.copies), work.few, work.apart)
+    rates = {kind: fit_rate(kind, times, device) for kind, times in work.rated.items()}
+    return replace(device, ops=rates)
 
 
 def channels_at_once(seconds: Sequence[float]) -> float | None:
@@ -147,8 +162,26 @@ def predicted(time: CollectiveTime, topology: Topology) -> float:
 def lines(found: Measurements, topology: Topology) -> Iterator[str]:
     """Yields the lines of a table of all cases, with measured times and, for collectives, fitted
     times."""
-    work = found.work
-    for what, seconds in (
+    ranks = f"each of {found.ranks} ranks"
+    yield f"{'':<30}{ranks:>18}{'one rank alone':>18}"
+    both = zip(_seconds_of(found.work), _seconds_of(found.alone), strict=True)
+    for (what, seconds), (_, alone) in both:
+        yield f"{what:<30}{seconds * 1e6:>15.1f} us{alone * 1e6:>15.1f} us"
+    for size, seconds in found.session:
+        yield f"{f'a run of a session, {size >> 10} KiB':<30}{seconds * 1e6:>15.1f} us"
+    yield ""
+    yield f"{'collective':<18}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
+    for time in found.collectives:
+        fitted = predicted(time, topology)
+        yield (
+            f"{time.kind:<18}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
+            f"{fitted * 1e6:>9.1f} us{fitted / time.seconds - 1:>+7.0%}"
+        )
+
+
+def _seconds_of(work: Work) -> list[tuple[str, float]]:
+    """What was measured of the work, in words, with its seconds."""
+    return [
         (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
         (f"MatMul of {FEW}x{WIDTH}", work.few),
         (f"MatMul of {FEW}x{WIDTH}, from memory", work.apart),
@@ -162,24 +195,17 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
             for kind, shapes in RATED.items()
             for (rows, length), t in zip(shapes, work.rated[kind], strict=True)
         ),
-    ):
-        yield f"{what:<30}{seconds * 1e6:>9.1f} us"
-    yield ""
-    yield f"{'collective':<18}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
-    for time in found.collectives:
-        fitted = predicted(time, topology)
-        yield (
-            f"{time.kind:<18}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
-            f"{fitted * 1e6:>9.1f} us{fitted / time.seconds - 1:>+7.0%}"
-        )
+    ]
 
 
 def file_text(found: Measurements, topology: Topology) -> str:
     """Returns the text of the topology file, with the measurements as comments."""
     threads = "1 thread" if found.threads == 1 else f"{found.threads} threads"
     about = f"""Written by onnxpar calibrate, with {found.ranks} ranks of {threads} at once.
-`host` has any number of ranks. For more than this machine, give it a size, and add levels after it
-(rack, ...) with latency and bandwidth. Memory of a rank, for example 16 GB, goes under device.
+`host` has any number of ranks; more than `at_once` take turns. For more than this machine, give it
+a size, and add levels after it (rack, ...) with latency and bandwidth. Memory of a rank, such as
+16 GB, goes under device. `alone` is one rank with all cores, as onnxruntime is, and `session` what
+a run takes besides the work of ranks.
 Each collective listed has its own link; latency and bandwidth of the level are for all others."""
     table = ["Measured times, and those that this file predicts:", *lines(found, topology)]
     return _comments(about.splitlines()) + topology.text() + _comments(table)

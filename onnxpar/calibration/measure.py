@@ -75,6 +75,10 @@ Caches are cold for products whose weights must come from memory; and for tiny o
 run, because in real models other ops run between those of a kind."""
 CHANNELS = (4, 8, 16, 32, 64)
 """Output channels of convolutions: of those that kernels compute at once, fewer take as long."""
+PASSED = (4 << 10, 4 << 20)
+"""Bytes of the input of a session, and of its output."""
+SESSION_RUNS = 30
+"""Runs of a session for each of these."""
 IN_RATED = 4
 """The number of ops in models of rated ops."""
 _numbers = count()
@@ -113,11 +117,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements, taken with `ranks` ranks of `threads` threads each."""
+    """All measurements, taken with `ranks` ranks of `threads` threads each; `alone` with one rank
+    of all cores. `session` has the seconds of runs of a session over all ranks that compute next to
+    nothing, by the bytes of its inputs and outputs."""
 
     ranks: int
     threads: int
     work: Work
+    alone: Work
+    session: tuple[tuple[int, float], ...]
     collectives: tuple[CollectiveTime, ...]
 
 
@@ -151,36 +159,87 @@ def measure(
     rank fails, or does not respond within the timeout."""
     of_collectives = cases(ranks, effort)
     start = time.monotonic()
+    parts = seconds * 0.7, seconds * 0.3
     with _ranks(ranks, timeout) as (processes, folder):
-        each = [_Case(folder, [model(count)] * ranks, count, **how) for model, count, how in _WORK]
-        for channels in CHANNELS:
-            model = models.narrow_convolutions(channels, 4)
-            each.append(_Case(folder, [model] * ranks, 4, optimized=True))
-        for kind, shapes in models.RATED.items():
-            for shape in shapes:
-                model = models.rated(kind, *shape, IN_RATED)
-                each.append(_Case(folder, [model] * ranks, IN_RATED))
+        each = _cases_of_work(folder, ranks)
         for kind, members, size in of_collectives:
             repeats = max(2, min(20, (4 << 20) // size))
             of_groups = _of_groups(kind, size, members, ranks, repeats)
             each.append(_Case(folder, of_groups, repeats, communicates=True))
-        share = 1 / len(each) / effort.rounds
-        for turn in range(effort.rounds):
-            if turn and time.monotonic() - start > effort.most:
-                break
-            for case in each:
-                case.run(processes, seconds * share)
-                note(share)
+        _run_rounds(each, processes, parts[0], effort, start, lambda share: note(share * 0.7))
     taken = iter([case.seconds for case in each])
-    product, few, apart, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
-    narrow = tuple(islice(taken, len(CHANNELS)))
-    rated = {kind: tuple(islice(taken, len(shapes))) for kind, shapes in models.RATED.items()}
+    work, between = _work_of(taken)
     found = tuple(
         CollectiveTime(*case, max(seconds - between, seconds * LEAST))
         for case, seconds in zip(of_collectives, taken, strict=True)
     )
+    with _ranks(1, timeout) as (processes, folder):
+        each = _cases_of_work(folder, 1)
+        _run_rounds(each, processes, parts[1], effort, start, lambda share: note(share * 0.3))
+    alone, _ = _work_of(iter([case.seconds for case in each]))
+    session = tuple(_session_times(ranks, timeout))
+    return Measurements(ranks, shares(ranks)[-1].threads, work, alone, session, found)
+
+
+def _cases_of_work(folder: Path, ranks: int) -> list[_Case]:
+    """All that `Work` has, computed by every rank."""
+    each = [_Case(folder, [model(count)] * ranks, count, **how) for model, count, how in _WORK]
+    for channels in CHANNELS:
+        model = models.narrow_convolutions(channels, 4)
+        each.append(_Case(folder, [model] * ranks, 4, optimized=True))
+    for kind, shapes in models.RATED.items():
+        for shape in shapes:
+            model = models.rated(kind, *shape, IN_RATED)
+            each.append(_Case(folder, [model] * ranks, IN_RATED))
+    return each
+
+
+def _work_of(taken: Iterator[float]) -> tuple[Work, float]:
+    """The work that took these seconds, and the seconds of that between collectives."""
+    product, few, apart, bottleneck, *copies, picks, tiny, between = islice(taken, len(_WORK))
+    narrow = tuple(islice(taken, len(CHANNELS)))
+    rated = {kind: tuple(islice(taken, len(shapes))) for kind, shapes in models.RATED.items()}
     work = Work(product, few, apart, bottleneck, tuple(copies), picks, tiny, narrow, rated)
-    return Measurements(ranks, shares(ranks)[-1].threads, work, found)
+    return work, between
+
+
+def _run_rounds(
+    each: Sequence[_Case],
+    processes: Processes,
+    seconds: float,
+    effort: Effort,
+    start: float,
+    note: Callable[[float], object],
+) -> None:
+    """Runs the cases in rounds, for about so many seconds in all."""
+    share = 1 / len(each) / effort.rounds
+    for turn in range(effort.rounds):
+        if turn and time.monotonic() - start > effort.most:
+            break
+        for case in each:
+            case.run(processes, seconds * share)
+            note(share)
+
+
+def _session_times(ranks: int, timeout: float) -> Iterator[tuple[int, float]]:
+    """Yields the seconds of runs of a session whose ranks return what they are fed, by the bytes
+    that go in and out."""
+    from onnxpar.pipeline.options import Options  # which may ask for what is measured here
+    from onnxpar.pipeline.pipeline import shard
+    from onnxpar.runtime.session import InferenceSession
+
+    with OwnFolder() as folder:
+        onnx.save(models.negated(), folder / "model.onnx")
+        shard(folder / "model.onnx", folder / "model.par", Options(ranks, preset="data-parallel"))
+        with InferenceSession(folder / "model.par", timeout=timeout) as session:
+            for size in PASSED:
+                x = np.zeros((ranks, size // 4 // ranks), np.float32)
+                taken = []
+                for _ in range(WARM_UP + SESSION_RUNS):
+                    begin = time.perf_counter()
+                    session.run(None, {"X": x})
+                    taken.append(time.perf_counter() - begin)
+                yield 2 * x.nbytes, float(np.quantile(taken[WARM_UP:], QUANTILE))
 
 
 def _of_groups(

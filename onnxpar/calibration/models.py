@@ -183,6 +183,12 @@ def _softmaxes(rows: int, length: int, repeats: int) -> onnx.ModelProto:
     return _model(nodes, [x], [y], [numpy_helper.from_array(mask, "mask")])
 
 
+def negated() -> onnx.ModelProto:
+    """Returns a model that negates each row of its input."""
+    ports = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", "M"]) for n in "XY"]
+    return _model([helper.make_node("Neg", ["X"], ["Y"])], ports[:1], ports[1:])
+
+
 def tiny_ops(repeats: int) -> onnx.ModelProto:
     """Returns a chain of ops of several kinds on a single element, every other one with an operand
     of its own, as in the updates of parameters."""

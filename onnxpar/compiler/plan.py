@@ -142,18 +142,20 @@ class Predicted:
     """Seconds of a run, predicted by the cost model.
 
     `compute` and `communication` add up the seconds of each node on the rank that is slowest in it,
-    without the communication that compute hides; `one_rank` is the time of the unsplit model on one
-    rank, the fastest if ranks differ.
+    without the communication that compute hides; `session` is what a run takes beside the work of
+    ranks, where that is known. `one_rank` is the time of the unsplit model on one rank, the fastest
+    if ranks differ, or in onnxruntime with all cores of a host, where that is known.
     """
 
     compute: float
     communication: float
     one_rank: float
+    session: float = 0.0
 
     @property
     def total(self) -> float:
-        """Compute and communication, one after the other."""
-        return self.compute + self.communication
+        """All parts, one after the other."""
+        return self.compute + self.communication + self.session
 
     def to_json(self) -> dict[str, float]:
         """Returns the times in the form that plan.json has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnxpar.cost.entries import mapping, number
@@ -61,6 +61,28 @@ class Device:
     exposed: float | None = None
     ops: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
+    def slowed(self, times: float) -> Device:
+        """The device where everything takes so many times as long, because ranks take turns."""
+        found: dict[str, Any] = {
+            name: value * times if unit == "s" else value / times
+            for name, unit in DEVICE_UNITS.items()
+            if unit in ("s", *_RATES) and (value := getattr(self, name)) is not None
+        }
+        ops = {kind: Rate(r.row * times, r.element * times) for kind, r in self.ops.items()}
+        return replace(self, ops=ops, **found)
+
+    def between(self, other: Device, share: float) -> Device:
+        """The device that is so far on the way to another one, in proportion."""
+
+        def mean(one: float, two: float) -> float:
+            return math.exp((1 - share) * math.log(one) + share * math.log(two))
+
+        both = {name: (getattr(self, name), getattr(other, name)) for name in DEVICE_UNITS}
+        found: dict[str, Any] = {
+            name: mean(*values) for name, values in both.items() if all(values)
+        }
+        return replace(self, **found)
+
     def move(self, size: float) -> float:
         """Seconds to read or write `size` bytes."""
         if self.cache is None or self.cache_bandwidth is None:
@@ -78,6 +100,7 @@ class Device:
 
 RATED = ("Softmax", "LayerNormalization", "Erf", "Transpose", "MatMul")
 """Kinds of ops that may have a rate. What their rows and elements are: `search/rated_ops.py`."""
+_RATES = ("FLOP/s", "B/s")
 DEVICE_UNITS = {
     "flops": "FLOP/s",
     "convolution": "FLOP/s",
@@ -161,6 +184,11 @@ def _device_of(rank: int, top: Listed, levels: Sequence[tuple[Listed, int | None
         settings |= listed.same
         settings |= listed.each[rank // unit % (size or 1)] if listed.each else {}
     return Device(**{**settings, **(top.each[rank] if top.each else {})})
+
+
+def device_in(data: Any, where: str) -> Device:
+    """The device that an entry of a file describes. Errors: StrategyError."""
+    return Device(**_settings(data, where))
 
 
 def _settings(data: Any, where: str) -> Settings:

@@ -12,7 +12,7 @@ from typing import Any
 
 from onnxpar.base.plain_yaml import parse, read_text
 from onnxpar.base.units import text_of
-from onnxpar.cost.device import DEVICE_UNITS, Listed, devices_of
+from onnxpar.cost.device import DEVICE_UNITS, Listed, device_in, devices_of
 from onnxpar.cost.device import Device as Device
 from onnxpar.cost.entries import mapping, number
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
@@ -35,13 +35,16 @@ class Level:
     """A level of the topology, such as a host or a rack. A unit of it consists of `size` units of
     the next inner level (of ranks, in the innermost level), which communicate over links with this
     latency and bandwidth. A `size` of None means as many as there are ranks for. `collectives` has
-    the links of kinds of collectives that were measured by themselves."""
+    the links of kinds of collectives that were measured by themselves. `at_once` is the number of
+    ranks that a host runs at the speed of their devices; more take turns. None: as many as
+    there are."""
 
     name: str
     size: int | None
     latency: float
     bandwidth: float
     collectives: Mapping[str, Link] = field(default_factory=dict)
+    at_once: int | None = None
 
     def link(self, kind: str) -> Link:
         """The measured link of a kind of collective, or the link of the level."""
@@ -69,6 +72,10 @@ class Topology:
 
     device   the device of every rank, unless `devices` are given
     devices  the device of each rank, if they differ
+    alone    the device of the only rank of a host, which has all of its cores; None: `device`
+    session  what a run takes beside the work of ranks: the time to start it, and the bytes per
+             second of inputs and outputs; None: unknown
+    turns    of how many ranks of a host one runs at a time, in `for_ranks`
     shares   the share of the work that each rank takes; empty: all take the same
     origin   where the quantities are from, in words
 
@@ -81,6 +88,9 @@ class Topology:
     device: Device = field(default_factory=Device)
     devices: tuple[Device, ...] = ()
     shares: tuple[float, ...] = ()
+    alone: Device | None = None
+    session: Link | None = None
+    turns: float = 1.0
     origin: str = field(default="the given topology", compare=False)
 
     @staticmethod
@@ -121,7 +131,7 @@ class Topology:
         """A topology from the structure of a topology file or rank table. Errors: StrategyError."""
         if is_rank_table(data):
             return _of_rank_table(data, source)
-        entries = mapping(data, ("levels", "device"), source)
+        entries = mapping(data, ("levels", "device", "alone", "session"), source)
         found = entries.get("levels")
         if "levels" not in entries and entries.get("device"):
             found = [{"name": "host", "latency": HOST.latency, "bandwidth": HOST.bandwidth}]
@@ -144,7 +154,31 @@ class Topology:
         _check_inner_sizes(levels, source)
         levels[-1] = _sized(levels, own, top, source)
         each = [(listed, level.size) for listed, level in zip(own, levels, strict=True)]
-        return Topology(tuple(levels), *devices_of(top, each))
+        alone, session = entries.get("alone"), entries.get("session")
+        return Topology(
+            tuple(levels),
+            *devices_of(top, each),
+            alone=None if alone is None else device_in(alone, f"{source}: alone"),
+            session=None if session is None else _link(session, f"{source}: session"),
+        )
+
+    def for_ranks(self, ranks: int) -> Topology:
+        """The topology while so many ranks run: they share the cores of their hosts, so that a few
+        of them are faster, and more than fit at once take turns."""
+        host, *outer = self.levels
+        if host.at_once is None or self.devices:
+            return self
+        here = min(ranks, host.size or ranks)
+        turns = max(here / host.at_once, 1.0)
+        device = self.device.slowed(turns)
+        if self.alone is not None and here < host.at_once:
+            share = math.log(here) / math.log(host.at_once)
+            device = self.alone.between(self.device, share)
+        links = {kind: _slowed(link, turns) for kind, link in host.collectives.items()}
+        own = _slowed(Link(host.latency, host.bandwidth), turns)
+        session = self.session and _slowed(self.session, turns)
+        level = Level(host.name, host.size, own.latency, own.bandwidth, links)
+        return replace(self, levels=(level, *outer), device=device, session=session, turns=turns)
 
     @property
     def ranks(self) -> int | None:
@@ -188,6 +222,8 @@ class Topology:
             lines.append(f"  - name: {json.dumps(level.name)}")
             if level.size is not None:
                 lines.append(f"    size: {level.size}")
+            if level.at_once is not None:
+                lines.append(f"    at_once: {level.at_once}")
             lines.append(f"    latency: {text_of(level.latency, 's')}")
             lines.append(f"    bandwidth: {text_of(level.bandwidth, 'B/s')}")
             lines += ["    collectives:"] if level.collectives else []
@@ -197,16 +233,33 @@ class Topology:
         lines.append("device:  # of each rank" if self.devices else "device:  # one rank")
         for device, group in groupby(self.devices or (self.device,)):
             marks = [f"count: {count}"] if (count := len(list(group))) > 1 else []
-            for name, unit in DEVICE_UNITS.items():
-                value = getattr(device, name)
-                marks += [f"{name}: {text_of(value, unit)}"] if value is not None else []
-            marks += ["ops:"] if device.ops else []
-            for kind, rate in device.ops.items():
-                row, element = text_of(rate.row, "s"), text_of(rate.element, "s")
-                marks.append(f"  {kind}: {{row: {row}, element: {element}}}")
+            marks += _device_lines(device)
             first = "  - " if self.devices else "  "
             lines += [f"{first if not i else ' ' * len(first)}{m}" for i, m in enumerate(marks)]
+        if self.alone is not None:
+            lines += ["alone:  # one rank that has all cores of a host"]
+            lines += [f"  {line}" for line in _device_lines(self.alone)]
+        if self.session is not None:
+            latency = text_of(self.session.latency, "s")
+            bandwidth = text_of(self.session.bandwidth, "B/s")
+            lines.append(f"session: {{latency: {latency}, bandwidth: {bandwidth}}}  # of each run")
         return "\n".join(lines) + "\n"
+
+
+def _slowed(link: Link, times: float) -> Link:
+    return Link(link.latency * times, link.bandwidth / times)
+
+
+def _device_lines(device: Device) -> list[str]:
+    lines = []
+    for name, unit in DEVICE_UNITS.items():
+        value = getattr(device, name)
+        lines += [f"{name}: {text_of(value, unit)}"] if value is not None else []
+    lines += ["ops:"] if device.ops else []
+    for kind, rate in device.ops.items():
+        row, element = text_of(rate.row, "s"), text_of(rate.element, "s")
+        lines.append(f"  {kind}: {{row: {row}, element: {element}}}")
+    return lines
 
 
 def _of_rank_table(data: Any, source: str) -> Topology:
@@ -257,13 +310,15 @@ def _link(data: Any, where: str) -> Link:
 
 
 def _level(data: Any, where: str) -> Level:
-    entries = mapping(data, ("name", "size", *_LINK_UNITS, "collectives", "device"), where)
-    name, size = entries.get("name"), entries.get("size")
+    keys = ("name", "size", "at_once", *_LINK_UNITS, "collectives", "device")
+    entries = mapping(data, keys, where)
+    name, size, at_once = (entries.get(key) for key in ("name", "size", "at_once"))
     if not isinstance(name, str) or not name:
         raise StrategyError(f"{where}: name is missing; write host, rack or the like")
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise StrategyError(f"{where}: size is {size!r}; it must be an integer of at least 1")
+    for key, count in (("size", size), ("at_once", at_once)):
+        if count is not None and (type(count) is not int or count < 1):
+            raise StrategyError(f"{where}: {key} is {count!r}; it must be an integer of at least 1")
     own = _link({key: entries.get(key) for key in _LINK_UNITS}, where)
     kinds = mapping(entries.get("collectives") or {}, _LINKED, f"{where}: collectives")
     links = {kind: _link(link, f"{where}: {kind}") for kind, link in kinds.items()}
-    return Level(name, size, own.latency, own.bandwidth, links)
+    return Level(name, size, own.latency, own.bandwidth, links, at_once)

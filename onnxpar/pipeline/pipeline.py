@@ -48,6 +48,7 @@ from onnxpar.pipeline.predicted_times import (
     Reckon,
     Reckoning,
     ignore,
+    note_host,
     note_unsplit,
     note_weights,
     reckon_typical,
@@ -231,6 +232,7 @@ def _plan_once(
     if options.exposed:
         expose(made, ctx, options.exposed)
     note_unsplit(made, ctx.sharding)
+    note_host(made, ctx.sharding)
     if unread:
         names = ("input " if len(unread) == 1 else "inputs ") + ", ".join(map(repr, unread))
         made.notes.append(f"no node reads the {names}, but runs need a value")

@@ -17,6 +17,7 @@ from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.ir.tensors import shape_bytes
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
 from onnxpar.search.predict import compute_by_rank, predict_nodes, predict_on_one
@@ -30,6 +31,10 @@ which costs are computed."""
 Reckoning = Callable[[], Reckon]
 """Called when a plan is begun; returns what to call with the graphs of this plan. A plan may be
 begun several times; the last one counts."""
+
+
+_LOSS = 1.1
+"""By how many times a run must be predicted to be longer than unsplit for a note."""
 
 
 def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
@@ -46,7 +51,23 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
         sum(p.compute for p in each),
         sum(p.communication for p in each),
         predict_on_one(nodes, ctx.sharding),
+        _session_seconds(graph, ctx),
     )
+
+
+def _session_seconds(graph: gs.Graph, ctx: PassContext) -> float:
+    """The seconds that a run takes to hand inputs to the ranks, and their outputs back."""
+    session = ctx.sharding.costs.topology.session
+    if session is None:
+        return 0.0
+    apart = {name for pair in ctx.model.states for name in pair}
+    apart |= {*ctx.model.step.evaluation} if ctx.model.step is not None else set()
+    ports = [t for t in (*graph.inputs, *graph.outputs) if t.name not in apart]
+    shapes = [(t, ctx.layouts[t.name].shape) for t in ports if t.name in ctx.layouts]
+    moved = sum(
+        shape_bytes(t, shape) for t, shape in shapes if t.dtype and min(shape, default=0) >= 0
+    )
+    return session.latency + moved / session.bandwidth
 
 
 def with_compute(loads: Sequence[RankLoad], graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
@@ -109,6 +130,27 @@ def note_unsplit(made: Plan, sharding: ShardingState) -> None:
         )
 
 
+def note_host(made: Plan, sharding: ShardingState) -> None:
+    """Adds notes to the plan if ranks of a host take turns, and if onnxruntime alone is faster."""
+    topology, found = sharding.costs.topology, made.predicted
+    if found is None or made.mesh.size == 1:
+        return
+    if topology.turns > 1:
+        here = min(made.mesh.size, topology.levels[0].size or made.mesh.size)
+        made.notes.append(
+            f"a host runs {here / topology.turns:.0f} ranks at a time, and {here} take turns: a "
+            f"run takes {topology.turns:.3g} times as long as with enough cores; --topology FILE "
+            "plans for other machines"
+        )
+    if topology.alone is not None and found.total > _LOSS * found.one_rank:
+        made.notes.append(
+            f"splitting does not pay here: onnxruntime on the unsplit model takes "
+            f"{found.one_rank * 1e3:.3f} ms with all cores, and these {made.mesh.size} ranks "
+            f"{found.total * 1e3:.3f} ms; it can pay for larger models or batches, and where a "
+            "model does not fit into the memory of one process"
+        )
+
+
 @dataclass(frozen=True)
 class _Costs:
     """The costs of a plan at one of the typical sizes, and the weight of these sizes."""
@@ -159,6 +201,7 @@ def reckon_typical(
         sum(c.weight * c.predicted.compute for c in each),
         sum(c.weight * c.predicted.communication for c in each),
         sum(c.weight * c.predicted.one_rank for c in each),
+        sum(c.weight * c.predicted.session for c in each),
     )
     sent = _bytes(made, ctx, [(c.weight, _sizes(c.sent)) for c in each], model.sizes.typical)
     layouts = {name: (found.before, found.after) for name, found in each[0].sent.items()}

@@ -129,10 +129,12 @@ def _predicted_lines(
     if not predicted:
         return
     total, one = predicted["total"], predicted["one_rank"]
-    parts = " and ".join(f"{_ms(predicted[kind])} {kind}" for kind in ("compute", "communication"))
+    kinds = ["compute", "communication", *(["session"] if predicted.get("session") else [])]
+    *first, last = (f"{_ms(predicted[kind])} {kind}" for kind in kinds)
+    parts = f"{', '.join(first)} and {last}"
     yield f"predicted: {_ms(total)} ms a run ({parts})"
     if ranks > 1 and total:
-        alone = "on the fastest rank alone" if differ else "on one rank"
+        alone = "on the fastest rank alone" if differ else "unsplit"
         yield f"{alone}: {_ms(one)} ms; {ranks} ranks are {_gain(one / total)}"
 
 

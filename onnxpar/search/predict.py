@@ -4,10 +4,11 @@ insert-collectives."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.cost.cost import Costs
 from onnxpar.cost.device import Device
 from onnxpar.ir.collectives import KINDS, LOCAL_STEPS
 from onnxpar.ir.repetitions import repetitions
@@ -41,9 +42,13 @@ def predict(graph: gs.Graph, sharding: ShardingState) -> Prediction:
 
 
 def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState) -> float:
-    """Seconds of the nodes if one rank computes everything, the one with the fastest device."""
+    """Seconds of the nodes if one rank computes everything, the one with the fastest device, or one
+    that has all cores of a host."""
     times = repetitions(list(nodes))
     costs = sharding.costs
+    if costs.topology.alone is not None:
+        topology = replace(costs.topology, device=costs.topology.alone)
+        sharding = replace(sharding, costs=Costs(topology, sharding.mesh))
     ranks: dict[Device, int | None] = {}
     for rank in range(sharding.mesh.size) if costs.topology.devices else ():
         ranks.setdefault(costs.topology.device_of(rank), rank)

@@ -100,7 +100,7 @@ class ShardingState:
         return ShardingState(
             mesh,
             factors,
-            Costs(topology or Topology.default(), mesh),
+            Costs((topology or Topology.default()).for_ranks(mesh.size), mesh),
             {name: [None] * len(t.leaves) for name, t in factors.tensors.items()},
             {op.node.name: [None] * len(op.leaves) for op in factors.ops},
         )

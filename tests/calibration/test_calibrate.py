@@ -113,8 +113,15 @@ def test_what_follows_the_formula_is_found_again() -> None:
     work = Work(
         product, few, few + 0.4 * 4 * 768**2 / 8e9, bottleneck, copies, picks, 2e-6, NARROW, rated
     )
-    found = fit(Measurements(4, 1, work, talk))
+    alone = replace(work, product=work.product / 3 + 2e-6 * 2 / 3)
+    session = ((8192, 1e-4 + 8192 / 5e9), (8 << 20, 1e-4 + (8 << 20) / 5e9))
+    found = fit(Measurements(4, 1, work, alone, session, talk))
     (level,) = found.levels
+    assert level.at_once == 4 and found.alone is not None and found.session is not None
+    assert found.alone.flops == pytest.approx(3 * found.device.flops, rel=1e-3)
+    assert found.alone.convolution == found.device.convolution
+    assert found.session.latency == pytest.approx(1e-4, rel=1e-3)
+    assert found.session.bandwidth == pytest.approx(5e9, rel=1e-3)
     for kind, (latency, bandwidth) in links.items():
         assert level.link(kind).latency == pytest.approx(latency, rel=1e-3)
         assert level.link(kind).bandwidth == pytest.approx(bandwidth, rel=1e-3)
@@ -299,9 +306,8 @@ def test_ranks_that_are_left_over_wait() -> None:
 
 def test_the_table_has_every_case() -> None:
     talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
-    found = Measurements(
-        2, 1, Work(1e-3, 1e-3, 1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS), talk
-    )
+    work = Work(1e-3, 1e-3, 1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS)
+    found = Measurements(2, 1, work, work, ((8192, 1e-4), (8 << 20, 2e-3)), talk)
     table = list(lines(found, fit(found)))
     assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))
 

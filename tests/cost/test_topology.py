@@ -56,6 +56,15 @@ READ = Topology(
 )
 
 
+ALONE = Device(9e10, 3e10, 2e-6, cache=1e6, cache_bandwidth=8e10)
+SHARED = Topology(
+    (Level("host", 16, 1e-5, 1e9, {"AllReduce": Link(2e-5, 4e9)}, at_once=4), READ.levels[-1]),
+    Device(3e10, 1e10, 2e-6, row=1e-9, ops={"Erf": Rate(0.0, 2e-10)}),
+    alone=ALONE,
+    session=Link(1e-4, 5e9),
+)
+
+
 def test_a_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(FILE)
@@ -63,12 +72,13 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert READ.ranks is None and READ.units() == [4]
 
 
-@pytest.mark.parametrize("topology", [READ, Topology.default()], ids=["file", "default"])
+@pytest.mark.parametrize("topology", [READ, Topology.default(), SHARED])
 def test_what_is_written_reads_the_same(topology: Topology, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(topology.text())
     read = Topology.read(file)
     assert read.levels == topology.levels
+    assert (read.alone, read.session) == (topology.alone, topology.session)
     assert replace(read.device, memory=None) == replace(topology.device, memory=None)
     assert (read.device.memory or 0) == pytest.approx(topology.device.memory or 0, rel=1e-5)
 
@@ -91,6 +101,9 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
         ({"levels": [{**LEVEL, "size": 0}]}, "size is 0; it must be an integer"),
         ({"levels": [{**LEVEL, "size": "2"}]}, "size is '2'"),
         ({"levels": [{**LEVEL, "size": True}]}, "size is True"),
+        ({"levels": [{**LEVEL, "at_once": 0}]}, "at_once is 0; it must be an integer"),
+        ({"levels": [LEVEL], "alone": {"flop": 1}}, "alone: unknown key 'flop'; use flops"),
+        ({"levels": [LEVEL], "session": {"latency": 1}}, "session: bandwidth is missing"),
         (
             {"levels": [{**LEVEL, "size": None}, {**LEVEL, "name": "rack"}]},
             "level 'host' has no size, which only the outermost",
@@ -362,3 +375,56 @@ def test_the_file_in_the_docs_is_read() -> None:
     assert [level.name for level in read.levels] == ["host", "rack", "cluster"]
     assert read.units() == [8, 32] and read.ranks is None
     assert read.device == Device(1e11, 1.2e10, 1e-6, 1.6e10, 6e10, 8e-9, 16)
+
+
+def test_more_ranks_than_a_host_runs_at_once_take_turns() -> None:
+    """12 of which 4 run: everything takes three times as long, in hosts but not between them."""
+    found = SHARED.for_ranks(12)
+    assert found.turns == 3 and found.levels[1] == SHARED.levels[1]
+    assert (found.levels[0].latency, found.levels[0].bandwidth) == pytest.approx((3e-5, 1e9 / 3))
+    link = found.levels[0].link("AllReduce")
+    assert (link.latency, link.bandwidth) == pytest.approx((6e-5, 4e9 / 3))
+    device = found.device
+    assert [device.flops, device.memory_bandwidth, device.launch, device.row] == pytest.approx(
+        [1e10, 1e10 / 3, 6e-6, 3e-9]
+    )
+    assert device.ops["Erf"].element == pytest.approx(6e-10)
+    assert found.session is not None and found.session.latency == pytest.approx(3e-4)
+    assert found.for_ranks(12) is found, "it is not slowed twice"
+    assert SHARED.for_ranks(64).turns == 4, "of ranks on several hosts, 16 share one"
+    assert replace(SHARED, levels=READ.levels).for_ranks(99).device == SHARED.device
+
+
+@pytest.mark.parametrize("ranks,flops", [(1, 9e10), (2, (9e10 * 3e10) ** 0.5), (4, 3e10)])
+def test_few_ranks_have_more_cores_each(ranks: int, flops: float) -> None:
+    found = SHARED.for_ranks(ranks)
+    assert found.device.flops == pytest.approx(flops) and found.turns == 1
+    assert found.levels[0].latency == 1e-5
+
+
+def test_ranks_that_take_turns_and_what_does_not_pay_are_told(tmp_path: Path) -> None:
+    """By the quantities of a host: 16 MiB are copied, in and out of a session, and in an op."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    m (float[8, 524288] x) => (float[8, 524288] y) { y = Neg (x) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    device = Device(1e12, 1e10, 1e-6)
+    host = Topology(
+        (Level("host", None, 1e-5, 1e9, at_once=2),),
+        device,
+        alone=Device(1e12, 2e10, 1e-6),
+        session=Link(1e-3, 8e9),
+    )
+    size = 4 * 8 * 524288
+    for ranks, turns in ((2, 1), (8, 4)):
+        plan = make_plan(tmp_path / "m.onnx", devices=ranks, preset="data-parallel", topology=host)
+        found = plan.predicted
+        assert found is not None
+        assert found.one_rank == pytest.approx(1e-6 + 2 * size / 2e10)
+        assert found.compute == pytest.approx(turns * (1e-6 + 2 * size / ranks / 1e10))
+        assert found.session == pytest.approx(turns * (1e-3 + 2 * size / 8e9))
+        assert found.total == found.compute + found.communication + found.session
+        told = str(plan)
+        assert f"and {found.session * 1e3:.3f} session" in told
+        assert ("a host runs 2 ranks at a time, and 8 take turns" in told) == (ranks == 8)
+        assert "splitting does not pay here" in " ".join(told.split())
+    assert plan.to_json()["predicted"]["session"] == found.session

@@ -147,4 +147,4 @@ def test_a_long_reason_is_wrapped_rather_than_the_name_cut() -> None:
 def test_times_that_are_predicted(total: float, said: str) -> None:
     predicted = {"total": total, "compute": total, "communication": 0.0, "one_rank": 1.0}
     *_, line = report._predicted_lines(predicted, 2, differ=False)
-    assert line == f"on one rank: 1000.000 ms; {said}"
+    assert line == f"unsplit: 1000.000 ms; {said}"
