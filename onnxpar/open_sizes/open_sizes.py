@@ -401,9 +401,12 @@ class _Search:
 
     def _grow(self, walks: Lockstep, small: Sequence[Polynomial]) -> bool:
         """Enlarges the domains of the symbols that make a size in `small` larger, or if none does,
-        of all symbols in it; and widens steps where a quotient needs that. True if a domain has
+        of all symbols in it; of all symbols, where a node is not valid at the samples, as a kernel
+        on a shorter signal; and widens steps where a quotient needs that. True if a domain has
         changed and none is too large."""
         before, at = dict(self.domains), walks.bindings[walks.live[0]]
+        if walks.conflicts and not small:
+            small = [Polynomial.variable(symbol) for symbol in before]
         for size in small:
             helps = [
                 symbol
