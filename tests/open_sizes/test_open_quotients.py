@@ -262,7 +262,7 @@ def test_waveforms_of_any_length(layout: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_frames_of_a_signal_of_any_length(ranks: int, tmp_path: Path) -> None:
-    """The signal is split, too; ranks fetch the ends of their frames."""
+    """Ranks fetch the ends of their frames, but gather a signal that may have a single one."""
     model = save(
         tmp_path / "frames.onnx",
         """
@@ -274,8 +274,10 @@ def test_frames_of_a_signal_of_any_length(ranks: int, tmp_path: Path) -> None:
     )
     shapes = [{"x": (2, n, 1)} for n in (1040, 1199, 1200, 1359, 1360, 1361, 3210)]
     how = {"strategy": {"tensors": {"x": [None, "tp", None]}}}
-    text = check(model, tmp_path / "m.par", f"tp={ranks}", shapes, **how)
-    assert "AllGather" not in text
+    assert "AllGather" in check(model, tmp_path / "m.par", f"tp={ranks}", shapes, **how)
+    fixed = {**how, "dims": {"length": 3210}}
+    text = check(model, tmp_path / "n.par", f"tp={ranks}", shapes[-1:], **fixed)
+    assert "NeighborExchange" in text and "AllGather" not in text
 
 
 def test_a_size_that_only_looks_constant_is_none(tmp_path: Path) -> None:
