@@ -28,11 +28,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
         """Like argparse's method; errors about numbers and choices describe the expected value."""
-        if how.get("type") in _NUMBERS:
-            how["type"] = _NUMBERS[how["type"]]
-        if how.get("choices") is not None:
-            how["type"] = _one_of(list(how["choices"]))
-        return super().add_argument(*names, **how)
+        return super().add_argument(*names, **_checked(how))
+
+    def add_argument_group(self, *args: Any, **how: Any) -> Group:
+        """Like argparse's method; the arguments of a group are those of the parser."""
+        group = Group(self, *args, **how)
+        self._action_groups.append(group)
+        return group
 
     def add_subparsers(self, **how: Any) -> Any:
         """Like argparse's method; keeps the result in `commands`."""
@@ -121,6 +123,22 @@ class CommandParser(argparse.ArgumentParser):
             message = message.removeprefix("argument ")
         text = f"{command}: {message}" if command else message
         self.exit(2, f"onnxpar: error: {' '.join(text.split())}; see `{self.prog} --help`\n")
+
+
+class Group(argparse._ArgumentGroup):
+    """A group of arguments in the help of a command."""
+
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        """Like the method of the parser."""
+        return super().add_argument(*names, **_checked(how))
+
+
+def _checked(how: dict[str, Any]) -> dict[str, Any]:
+    """The options of an argument whose errors about numbers and choices describe the expected
+    value."""
+    if how.get("choices") is not None:
+        return {**how, "type": _one_of(list(how["choices"]))}
+    return {**how, "type": _NUMBERS[how["type"]]} if how.get("type") in _NUMBERS else how
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

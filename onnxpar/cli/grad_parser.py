@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from onnxpar.cli.options import GivenModel, add_dims, mesh, named_number, named_number_or_none
+from onnxpar.cli.options import (
+    GivenModel,
+    Options,
+    add_dims,
+    mesh,
+    named_number,
+    named_number_or_none,
+)
 from onnxpar.ir.training_spec import IGNORED
 from onnxpar.manual.manual import MANUAL
 from onnxpar.training.losses import LOSSES
@@ -24,16 +31,16 @@ def add_grad(to: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="training step to write, such as step.onnx",
     )
-    _add_loss(to)
-    _add_optimizer(to)
-    _add_batch_norm(to)
-    _add_step(to)
-    _add_trained(to)
+    _add_loss(to.add_argument_group("loss"))
+    _add_optimizer(to.add_argument_group("optimizer"))
+    _add_batch_norm(to.add_argument_group("batch norms"))
+    _add_step(to.add_argument_group("step"))
+    _add_trained(to.add_argument_group("what is trained"))
     add_dims(to)
-    _add_manual(to)
+    _add_manual(to.add_argument_group("manual programs"))
 
 
-def _add_loss(to: argparse.ArgumentParser) -> None:
+def _add_loss(to: Options) -> None:
     to.add_argument(
         "--loss",
         required=True,
@@ -115,7 +122,7 @@ def _add_loss(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_optimizer(to: argparse.ArgumentParser) -> None:
+def _add_optimizer(to: Options) -> None:
     to.add_argument(
         "--optimizer",
         required=True,
@@ -151,7 +158,7 @@ def _add_optimizer(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_batch_norm(to: argparse.ArgumentParser) -> None:
+def _add_batch_norm(to: Options) -> None:
     to.add_argument(
         "--batch-norm",
         metavar="WORD[,WORD]",
@@ -169,7 +176,7 @@ def _add_batch_norm(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_step(to: argparse.ArgumentParser) -> None:
+def _add_step(to: Options) -> None:
     to.add_argument(
         "--clip-norm",
         type=float,
@@ -228,7 +235,7 @@ def _add_step(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_trained(to: argparse.ArgumentParser) -> None:
+def _add_trained(to: Options) -> None:
     for name, text in (
         ("params", "train the weights whose names match, instead of those that onnxpar finds"),
         ("frozen", "do not train the weights whose names match"),
@@ -267,7 +274,7 @@ def _add_trained(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_manual(to: argparse.ArgumentParser) -> None:
+def _add_manual(to: Options) -> None:
     to.add_argument(
         "--preset",
         choices=[MANUAL],

@@ -16,6 +16,9 @@ from onnxpar.presets.presets import PRESETS
 from onnxpar.search.objective import LATENCY, OBJECTIVES
 from onnxpar.search.search import SEARCHES
 
+Options = argparse._ActionsContainer
+"""A parser, or a group of its arguments."""
+
 
 class GivenModel(argparse.Action):
     """Stores the path that the user gives as `given_model`, and that of the ONNX file as `model`.
@@ -38,25 +41,51 @@ def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     what += "also of an encoder-decoder"
     what += "; or a file that --dump wrote" if nargs else ""
     to.add_argument("model", metavar="model.onnx", action=GivenModel, nargs=nargs, help=what)
+    _add_ranks(to.add_argument_group("ranks"))
+    strategy = to.add_argument_group("strategy")
+    _add_choice_of_strategy(strategy)
+    _add_search(strategy)
+    _add_strategy_files(strategy)
+    add_plugin(strategy)
+    _add_sizes(to.add_argument_group("sizes"))
+    _add_states(to.add_argument_group("states and caches"))
+
+
+def _add_ranks(to: Options) -> None:
     to.add_argument("--devices", type=int, metavar="N", help="number of ranks")
     to.add_argument(
         "--mesh", type=mesh, metavar="dp=2,tp=4", help="names and sizes of the mesh axes"
     )
-    _add_choice_of_strategy(to)
-    _add_search(to)
-    _add_strategy_files(to)
-    _add_sizes(to)
-    _add_states(to)
-    to.add_argument("--strict", action="store_true", help="fail if an op has no sharding rule")
-    add_plugin(to)
+    to.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="YAML file with the levels of links between ranks and the speed and memory of a "
+        "rank, such as calibrate writes; or a rank table of MindSpore or HCCL. Default: this host, "
+        "which is measured once, in some seconds, and the result kept",
+    )
+    to.add_argument(
+        "--no-measure",
+        dest="measure",
+        action="store_false",
+        help="without --topology, take built-in constants, for slow cores of one host, instead of "
+        "measuring this host",
+    )
+    to.add_argument(
+        "--balance",
+        action="store_true",
+        help="give ranks whose devices differ in --topology parts in proportion to their speed, "
+        "as far as their memory allows. Default: equal parts",
+    )
 
 
-def _add_choice_of_strategy(to: argparse.ArgumentParser) -> None:
+def _add_choice_of_strategy(to: Options) -> None:
     to.add_argument(
         "--preset",
         choices=PRESETS,
-        help="a fixed strategy instead of the search; hybrid is for a mesh of dp and another "
-        "axis, context-parallel for one with cp, the zero presets are for training steps. manual: "
+        metavar="NAME",
+        help=f"a fixed strategy instead of the search: {', '.join(PRESETS)}. hybrid is for a mesh "
+        "of dp and another axis, context-parallel for one with cp, the zero presets are for "
+        "training steps. manual: "
         "the model is the program of one rank and already contains onnxpar's collectives, like the "
         "body of JAX's shard_map; the tensors of --strategy say how to shard inputs and weights "
         "and how to put outputs together, and all others stay whole",
@@ -72,7 +101,7 @@ def _add_choice_of_strategy(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_search(to: argparse.ArgumentParser) -> None:
+def _add_search(to: Options) -> None:
     to.add_argument(
         "--memory-limit",
         metavar="SIZE",
@@ -97,7 +126,7 @@ def _add_search(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_strategy_files(to: argparse.ArgumentParser) -> None:
+def _add_strategy_files(to: Options) -> None:
     to.add_argument(
         "--strategy",
         metavar="FILE",
@@ -118,29 +147,10 @@ def _add_strategy_files(to: argparse.ArgumentParser) -> None:
         "N devices. A strategy adds to them and must not contradict them; a preset or "
         "--search, if given, decides the rest. Pipeline stages in them are ignored",
     )
-    to.add_argument(
-        "--topology",
-        metavar="FILE",
-        help="YAML file with the levels of links between ranks and the speed and memory of a "
-        "rank, such as calibrate writes; or a rank table of MindSpore or HCCL. Default: this host, "
-        "which is measured once, in less than 5 s, and the result kept",
-    )
-    to.add_argument(
-        "--no-measure",
-        dest="measure",
-        action="store_false",
-        help="without --topology, take built-in constants, for slow cores of one host, instead of "
-        "measuring this host",
-    )
-    to.add_argument(
-        "--balance",
-        action="store_true",
-        help="give ranks whose devices differ in --topology parts in proportion to their speed, "
-        "as far as their memory allows. Default: equal parts",
-    )
+    to.add_argument("--strict", action="store_true", help="fail if an op has no sharding rule")
 
 
-def _add_sizes(to: argparse.ArgumentParser) -> None:
+def _add_sizes(to: Options) -> None:
     add_dims(to)
     to.add_argument(
         "--typical",
@@ -154,7 +164,7 @@ def _add_sizes(to: argparse.ArgumentParser) -> None:
     )
 
 
-def add_time_passes(to: argparse.ArgumentParser) -> None:
+def add_time_passes(to: Options) -> None:
     """Wall times."""
     to.add_argument(
         "--time-passes",
@@ -164,7 +174,7 @@ def add_time_passes(to: argparse.ArgumentParser) -> None:
     )
 
 
-def add_dims(to: argparse.ArgumentParser) -> None:
+def add_dims(to: Options) -> None:
     """Adds the option for sizes of symbolic dimensions."""
     to.add_argument(
         "--dim",
@@ -177,7 +187,7 @@ def add_dims(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_states(to: argparse.ArgumentParser) -> None:
+def _add_states(to: Options) -> None:
     to.add_argument(
         "--state",
         dest="states",
@@ -210,7 +220,7 @@ def _add_states(to: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plugin(to: argparse.ArgumentParser) -> None:
+def add_plugin(to: Options) -> None:
     """Adds the option for the user's own passes and rules."""
     to.add_argument(
         "--plugin",
@@ -224,6 +234,10 @@ def add_plugin(to: argparse.ArgumentParser) -> None:
 
 def add_lowering(to: argparse.ArgumentParser) -> None:
     """Adds options of collectives, and the option for additional passes."""
+    _add_collectives(to.add_argument_group("collectives, tables and passes"))
+
+
+def _add_collectives(to: Options) -> None:
     to.add_argument(
         "--fusion",
         metavar="{" + ",".join((*FUSIONS, "index:N,..")) + "}",
@@ -274,7 +288,7 @@ def add_lowering(to: argparse.ArgumentParser) -> None:
     )
 
 
-def add_save(to: argparse.ArgumentParser) -> None:
+def add_save(to: Options) -> None:
     """Adds options for further files to write: dumps and the strategy."""
     add_dump(to)
     to.add_argument(
@@ -286,7 +300,7 @@ def add_save(to: argparse.ArgumentParser) -> None:
     )
 
 
-def add_dump(to: argparse.ArgumentParser) -> None:
+def add_dump(to: Options) -> None:
     """Adds the option to dump the graph after every pass."""
     to.add_argument(
         "--dump",

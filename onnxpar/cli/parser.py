@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import cache
+from textwrap import wrap
 from typing import Any
 
 from onnxpar.base.version import versions_text
@@ -78,18 +79,25 @@ def command_names() -> set[str]:
 
 
 def _shard(to: Any) -> None:
-    shard = _command(to, "shard", "write a sharded model", commands.shard)
+    examples = """
+  onnxpar shard model.onnx --devices 8                  # the fastest split that the search finds
+  onnxpar shard model.onnx --mesh dp=2,tp=4 --preset hybrid
+  onnxpar shard model.onnx --devices 8 --memory-limit 16GB --typical batch=8,seq=512
+  onnxpar shard model.onnx --devices 8 --strategy strategy.yaml -o model.par
+  onnxpar shard llama/ --devices 2                      # a folder of a language model"""
+    shard = _command(to, "shard", "write a sharded model", commands.shard, examples)
     add_model(shard)
     add_lowering(shard)
-    add_save(shard)
-    add_time_passes(shard)
-    shard.add_argument(
+    output = shard.add_argument_group("output")
+    add_save(output)
+    add_time_passes(output)
+    output.add_argument(
         "-o",
         "--output",
         metavar="DIR",
         help="folder to write; default: the model's name with .par, in the current folder",
     )
-    shard.add_argument(
+    output.add_argument(
         "--ranks",
         type=rank_numbers,
         metavar="N,..",
@@ -97,7 +105,7 @@ def _shard(to: Any) -> None:
         "the folder has the same plan. Each host that shards the model makes the same plan: "
         "without --topology, costs are constants. Default: all ranks",
     )
-    shard.add_argument(
+    output.add_argument(
         "--shorter",
         action="append",
         default=[],
@@ -109,11 +117,16 @@ def _shard(to: Any) -> None:
 
 
 def _plan(to: Any) -> None:
-    plan = _command(
-        to, "plan", "show the plan that shard would follow; no model is written", commands.plan
-    )
-    add_model(plan)
-    add_lowering(plan)
+    examples = """
+  onnxpar plan model.onnx --devices 8
+  onnxpar plan model.onnx --devices 8 --candidates      # all strategies that apply, compared
+  onnxpar plan model.onnx --devices 8 --html plan.html
+  onnxpar plan model.onnx --devices 8 --costs '*/fc1'   # every strategy of some nodes"""
+    text = "show the plan that shard would follow; no model is written"
+    parser = _command(to, "plan", text, commands.plan, examples)
+    add_model(parser)
+    add_lowering(parser)
+    plan = parser.add_argument_group("output")
     add_save(plan)
     add_time_passes(plan)
     plan.add_argument(
@@ -174,6 +187,10 @@ def _check(to: Any) -> None:
         "shard and run a model, and compare its outputs with those of onnxruntime on the unsplit "
         "model; of a manual program, compare the replicas of each output with each other",
         commands.check,
+        """
+  onnxpar check model.onnx --devices 4
+  onnxpar check model.onnx --devices 4 --preset tensor-parallel --each
+  onnxpar check step.onnx --devices 2 --train --steps 20""",
     )
     add_model(check)
     add_lowering(check)
@@ -329,9 +346,16 @@ def _ops(to: Any) -> None:
     add_plugin(ops)
 
 
-def _command(to: Any, name: str, text: str, command: Any) -> argparse.ArgumentParser:
+def _command(
+    to: Any, name: str, text: str, command: Any, examples: str = ""
+) -> argparse.ArgumentParser:
+    about = "\n".join(wrap(text[0].upper() + text[1:] + ".", 80))
     made: argparse.ArgumentParser = to.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + "."
+        name,
+        help=text,
+        description=about,
+        epilog=f"examples:{examples}" if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.set_defaults(command=command)
     return made

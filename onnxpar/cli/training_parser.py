@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from onnxpar.cli.options import named_value
+from onnxpar.cli.options import Options, named_value
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
@@ -120,9 +120,9 @@ def add_train(to: argparse.ArgumentParser) -> None:
         action="store_false",
         help="take samples in the order of the file",
     )
-    _add_checkpoints(to)
-    _add_elastic(to)
-    _add_tables(to)
+    _add_checkpoints(to.add_argument_group("checkpoints"))
+    _add_elastic(to.add_argument_group("ranks that die"))
+    _add_tables(to.add_argument_group("tables on the host"))
     add_verify(to)
     add_profile(to, "steps")
     add_launcher_help(to)
@@ -131,7 +131,7 @@ def add_train(to: argparse.ArgumentParser) -> None:
     to.set_defaults(log_dir="log")
 
 
-def _add_tables(to: argparse.ArgumentParser) -> None:
+def _add_tables(to: Options) -> None:
     to.add_argument(
         "--table-dir",
         metavar="DIR",
@@ -146,7 +146,7 @@ def _add_tables(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_checkpoints(to: argparse.ArgumentParser) -> None:
+def _add_checkpoints(to: Options) -> None:
     to.add_argument(
         "--checkpoint",
         metavar="DIR",
@@ -192,7 +192,7 @@ def _add_checkpoints(to: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_elastic(to: argparse.ArgumentParser) -> None:
+def _add_elastic(to: Options) -> None:
     to.add_argument(
         "--elastic",
         action="store_true",
