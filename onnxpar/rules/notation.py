@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,67 @@ def expr_vars(expr: Expr) -> Iterator[str]:
             yield from expr_vars(child)
 
 
+Specs = tuple[Spec | None, ...]
+
+
+class RuleTextError(ValueError):
+    """The text of a rule is not in the notation of this module."""
+
+
+@cache
+def parse_rule(text: str) -> tuple[Specs, Specs]:
+    """Parses the dimensions of all operands, and those of all results; None for `_`. Errors:
+    RuleTextError, which shows the place."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleTextError(f"{text!r} has no ->, which separates operands and results")
+    if "->" in right:
+        raise _at(text, text.rindex("->"), "a rule has one ->")
+    for side, wrong, own, what in ((left, ";", ",", "operands"), (right, ",", ";", "results")):
+        if wrong in side:
+            start = 0 if side is left else len(left) + len(arrow)
+            raise _at(text, text.index(wrong, start), f"{own!r} separates {what}")
+    found = []
+    for side, start, separator in ((left, 0, ","), (right, len(left) + len(arrow), ";")):
+        specs: list[Spec | None] = []
+        for part in side.split(separator):
+            specs.append(_parse_spec(text, part, start))
+            start += len(part) + 1
+        found.append(tuple(specs))
+    return found[0], found[1]
+
+
+def _at(text: str, place: int, reason: str) -> RuleTextError:
+    """An error that shows the place in a text."""
+    return RuleTextError(f"{text[:place]!r} is followed by {text[place:]!r}: {reason}")
+
+
 def parse_spec(text: str) -> Spec | None:
-    """Parses the dimensions of one operand, in the notation of this module; None for `_`."""
-    tokens = re.findall(r"[A-Za-z_]\w*|[()+]|1", text)
-    if tokens == ["_"]:
+    """Parses the dimensions of one operand; None for `_`. Errors: RuleTextError."""
+    return _parse_spec(text, text, 0)
+
+
+def _parse_spec(text: str, part: str, start: int) -> Spec | None:
+    """Parses the dimensions of one operand, which is a part of the text that begins there."""
+    tokens = list(re.finditer(r"[A-Za-z_]\w*|[()+]|1|\S", part))
+    depth = 0
+    for token in tokens:
+        word = token[0]
+        depth += (word == "(") - (word == ")")
+        if not re.fullmatch(r"[A-Za-z_]\w*|[()+]|1", word):
+            raise _at(text, start + token.start(), "names of factors are letters, digits and _")
+        if depth < 0:
+            raise _at(text, start + token.start(), "nothing is open that it could close")
+    if depth:
+        raise _at(text, start + len(part), "a parenthesis is not closed")
+    words = [token[0] for token in tokens]
+    if words == ["_"]:
         return None
-    if tokens == ["(", ")"]:
+    if words == ["(", ")"]:
         return ()
-    spec, end = _parse_dims(tokens, 0)
-    assert end == len(tokens), text
-    return spec
+    if words[:1] == ["+"] or words[-1:] == ["+"]:
+        raise _at(text, start + part.index("+"), "+ stands between two segments of a dimension")
+    return _parse_dims(words, 0)[0]
 
 
 def _parse_dims(tokens: list[str], at: int) -> tuple[Spec, int]:

@@ -14,7 +14,7 @@ from onnxpar.ir.tensors import Size, tensor_shape
 from onnxpar.rules.lowering_interface import Local as Local
 from onnxpar.rules.lowering_interface import Lowering as Lowering
 from onnxpar.rules.lowering_interface import Step as Step
-from onnxpar.rules.notation import Spec, Var, expr_vars, parse_spec, spec_text
+from onnxpar.rules.notation import RuleTextError, Spec, Var, expr_vars, parse_rule, spec_text
 
 FIRST = frozenset({0})
 """Operand 0 alone, for `Rule.linear` and `Rule.monotone`."""
@@ -132,14 +132,14 @@ def einsum(
     Errors: Misfit if an operand or a result has another number of dimensions than in `text`.
     """
     fields = _renamed(fields)
-    left, right = text.split("->")
-    inputs = tuple(parse_spec(part) for part in left.split(","))
-    outputs = tuple(parse_spec(part) for part in right.split(";"))
+    inputs, outputs = parse_rule(text)
     found: dict[str, Size] = dict(sizes or {})
     for spec, tensor in zip(inputs + outputs, [*node.inputs, *node.outputs], strict=False):
         shape = tensor_shape(tensor)
         if spec is not None and shape is not None and len(spec) != len(shape):
-            raise Misfit(f"{text!r} is no rule for a tensor of {len(shape)} dimensions")
+            raise Misfit(
+                f"{text!r} gives {len(spec)} dimensions to {tensor.name!r}, which has {len(shape)}"
+            )
         for expr, size in zip(spec or (), shape or (), strict=False):
             if isinstance(expr, Var):
                 found.setdefault(expr.name, size)
@@ -149,7 +149,11 @@ def einsum(
     gone = {v: "sum" for v in sorted(names - kept - met)}
     reduced = gone if reduce is None else dict(reduce)
     missing = names - found.keys()
-    assert not missing, f"{node.op} {text!r}: no size for {sorted(missing)}"
+    if missing:
+        raise RuleTextError(
+            f"{text!r}: no dimension of {node.op}, which has {len(node.inputs)} operands and "
+            f"{len(node.outputs)} results, gives the size of {', '.join(sorted(missing))}"
+        )
     return Rule(inputs, outputs, {v: found[v] for v in sorted(names)}, reduced, **fields)
 
 

@@ -61,5 +61,5 @@ def test_tensors_that_no_definition_has_stay_whole():
     found = rule_of(node)
     assert found.inputs[0] is not None and len(found.inputs[0]) == 4
     assert {str(v) for v in found.whole.values()} == {
-        "'b h0 k, _, _, _ -> b y0 f o' is no rule for a tensor of 4 dimensions"
+        "'b h0 k, _, _, _ -> b y0 f o' gives 3 dimensions to 'x', which has 4"
     }
