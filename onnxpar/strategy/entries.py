@@ -3,7 +3,8 @@ leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -35,7 +36,8 @@ def annotations_of(
     known = NamedOps.of(sharding.factors, strategy.source)
     for pattern, entry in strategy.shard.items():
         for op in known.matching(str(pattern), strategy.source):
-            annotation = _node_annotation(op, entry, sharding)
+            with _of_entry(str(pattern), op.node.name):
+                annotation = _node_annotation(op, entry, sharding)
             earlier = of_nodes.get(op.node.name)
             of_nodes[op.node.name] = annotation if earlier is None else _joined(earlier, annotation)
     stacks, tensors = known.stacks, sharding.factors.tensors
@@ -47,9 +49,22 @@ def annotations_of(
                 own = stacks.of[name]
                 given = stacks.add(name, entry, len(tensors[own].dims))
             if given is not None:
-                of_tensors[own] = _tensor_annotation(own, given, sharding)
+                with _of_entry(str(pattern), own):
+                    of_tensors[own] = _tensor_annotation(own, given, sharding)
     stacks.check()
     return [*of_nodes.values(), *of_tensors.values()]
+
+
+@contextmanager
+def _of_entry(pattern: str, name: str) -> Iterator[None]:
+    """Makes an error about a node or tensor name the entry that matches it, if that has another
+    name."""
+    try:
+        yield
+    except StrategyError as error:
+        if pattern != name:
+            error.args = (f"entry {pattern!r}: {error}", *error.args[1:])
+        raise
 
 
 def _joined(earlier: NodeAnnotation, later: NodeAnnotation) -> NodeAnnotation:
@@ -218,11 +233,15 @@ def read_ask(ask: Any, mesh: Mesh, what: str, pre: int) -> tuple[Axes, tuple[int
     if ask in (None, 1, "-"):
         return (), None, pre
     if isinstance(ask, int) and not isinstance(ask, bool):
-        if ask < 1 or mesh.size % (pre * ask):
+        if ask < 1:
+            raise StrategyError(f"{what}: {ask} is no number of shards; write 1 to split nothing")
+        if mesh.size % (pre * ask):
+            needed = f"{ask} shards"
+            if pre > 1:
+                needed += f", and {pre} by the items before, need {pre * ask} ranks"
             raise StrategyError(
-                f"{what}: the strategy requests {pre * ask} shards, but {mesh.size} devices (mesh "
-                f"{mesh}) do not divide into {pre * ask}; request another number, or change "
-                "--devices"
+                f"{what}: {needed}, but {mesh.size} ranks (mesh {mesh}) do not divide into "
+                f"{pre * ask}; write another number, or change --devices"
             )
         return mesh.flat(pre, ask), None, pre * ask
     if isinstance(ask, str):

@@ -15,20 +15,22 @@ from onnxpar.strategy.stacked_names import Stacks
 
 @dataclass(frozen=True)
 class NamedOps:
-    """The nodes of a graph by name, the readers of each weight and each input by its name, and the
-    weights that are stacked."""
+    """The nodes of a graph by name, also by that of their module, which may have several; the
+    readers of each weight and each input by its name, and the weights that are stacked."""
 
-    ops: Mapping[str, OpFactors]
+    ops: Mapping[str, list[OpFactors]]
     readers: Mapping[str, list[OpFactors]]
     stacks: Stacks
 
     @staticmethod
     def of(factors: GraphFactors, source: str) -> NamedOps:
         """The nodes of a graph; `source` is the place of the strategy."""
-        by_name = {op.node.name: op for op in factors.ops}
+        by_name = {op.node.name: [op] for op in factors.ops}
+        own = {*by_name}
         for op in factors.ops:
-            for name in (*_modules(op), *node_names(op.node)):
-                by_name.setdefault(name, op)
+            for name in dict.fromkeys((*_modules(op), *node_names(op.node))):
+                if name not in own:
+                    by_name.setdefault(name, []).append(op)
         return NamedOps(by_name, readers_of_sources(factors), Stacks.found(factors, source))
 
     def matching(self, pattern: str, source: str) -> list[OpFactors]:
@@ -44,7 +46,7 @@ class NamedOps:
             if name not in self.ops and name not in self.readers:
                 own = self.stacks.of[name]
                 stacked.setdefault(own, []).append(name)
-            some = [self.ops[own]] if own in self.ops else self.readers[own]
+            some = self.ops[own] if own in self.ops else self.readers[own]
             found.update((op.node.name, op) for op in some)
         for stack, some_names in stacked.items():
             self.stacks.check_all(stack, some_names)

@@ -73,3 +73,23 @@ def test_annotations_go_by_the_names_of_the_file(tmp_path: Path) -> None:
     assert "val_108" in names and QUERY not in names
     again = onnxpar.plan(annotated)
     assert again.weights == wanted.weights
+
+
+def test_a_module_that_is_called_several_times(tmp_path: Path) -> None:
+    """Its name means all of its calls, that of a node one."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    m (float[8, 6] x, float[8, 6] u) => (float[8, 4] y, float[8, 4] v)
+        <float[6, 4] w = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3}>
+    { y = MatMul(x, w) v = MatMul(u, w) }"""
+    proto = onnx.parser.parse_model(text)
+    for node, name in zip(proto.graph.node, ("/fc/MatMul", "/fc/MatMul_1"), strict=True):
+        node.name = name
+    onnx.save(proto, tmp_path / "m.onnx")
+
+    def layouts(name: str) -> list[str]:
+        strategy = {"shard": {name: [["rows", None], [None, None]]}}
+        plan = onnxpar.plan(tmp_path / "m.onnx", mesh="rows=2", strategy=strategy)
+        return [port.layout.text(plan.mesh) for port in plan.outputs if port.layout]
+
+    assert layouts("*/fc") == layouts("/fc/MatMul*") == ["[rows, -]", "[rows, -]"]
+    assert layouts("/fc/MatMul_1") == ["[-, -]", "[rows, -]"]

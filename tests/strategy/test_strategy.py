@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from agreement import check_agrees, options
 from small_models import write_text
@@ -249,3 +250,22 @@ def test_a_constant_that_gives_a_shape_may_be_split(name: str, tmp_path: Path) -
         tmp_path / "m.onnx",
     )
     assert onnxpar.check(path, mesh="dp=2", strategy={"tensors": {"c": ["dp"]}}).ok
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([[1, 2], [2, 3]], "input 1 dimension 1: 3 shards, and 2 by the items before, need 6 rank"),
+        ([[3, 1]], r"input 0 dimension 0: 3 shards, but 4 ranks \(mesh tp=4\) do not divide"),
+        ([[0, 1]], "0 is no number of shards; write 1"),
+    ],
+)
+def test_numbers_of_shards_are_those_that_were_written(entry: Any, message: str) -> None:
+    """And the error names the entry, if the node has another name."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    m (float[8, 6] x, float[6, 6] w) => (float[8, 6] y) { y = MatMul(x, w) }"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.node[0].name = "mm1"
+    for name, start in (("mm1", "MatMul 'mm1'"), ("mm*", "entry 'mm.': MatMul 'mm1'")):
+        with pytest.raises(StrategyError, match=f"^{start}: .*{message}"):
+            onnxpar.plan(proto, devices=4, strategy={"shard": {name: entry}}, measure=False)
