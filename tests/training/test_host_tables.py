@@ -199,6 +199,7 @@ def test_states_are_read_written_fed_and_fetched_whole(
     session = trainer.session
     (feeds,) = fed_to_model(1)
     given = {**feeds, "learning_rate": np.array(0.05, np.float32)}
+    given["samples"] = np.array(5, np.float32)
     names = ["w.next", "w.exp_avg.next", "loss"]
     reference = ort.InferenceSession(tmp_path / "step.onnx")
     zeros = {p.name: np.zeros(p.shape, np.int64 if p.name == "step" else np.float32)
@@ -299,7 +300,8 @@ def test_zero_does_not_exchange_tables_on_the_host(stage: int, tmp_path: Path) -
         assert layout == ("[-, -]" if is_table else layouts[1][name]), name
     assert not any(c.bytes > 40 * 6 * 3 for c in placed.collectives)
     rows = 5 * (2 + 3) * 6 * 4  # the gradients of all lookups
-    assert [c.bytes for c in placed.collectives if c.bytes >= rows] == [rows]
+    (found,) = [c.bytes for c in placed.collectives if c.bytes >= rows]
+    assert found - rows in (0, 4)  # and the sum of the loss
 
 
 def test_a_strategy_that_splits_the_state_alone(tmp_path: Path) -> None:
