@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import onnx
@@ -408,3 +408,13 @@ def test_every_call_that_takes_a_model_takes_one_in_memory() -> None:
         if name == "model" and call is not onnxpar.training.train  # the file to shard again
     ]
     assert len(models) == 10 and {annotation for _, annotation in models} == {"Source"}
+
+
+def test_choices_are_literals() -> None:
+    """So that a type checker knows them; they are those of the command line."""
+    (of,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name in ("preset", "search", "objective", "kv_dtype", "overlap"):
+        hint = get_type_hints(onnxpar.PlanOptions)[name]
+        (literal,) = (each for each in get_args(hint) if get_origin(each) is Literal)
+        (action,) = (a for a in of.choices["shard"]._actions if a.dest == name)
+        assert get_args(literal) == tuple(action.choices or ()), name

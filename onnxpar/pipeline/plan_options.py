@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, TypedDict, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from onnxpar.base.near_names import did_you_mean
 from onnxpar.base.progress_line import progress_line
@@ -28,6 +38,7 @@ from onnxpar.pipeline.placed_passes import Placed
 from onnxpar.pipeline.placed_tables import places_of
 from onnxpar.pipeline.plugins import load_plugin
 from onnxpar.pipeline.request import request_of
+from onnxpar.presets.presets import Preset
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.strategy.strategy import Strategy
@@ -76,15 +87,15 @@ class LayoutOptions(TypedDict, total=False):
 
     devices: int | None
     mesh: str | Mesh | None
-    preset: str | None
-    search: str | None
+    preset: Preset | None
+    search: Literal["auto", "data-parallel", "tensor-parallel", "exhaustive", "propagation"] | None
     strategy: str | os.PathLike[str] | Mapping[str, Any] | Strategy | None
     dataset_strategy: str | Sequence[Sequence[int]] | None
     configuration: str | None
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None
     measure: bool
     balance: bool
-    objective: str | None
+    objective: Literal["latency", "throughput"] | None
     memory_limit: float | str | None
     untied: bool
     dims: Mapping[str, int | str] | None
@@ -92,7 +103,7 @@ class LayoutOptions(TypedDict, total=False):
     states: Mapping[str, str] | Sequence[tuple[str, str]]
     find_states: bool
     page_size: int | None
-    kv_dtype: str | None
+    kv_dtype: Literal["float32", "float16", "int8"] | None
     strict: bool
     plugin: Sequence[str]
     verify: bool
@@ -116,7 +127,7 @@ class PlanOptions(LayoutOptions, total=False):
     """
 
     fusion: str | None
-    overlap: str | None
+    overlap: Literal["auto", "on", "off"] | None
     bucket_mb: float | None
     compression: str | None
     place: Mapping[str, str] | Sequence[str]
@@ -293,4 +304,4 @@ def _kinds(hint: Any) -> Iterable[type]:
         for each in get_args(hint):
             yield from _kinds(each)
         return
-    yield get_origin(hint) or hint
+    yield str if get_origin(hint) is Literal else get_origin(hint) or hint

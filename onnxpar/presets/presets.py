@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import gcd
+from typing import Literal, get_args
 
 import onnx_graphsurgeon as gs
 
@@ -29,19 +30,22 @@ from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.spread import nest
 from onnxpar.strategy.strategy import Annotation, TensorAnnotation
 
-PRESETS = (
+Preset = Literal[
     "data-parallel",
     "tensor-parallel",
     "hybrid",
-    *ZERO_STAGES,
-    SEQUENCE,
-    CONTEXT,
-    RING,
-    EXPERT,
-    CLASS,
-    TABLES,
+    "zero1",
+    "zero2",
+    "zero3",
+    "sequence-parallel",
+    "context-parallel",
+    "ring-attention",
+    "expert-parallel",
+    "class-parallel",
+    "table-parallel",
     "manual",
-)
+]
+PRESETS: tuple[str, ...] = get_args(Preset)
 
 ADDING = ("tensor-parallel", "hybrid", EXPERT)
 """Presets whose ranks add up activations, and that say nothing of the nodes behind these sums."""

@@ -71,6 +71,10 @@ class Session(Interface, Closing):
         self._parts = PortParts(bundle)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks, scratch)
 
+    def __repr__(self) -> str:
+        mesh = self._bundle.mesh
+        return f"<{type(self).__name__} of {self._bundle.path}: {mesh.size} ranks (mesh {mesh})>"
+
     def get_inputs(self) -> list[NodeArg]:
         """Returns the inputs that must be fed, with the shapes of the unsplit model."""
         return [port.arg for port in self._bundle.inputs.values() if not port.has_default]
