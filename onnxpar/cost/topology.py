@@ -164,7 +164,8 @@ class Topology:
 
     def for_ranks(self, ranks: int) -> Topology:
         """The topology while so many ranks run: they share the cores of their hosts, so that a few
-        of them are faster, and more than fit at once take turns."""
+        of them are faster, and more than fit at once take turns. Those must be woken for each
+        collective, as for a run of a session."""
         host, *outer = self.levels
         if host.at_once is None or self.devices:
             return self
@@ -174,8 +175,9 @@ class Topology:
         if self.alone is not None and here < host.at_once:
             share = math.log(here) / math.log(host.at_once)
             device = self.alone.between(self.device, share)
-        links = {kind: _slowed(link, turns) for kind, link in host.collectives.items()}
-        own = _slowed(Link(host.latency, host.bandwidth), turns)
+        woken = self.session.latency if self.session and turns > 1 else 0.0
+        links = {kind: _slowed(link, turns, woken) for kind, link in host.collectives.items()}
+        own = _slowed(Link(host.latency, host.bandwidth), turns, woken)
         session = self.session and _slowed(self.session, turns)
         level = Level(host.name, host.size, own.latency, own.bandwidth, links)
         return replace(self, levels=(level, *outer), device=device, session=session, turns=turns)
@@ -246,8 +248,8 @@ class Topology:
         return "\n".join(lines) + "\n"
 
 
-def _slowed(link: Link, times: float) -> Link:
-    return Link(link.latency * times, link.bandwidth / times)
+def _slowed(link: Link, times: float, least: float = 0.0) -> Link:
+    return Link(max(link.latency, least) * times, link.bandwidth / times)
 
 
 def _device_lines(device: Device) -> list[str]:

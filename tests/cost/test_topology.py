@@ -378,12 +378,15 @@ def test_the_file_in_the_docs_is_read() -> None:
 
 
 def test_more_ranks_than_a_host_runs_at_once_take_turns() -> None:
-    """12 of which 4 run: everything takes three times as long, in hosts but not between them."""
+    """12 of which 4 run: everything takes three times as long, in hosts but not between them, and
+    those that wait must be woken."""
     found = SHARED.for_ranks(12)
     assert found.turns == 3 and found.levels[1] == SHARED.levels[1]
-    assert (found.levels[0].latency, found.levels[0].bandwidth) == pytest.approx((3e-5, 1e9 / 3))
+    assert (found.levels[0].latency, found.levels[0].bandwidth) == pytest.approx((3e-4, 1e9 / 3))
     link = found.levels[0].link("AllReduce")
-    assert (link.latency, link.bandwidth) == pytest.approx((6e-5, 4e9 / 3))
+    assert (link.latency, link.bandwidth) == pytest.approx((3e-4, 4e9 / 3))
+    slow = replace(SHARED, session=None).for_ranks(12).levels[0]
+    assert slow.latency == pytest.approx(3e-5), "nobody knows how long it takes to wake them"
     device = found.device
     assert [device.flops, device.memory_bandwidth, device.launch, device.row] == pytest.approx(
         [1e10, 1e10 / 3, 6e-6, 3e-9]
