@@ -120,7 +120,10 @@ def cases(path: Path, batch: int, ranks: Sequence[int], rounds: int) -> Iterator
                 return
             assert plan.predicted is not None
             with onnxpar.InferenceSession(Path(folder) / "m.par") as session:
-                feeds = make_feeds(Bundle.load(Path(folder) / "m.par").input_specs, plan.ranges)
+                specs = Bundle.load(Path(folder) / "m.par").input_specs
+                sizes = [[s if isinstance(s, int) else batch for s in shape] for *_, shape in specs]
+                ports = [(n, d, tuple(s)) for (n, d, _), s in zip(specs, sizes, strict=True)]
+                feeds = make_feeds(ports, plan.ranges)
                 runs = [partial(each.run, None, feeds) for each in (session, unsplit)]
                 each = in_turns(runs, rounds)
             told = plan.predicted
