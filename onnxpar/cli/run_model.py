@@ -42,7 +42,8 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     check_timeout(args.timeout)
     # A rank may have to fetch the folder, and only a session does so.
     is_here = rank is None or (Path(args.par) / PLAN).is_file()
-    feeds = _feeds(args) if is_here else None
+    bundle = Bundle.load(args.par) if is_here else None
+    feeds = _feeds(args, bundle) if bundle is not None else None
     if args.profile:
         from onnxpar.runtime.trace import check_place
 
@@ -57,9 +58,10 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         bind=args.bind,
         ranks_per_numa=args.ranks_per_numa,
     ) as session:
+        bundle = bundle or Bundle.load(args.par)
         if feeds is None:
-            feeds = _feeds(args)
-        names = [port.name for port in session.get_outputs()]
+            feeds = _feeds(args, bundle)
+        names = [p.name for p in session.get_outputs() if p.name not in session.apart]
         seconds = []
         for _ in _runs(args.repeat):
             start = time.perf_counter()
@@ -76,7 +78,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     if args.outputs:
         write_arrays(args.outputs, arrays)
     times = _times(seconds[warm_up:])
-    predicted = _predicted(args)
+    predicted = _predicted(args, bundle)
     if args.json:
         outputs = [
             {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
@@ -102,9 +104,8 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     return 0
 
 
-def _feeds(args: argparse.Namespace) -> dict[str, Any]:
+def _feeds(args: argparse.Namespace, bundle: Bundle) -> dict[str, Any]:
     """Returns the inputs that the user gives, or random ones at the plan's typical sizes."""
-    bundle = Bundle.load(args.par)
     if not args.random:
         return read_feeds(args.inputs, bundle.input_specs)
     typical = bundle.data.get("typical")
@@ -117,10 +118,10 @@ def _feeds(args: argparse.Namespace) -> dict[str, Any]:
     return make_feeds(specs, ranges, args.seed)
 
 
-def _predicted(args: argparse.Namespace) -> float | None:
+def _predicted(args: argparse.Namespace, bundle: Bundle) -> float | None:
     """Returns the seconds that the plan predicts for such a run; None if it predicts none, or for
     other sizes of the inputs."""
-    data = Bundle.load(args.par).data
+    data = bundle.data
     predicted = data.get("predicted")
     if predicted is None or (data.get("typical") and not args.random):
         return None

@@ -37,8 +37,6 @@ def joined(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any]
     lists the programs, the shortest first, with their values of the symbols in `example`. Errors:
     StrategyError if these are not the same step at other sizes."""
     every = [plan.to_json() for plan in plans]
-    for data, file in zip(every[1:], files[1:], strict=True):
-        _check_alike(every[0], data, file, files[0])
     kept = {name for pair in plans[0].states for name in pair}
     _check_shards(plans, files, kept)
     columns = _columns(every, files)
@@ -52,9 +50,11 @@ def joined(plans: Sequence[Plan], files: Sequence[Path]) -> tuple[dict[str, Any]
     rows = list(zip(*columns, strict=True))
     names = ["", *(f"length_{'_'.join(map(str, row))}" for row in rows[1:])]
     programs = sorted(zip(rows, names, strict=True))
+    longest = {symbol: column[0] for symbol, column in symbols.items()}
     data = {
         **every[0],
-        "example": {symbol: column[0] for symbol, column in symbols.items()},
+        "example": longest,
+        "typical": [{"sizes": longest, "weight": 1.0}],
         "lengths": [{"program": name, "sizes": list(row)} for row, name in programs],
         "streams": max(data["streams"] for data in every),
     }
@@ -72,23 +72,27 @@ def _check_shards(plans: Sequence[Plan], files: Sequence[Path], kept: Collection
     first, *others = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
     for ports, file in zip(others, files[1:], strict=True):
         for name in sorted(kept):
-            if not same_shards(first[name], ports[name]):
+            if first[name].shape != ports[name].shape or not same_cut(first[name], ports[name]):
                 raise StrategyError(
                     f"{file} does not split {name!r} like {files[0]}; give a --preset, or a "
                     "--strategy that says how it is split"
                 )
 
 
-def same_shards(one: Port, two: Port) -> bool:
-    """True if ranks hold the same shards of two ports. A whole dimension may be one of parts."""
+def same_cut(one: Port, two: Port) -> bool:
+    """True if ranks cut two ports in the same way, whatever the sizes. A whole dimension may be one
+    of parts."""
+    return bool(_cut(one) == _cut(two))
 
-    def cut(port: Port) -> Any:
-        dims = port.layout.dims if port.layout is not None else ()
-        is_split = [any(leaf.axes for leaf in leaves(dim)) for dim in dims]
-        split = [dim if is_cut else None for dim, is_cut in zip(dims, is_split, strict=True)]
-        return port.shape, port.dtype, split, port.layout and port.layout.partial
 
-    return bool(cut(one) == cut(two))
+def _cut(port: Port) -> Any:
+    dims = port.layout.dims if port.layout is not None else ()
+    split = [[(leaf.axes, leaf.parts) for leaf in leaves(dim)] for dim in dims]
+    return (
+        port.dtype,
+        [cuts if any(axes for axes, _ in cuts) else None for cuts in split],
+        (port.layout and port.layout.partial),
+    )
 
 
 def _symbol(i: int) -> str:
@@ -118,6 +122,15 @@ def _columns(every: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> list[
                 "for shorter ones with `onnxpar grad --dim`"
             )
     return columns
+
+
+def check_lengths(plans: Sequence[Plan], files: Sequence[Path]) -> None:
+    """Errors: StrategyError unless plans are of one step, the first of these files for the longest
+    samples."""
+    every = [plan.to_json() for plan in plans]
+    for data, file in zip(every[1:], files[1:], strict=True):
+        _check_alike(every[0], data, file, files[0])
+    _columns(every, files)
 
 
 def _check_alike(

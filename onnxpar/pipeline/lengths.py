@@ -9,9 +9,10 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from onnxpar.compiler.lengths import same_shards
+from onnxpar.compiler.lengths import same_cut
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.errors import StrategyError
+from onnxpar.layout.dims import dim_text
 from onnxpar.layout.layout import leaves
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import unseen
@@ -23,7 +24,7 @@ from onnxpar.strategy.strategy import Strategy
 
 @dataclass(frozen=True)
 class Pins:
-    """How states are to be split, by name, so that all plans split them alike.
+    """How states, inputs and outputs are to be split, by name, so that all plans split them alike.
 
     whole  those that every rank holds whole in all plans, such as a table of positions, of which
            each length reads other rows; with their number of dimensions
@@ -31,24 +32,36 @@ class Pins:
     """
 
     whole: Mapping[str, int] = field(default_factory=dict)
-    alike: Mapping[str, str] = field(default_factory=dict)
+    alike: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def more(self, plans: Sequence[Plan]) -> Pins:
         """Returns what is needed besides to make these plans agree, the longest first; the same if
         they do."""
         first, *others = [{p.name: p for p in (*plan.inputs, *plan.outputs)} for plan in plans]
         whole, alike = dict(self.whole), dict(self.alike)
-        for pair in plans[0].states:
-            each = [[ports[name] for ports in (first, *others) if name in ports] for name in pair]
-            if all(same_shards(ports[0], port) for ports in each for port in ports):
+        paired = {name for pair in plans[0].states for name in pair}
+        for names in [*plans[0].states, *((name,) for name in first if name not in paired)]:
+            each = [[ports[name] for ports in (first, *others) if name in ports] for name in names]
+            alone = [one[0] for one in each]
+            if all(
+                same_cut(one, port)
+                for one, ports in zip(alone, each, strict=True)
+                for port in ports
+            ):
                 continue
-            fits = all(_has_parts(ports[0], port) for ports in each for port in ports)
-            for name, (port, *_) in zip(pair, each, strict=True):
+            fits = all(
+                _has_parts(one, port)
+                for one, ports in zip(alone, each, strict=True)
+                for port in ports
+            )
+            for name, port in zip(names, alone, strict=True):
                 if fits and name not in alike and port.layout is not None:
-                    alike[name] = port.layout.text(plans[0].mesh)
+                    alike[name] = [
+                        dim_text(dim, plans[0].mesh) for dim in port.layout.normalized().dims
+                    ]
                 else:
                     whole[name] = len(port.shape or ())
-        return Pins(whole, {n: text for n, text in alike.items() if n not in whole})
+        return Pins(whole, {n: texts for n, texts in alike.items() if n not in whole})
 
     def on(self, options: Options, mesh: Mesh | None = None) -> Options:
         """Returns the options for the longest step or, with its mesh, for a shorter one. Errors:
@@ -72,10 +85,10 @@ class Pins:
 
 
 def _has_parts(one: Port, two: Port) -> bool:
-    """True if the dimensions of two ports consist of the same parts."""
+    """True if the dimensions of two ports consist of as many parts."""
     layouts = [port.layout for port in (one, two)]
-    sizes = [[[f.size for f in leaves(d)] for d in each.dims] for each in layouts if each]
-    return all(each == sizes[0] for each in sizes)
+    counts = [[len(list(leaves(d))) for d in each.dims] for each in layouts if each]
+    return all(each == counts[0] for each in counts)
 
 
 def digests_beside(path: Path, shorter: Sequence[Path]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import onnx
 from onnxpar.base.pass_times import OTHER, PREDICT, REPEAT
 from onnxpar.canonicalize.encoder_decoder import DECODER
 from onnxpar.compiler.expose import expose
+from onnxpar.compiler.lengths import check_lengths
 from onnxpar.compiler.open_ports import open_ports
 from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Pass, PassContext, Stage
 from onnxpar.compiler.plan import Plan, foreign_part
@@ -321,7 +322,9 @@ def shard(
         if before is not None and pins.whole != before.whole:
             made, ctx = plan(path, pins.on(options), watch, reckoning)
         others = {file: plan(file, pins.on(options, made.mesh)) for file in shorter}
-        pins, before = pins.more([made, *(other for other, _ in others.values())]), pins
+        plans = [made, *(other for other, _ in others.values())]
+        check_lengths(plans, [Path(path), *others])
+        pins, before = pins.more(plans), pins
     if ranks is not None:
         check_chosen_ranks(ranks, made.mesh.size)
     encoder = None

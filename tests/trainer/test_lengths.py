@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from committed import MODELS
 from training.steps import ThreadTrainer, options, quiet, same, states, write_step
 
 import onnxpar
@@ -24,6 +25,7 @@ from onnxpar.runtime.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.loop import Run, evaluate, records
 from onnxpar.trainer.step_plans import StepPlans
+from onnxpar.training import grad
 
 Array = np.ndarray[Any, Any]
 TEXT = """tagger (int64[BATCH,LENGTH] ids, float[BATCH,LENGTH] mask,
@@ -109,7 +111,7 @@ class Unsplit:
 
     def run(self, batch: Mapping[str, Array], rate: float) -> dict[str, Array]:
         """All outputs of a step on the batch, whose states are those before the next one."""
-        session = self.sessions[batch["ids"].shape[1]]
+        session = self.sessions[next(iter(batch.values())).shape[1]]
         names = [port.name for port in session.get_outputs()]
         feeds = {**batch, **self.states, self.step.rate: np.array(rate, np.float32)}
         found = dict(zip(names, session.run(names, feeds), strict=True))
@@ -158,6 +160,33 @@ def test_states_that_each_length_would_split_otherwise(layout: str, tmp_path: Pa
     assert [entry["sizes"] for entry in plan["lengths"]] == [[4], [5], [8]]
     assert plan["example"] == {"length": 8}
     check_turns(par, steps, lengths)
+
+
+@pytest.mark.parametrize(
+    "layout", ["zero1 2", "auto 2", "tensor-parallel 2", "sequence-parallel 2"]
+)
+def test_inputs_that_each_length_would_split_otherwise(layout: str, tmp_path: Path) -> None:
+    """BERT's, of which some plans split the batch of the tokens, and others gather them."""
+    lengths = (16, 7)
+    steps = []
+    for length in lengths:
+        dims = {"batch": 8, "seq": length}
+        step, how = tmp_path / f"step{length}.onnx", {"optimizer": "momentum", "dims": dims}
+        grad(MODELS / "bert.dynamo.dynamic.onnx", step, loss="softmax-cross-entropy", **how)
+        steps.append(step)
+    par, unsplit = sharded(steps, layout), Unsplit(steps, lengths)
+    with ThreadTrainer(par) as trainer:
+        for number, length in enumerate((16, 7, 7, 16, 7)):
+            draw = np.random.default_rng(number)
+            mask = (np.arange(length) < draw.integers(1, length + 1, 8)[:, None]).astype(np.int64)
+            batch = {
+                "input_ids": draw.integers(1, 500, (8, length)) * mask,
+                "attention_mask": mask,
+                "token_type_ids": np.zeros((8, length), np.int64),
+                "labels": draw.integers(0, 5, 8),
+            }
+            wanted = unsplit.run(batch, 0.01)
+            assert trainer.step(batch, 0.01)["loss"] == pytest.approx(wanted["loss"], rel=2e-5)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -304,6 +333,8 @@ def test_the_commands(steps: list[Path], tmp_path: Path, capsys: Any) -> None:
     assert main([*run, "--log-dir", str(tmp_path / "log")]) == 0
     told = capsys.readouterr().out
     assert "(step 6 of the run)" in told and "predicted for the longest samples" in told
+    assert main(["run", str(par), "--random"]) == 0
+    assert "loss: float32 scalar" in capsys.readouterr().out
     assert main([*run[:6], "--log-dir", str(tmp_path / "log")]) == 2
     assert "say what fills those of 'ids'" in capsys.readouterr().err
 
