@@ -400,7 +400,7 @@ class Trainer(Closing):
             raise ModelError(f"{checkpoint.path} {_not_here(more)}")
         inputs, states = self.bundle.inputs, checkpoint.states
         try:
-            for name in known & kinds.keys():
+            for name in [name for name in kinds if name in known]:
                 check_array(inputs[name], states.blank(name))
         except InputError as error:
             raise ModelError(f"{checkpoint.path}: {error}") from None

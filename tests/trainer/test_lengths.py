@@ -162,19 +162,24 @@ def test_states_that_each_length_would_split_otherwise(layout: str, tmp_path: Pa
     check_turns(par, steps, lengths)
 
 
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: Any) -> list[Path]:
+    """The steps of BERT for 16 and for 7 tokens."""
+    folder: Path = tmp_path_factory.mktemp("bert")
+    for length in (16, 7):
+        dims = {"batch": 8, "seq": length}
+        step, how = folder / f"step{length}.onnx", {"optimizer": "momentum", "dims": dims}
+        grad(MODELS / "bert.dynamo.dynamic.onnx", step, loss="softmax-cross-entropy", **how)
+    return [folder / "step16.onnx", folder / "step7.onnx"]
+
+
 @pytest.mark.parametrize(
     "layout", ["zero1 2", "auto 2", "tensor-parallel 2", "sequence-parallel 2"]
 )
-def test_inputs_that_each_length_would_split_otherwise(layout: str, tmp_path: Path) -> None:
+def test_inputs_that_each_length_would_split_otherwise(layout: str, bert: list[Path]) -> None:
     """BERT's, of which some plans split the batch of the tokens, and others gather them."""
-    lengths = (16, 7)
-    steps = []
-    for length in lengths:
-        dims = {"batch": 8, "seq": length}
-        step, how = tmp_path / f"step{length}.onnx", {"optimizer": "momentum", "dims": dims}
-        grad(MODELS / "bert.dynamo.dynamic.onnx", step, loss="softmax-cross-entropy", **how)
-        steps.append(step)
-    par, unsplit = sharded(steps, layout), Unsplit(steps, lengths)
+    par = sharded(bert, layout, f"{layout.replace(' ', '_')}.par")
+    unsplit = Unsplit(bert, (16, 7))
     with ThreadTrainer(par) as trainer:
         for number, length in enumerate((16, 7, 7, 16, 7)):
             draw = np.random.default_rng(number)

@@ -272,7 +272,7 @@ def test_checkpoints_that_lack_something(saved: Path, step: Path) -> None:
     [
         (
             {"format": 99},
-            r"checkpoint\.json has format 99, but this onnxpar reads format 2; update onnxpar",
+            r"checkpoint\.json has format 99, but this onnxpar reads format 3; update onnxpar",
         ),
         ({"mesh": None}, r"checkpoint\.json is damaged, or not written by onnxpar"),
         ({"slots": [{"name": 1}]}, r"checkpoint\.json is damaged, or not written by onnxpar"),
