@@ -87,20 +87,17 @@ def test_what_a_run_prints_and_leaves(
 ) -> None:
     assert main(arguments(made, tmp_path, "--every", "4", "--batch", "8")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == (
-        "each epoch uses 56 of 60 samples, in 7 batches of 8; the other 4 do not fill a batch"
-    )
     rows = metrics(tmp_path)
-    assert [row["step"] for row in rows] == list(range(1, 15))
-    for line, row in zip(lines[1:], rows, strict=False):
-        step = (row["step"] - 1) % 7 + 1
+    assert [row["step"] for row in rows] == list(range(1, 17))  # the last batch of an epoch has 4
+    for line, row in zip(lines, rows, strict=False):
+        step = (row["step"] - 1) % 8 + 1
         where = f"step {row['step']} of the run"
         assert line == f"epoch: {row['epoch']} step: {step}, loss is {row['loss']:.6g} ({where})"
     assert set(rows[0]) >= {"epoch", "step", "learning_rate", "loss", "gradient_norm", "seconds"}
     assert rows[0]["learning_rate"] == pytest.approx(0.02 / 3)
-    assert lines[-1] == f"the last checkpoint is {tmp_path / 'c' / 'step_00000014'}"
+    assert lines[-1] == f"the last checkpoint is {tmp_path / 'c' / 'step_00000016'}"
     names = sorted(p.name for p in (tmp_path / "c").iterdir())
-    assert names == [f"step_{n:08d}" for n in (4, 8, 12, 14)]
+    assert names == [f"step_{n:08d}" for n in (4, 8, 12, 16)]
     picture = (tmp_path / "log" / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     assert (tmp_path / "log" / "rank.1" / "stderr.log").exists()
@@ -110,7 +107,7 @@ def test_what_a_run_prints_and_leaves(
 @pytest.mark.slow
 def test_steps_after_a_checkpoint_are_told_once(made: Path, at_once: Path, tmp_path: Path) -> None:
     assert main(arguments(made, tmp_path, "--every", "4")) == 0
-    for done in (12, 14):
+    for done in (12, 16):
         shutil.rmtree(tmp_path / "c" / f"step_{done:08d}")
     with (tmp_path / "log" / "metrics.jsonl").open("a") as sink:
         sink.write('{"epoch": 9, "st')  # as a killed run may leave it
@@ -188,12 +185,12 @@ def test_a_killed_run_goes_on(
     assert len(ranks) >= 2 and wait_until(lambda: not any(map(is_alive, ranks)), 20)
     reached = newest(tmp_path / "c")
     least = "step_00000010" if how else "step_00000020"  # one may be in flight
-    assert reached is not None and least <= reached.name < "step_00000140"
+    assert reached is not None and least <= reached.name < "step_00000160"
     assert all(not damage(path, ALONE) for path in checkpoints(tmp_path / "c").values())
     assert main(arguments(made, tmp_path, "--every", "50", "--resume", *how, epochs=LONG)) == 0
     same(left(tmp_path), left(undisturbed))
     assert not list((tmp_path / "c").glob(".*"))
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7 * LONG + 1))
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8 * LONG + 1))
     pairs = zip(metrics(tmp_path), metrics(undisturbed), strict=True)
     assert all(a["loss"] == b["loss"] for a, b in pairs)
 
@@ -283,9 +280,9 @@ def test_under_mpirun(how: list[str], made: Path, at_once: Path, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert sum(line.startswith("epoch: ") for line in lines) == 14
-    assert lines[-1].endswith("step_00000014")
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 15))
+    assert sum(line.startswith("epoch: ") for line in lines) == 16
+    assert lines[-1].endswith("step_00000016")
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 17))
     same(left(tmp_path), left(at_once))
     for rank in range(2):
         assert (tmp_path / "log" / f"rank.{rank}" / "stderr.log").exists()
@@ -349,7 +346,7 @@ def test_the_logs_of_a_run_in_python_have_the_losses(
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     losses = (tmp_path / "losses").read_text().split()
-    assert len(losses) == 7
+    assert len(losses) == 8
     for rank in range(2):
         lines = [f"epoch: 1 step: {i}, loss is {loss}" for i, loss in enumerate(losses, 1)]
         numbered = [f"{line} (step {i} of the run)" for i, line in enumerate(lines, 1)]
