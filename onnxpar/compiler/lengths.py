@@ -138,9 +138,6 @@ def _check_alike(
 ) -> None:
     """Errors: StrategyError unless two plans are of one step, and keep its states alike."""
     remedy = "write both with the same options of `onnxpar grad`, but for the length in --dim"
-    if not first["step"] or not other["step"]:
-        odd = longest if not first["step"] else file
-        raise StrategyError(f"--shorter: {odd} is no training step; write one with `onnxpar grad`")
     if first["step"]["deal"] or other["step"]["deal"]:
         raise StrategyError(f"--shorter {file}: a manual program has one length")
     sizes = [_batch_of(plan) for plan in (first, other)]

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
 from onnxpar.compiler.lengths import same_cut
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.errors import StrategyError
+from onnxpar.ir.training_spec import Step
 from onnxpar.layout.dims import dim_text
 from onnxpar.layout.layout import leaves
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import unseen
+from onnxpar.load.load import read_proto, unseen
 from onnxpar.pipeline.options import Options, preset_or_search
 from onnxpar.pipeline.request import model_digest
 from onnxpar.search.search import AUTO
 from onnxpar.strategy.strategy import Strategy
+
+_LOSS, _UPDATE = "loss/", "update/"
+"""What names of the nodes and constants of a loss and of an optimizer begin with."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,54 @@ def _has_parts(one: Port, two: Port) -> bool:
     layouts = [port.layout for port in (one, two)]
     counts = [[len(list(leaves(d))) for d in each.dims] for each in layouts if each]
     return all(each == counts[0] for each in counts)
+
+
+def check_same_step(longest: Path, shorter: Sequence[Path]) -> None:
+    """Checks what plans do not show: that steps begin with the same values, and have the same loss
+    and hyperparameters. Errors: StrategyError for a file that differs."""
+    first = read_proto(longest)
+    kept = {slot.input for slot in _step_of(first, longest).slots}
+    for file in shorter:
+        other = read_proto(file)
+        _step_of(other, file)
+        own, given = (_values(proto, kept) for proto in (first, other))
+        odd = [name for name in own.keys() | given.keys() if name not in own or name not in given]
+        odd += [
+            name
+            for name in own.keys() & given.keys()
+            if not _are_equal((own[name], longest.parent), (given[name], file.parent))
+        ]
+        ops = [
+            [n.op_type for n in p.graph.node if n.name.startswith(_LOSS)] for p in (first, other)
+        ]
+        if odd or ops[0] != ops[1]:
+            weights = sorted(name for name in odd if name in kept)
+            what = f"{weights[0]!r} has other values" if weights else "its hyperparameters differ"
+            what = "its loss is another one" if not odd else what
+            raise StrategyError(
+                f"{file} is another training step than {longest}: {what}; write both of one model "
+                "with the same options of `onnxpar grad`, but for the length in --dim"
+            )
+
+
+def _step_of(proto: onnx.ModelProto, file: Path) -> Step:
+    """Errors: StrategyError if a model is no training step."""
+    step = Step.of(proto)
+    if step is None:
+        raise StrategyError(f"--shorter: {file} is no training step; write one with `onnxpar grad`")
+    return step
+
+
+def _values(proto: onnx.ModelProto, kept: Collection[str]) -> dict[str, onnx.TensorProto]:
+    """The first values of states, and the numbers by which the optimizer updates them."""
+    return {
+        t.name: t for t in proto.graph.initializer if t.name in kept or t.name.startswith(_UPDATE)
+    }
+
+
+def _are_equal(*each: tuple[onnx.TensorProto, Path]) -> bool:
+    one, two = (numpy_helper.to_array(tensor, str(folder)) for tensor, folder in each)
+    return one.dtype == two.dtype and np.array_equal(one, two)
 
 
 def digests_beside(path: Path, shorter: Sequence[Path]) -> dict[str, Any]:

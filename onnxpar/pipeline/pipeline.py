@@ -41,7 +41,7 @@ from onnxpar.pipeline.balance import fitting_shares
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.encoder_decoders import encoder_options, note_encoder
-from onnxpar.pipeline.lengths import Pins, digests_beside
+from onnxpar.pipeline.lengths import Pins, check_same_step, digests_beside
 from onnxpar.pipeline.memory_limit import within_hardware, within_limit
 from onnxpar.pipeline.options import Options, unknown_host, wanted_mesh
 from onnxpar.pipeline.paging import refuse_paging
@@ -317,6 +317,8 @@ def shard(
         options = replace(options, host=unknown_host, on_any_host=True, request=request)
     made, ctx = plan(path, options, watch, reckoning)
     others: dict[Path, tuple[Plan, PassContext]] = {}
+    if shorter:
+        check_same_step(Path(path), shorter)
     pins, before = Pins(), None
     while shorter and pins != before:
         if before is not None and pins.whole != before.whole:

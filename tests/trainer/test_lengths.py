@@ -26,6 +26,7 @@ from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.loop import Run, evaluate, records
 from onnxpar.trainer.step_plans import StepPlans
 from onnxpar.training import grad
+from onnxpar.training.optimizers import Momentum
 
 Array = np.ndarray[Any, Any]
 TEXT = """tagger (int64[BATCH,LENGTH] ids, float[BATCH,LENGTH] mask,
@@ -314,6 +315,15 @@ def test_faults_are_named(steps: list[Path], tmp_path: Path) -> None:
     refused(steps[0], "step9.onnx takes samples of the same sizes as .*step9.onnx")
     refused(steps[0], "step9.onnx takes longer samples than .*step2.onnx", steps[2])
     refused(write(4, tmp_path, optimizer="sgd"), "step4.onnx is another training step than")
+    refused(write(4, tmp_path, label_smoothing=0.1), "its loss is another one")
+    refused(write(4, tmp_path, clip_norm=0.5), "step4.onnx is another training step than")
+    hyper = Momentum(weight_decay=0.5)
+    refused(write(4, tmp_path, optimizer=hyper), "its hyperparameters differ")
+    changed = onnx.load(steps[1])
+    (weight,) = [t for t in changed.graph.initializer if t.name == "w1"]
+    weight.CopyFrom(onnx.numpy_helper.from_array(np.ones((11, 6), np.float32), "w1"))
+    onnx.save(changed, tmp_path / "changed.onnx")
+    refused(tmp_path / "changed.onnx", "'w1' has other values")
     refused(
         write(3, tmp_path, loss="softmax-cross-entropy", batch=6), "step3.onnx takes batches of 6"
     )
