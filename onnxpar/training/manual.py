@@ -65,7 +65,8 @@ class RankProgram(Program):
 
     def summed(self, graph: gs.Graph, value: Value) -> Value:
         """Returns the sum of a number over all ranks."""
-        return _sum(Builder(graph, "ranks"), value, self.manual.copies_over(""), self.manual.mesh)
+        builder = Builder(graph, f"{value.tensor.name}/ranks")
+        return _sum(builder, value, self.manual.copies_over(""), self.manual.mesh)
 
     def over_ranks(self, graph: gs.Graph, back: Backward) -> Backward:
         """Appends AllReduces, and returns the loss, gradients and statistics of all ranks: summed

@@ -252,7 +252,8 @@ class _Update:
                 f"optimizer, or --group '{name}:optimizer=adamw'"
             )
         slots = optimizer.slots(p.shape)
-        state = {s: self._input(f"{name}.{s}", p.dtype, shape) for s, shape in slots.items()}
+        made = {s: self._input(f"{name}.{s}", p.dtype, shape) for s, shape in slots.items()}
+        state = {s: p.builder.value(value.tensor) for s, value in made.items()}  # in its parts
         own_rate = rate.cast(p.dtype) * rule.lr_scale
         rows = self.rows.get(name)
         if rows is None:

@@ -307,7 +307,7 @@ def test_processes_that_are_killed(
     first, second = re.findall(r"onnxpar: .*: rank (\d .*) from .*/(step_\d+)\n", error)
     assert first[0] == "1 was killed by SIGKILL (signal 9); restart 1 of 1,"
     assert second[0].startswith("0 was killed by SIGKILL (signal 9); --max-restarts 1 is used up, ")
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7 * 30 + 1))
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8 * 30 + 1))
     hand = tmp_path / "hand"
     shutil.copytree(tmp_path / "c" / second[1], hand / "c" / second[1])
     model = [str(made / "step.onnx"), "--devices", "2", "--preset", "zero2", "--no-measure"]
@@ -330,7 +330,7 @@ def test_processes_that_are_all_killed_at_once(
     how = ["--every", "5", "--epochs", "20", "--elastic"]
     status, error = killed([(0, 1, 2)], *how)
     assert status == 0, error
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7 * 20 + 1))
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8 * 20 + 1))
     shutil.rmtree(tmp_path / "c")
     shutil.rmtree(tmp_path / "log")
     status, error = killed([(0, 1, 2)], *how, "--max-restarts", "0")

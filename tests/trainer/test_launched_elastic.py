@@ -125,11 +125,11 @@ def test_a_host_dies_and_returns(made: Path, tmp_path: Path) -> None:
         "generation 0 has ended: the rank of slot b:0 died; 2 slots go on",
         "generation 1 has ended: b:0 joins; 3 slots go on",
     ]
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7 * EPOCHS + 1))
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8 * EPOCHS + 1))
     second, third = first_step(tmp_path, 1), first_step(tmp_path, 2)
     assert (second - 1) % 5 == 0 and third - second >= 12
     found = {row["step"]: row["loss"] for row in metrics(tmp_path)}
-    for start, end, ranks in ((second, third, 2), (third, 7 * EPOCHS + 1, 3)):
+    for start, end, ranks in ((second, third, 2), (third, 8 * EPOCHS + 1, 3)):
         path = tmp_path / "c" / f"step_{start - 1:08d}"
         hand = resumed_by_hand(made, tmp_path, path, ranks)
         wanted = {row["step"]: row["loss"] for row in metrics(hand)}
