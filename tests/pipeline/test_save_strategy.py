@@ -142,7 +142,7 @@ def test_open_sizes(tmp_path: Path) -> None:
         ("tp=4", {"tensors": {"logits": [None, None, "tp"]}}),
         ("dp=2,tp=2", {"tensors": {"logits": [None, "tp:(1)2", "dp"]}}),
         ("tp=2", {"tensors": {"lm_head.weight": [{"tp": [200, 312]}, None]}}),
-        ("tp=2", {"tensors": {"embedding": [None, None, None]}}),
+        ("tp=2", {"tensors": {"/transformer/wte/Gather_output_0": [None, None, None]}}),
         ("a=4", {"shard": {"node_embedding": [[None, None], [None, "a:(2)2"]]}}),
     ],
 )

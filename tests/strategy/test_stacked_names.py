@@ -15,7 +15,8 @@ from onnxpar.pipeline import pipeline
 
 MODEL = Path(__file__).parents[2] / "models" / "experts" / "mixtral.loop.dynamo.onnx"
 LAYER = "network.model.layers.0.block_sparse_moe.experts"
-STACK = "val_457/experts/weight.0.1"
+BLOCK = "/network/model/layers.0/block_sparse_moe/ScatterND_3_output_0/experts"
+STACK = f"{BLOCK}/weight.0.1"
 
 
 def plan_of(strategy: dict[str, Any]) -> Plan:
@@ -40,7 +41,7 @@ def each(*items: Any) -> dict[str, Any]:
         each("tp", None),
         {f"{LAYER}.*.w1.weight": [None, "tp"], **each("tp", None)},
         {STACK: [None, "tp", None]},
-        {"val_457/experts/*.0.1": [None, "tp", None]},
+        {f"{BLOCK}/*.0.1": [None, "tp", None]},
     ],
 )
 def test_a_stack_is_split_like_its_weights(tensors: dict[str, Any]) -> None:

@@ -200,4 +200,4 @@ def test_sigterm_in_a_single_process_still_ends_it_at_once(made: Path, tmp_path:
         process.stdout.readline()
     process.terminate()
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 143 and error.startswith("onnxpar: terminated; there is no ch")
+    assert process.returncode == 143 and error.startswith("onnxpar: terminated; the last check")

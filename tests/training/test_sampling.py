@@ -22,6 +22,7 @@ from training.steps import (
 
 from onnxpar.cli.command_line import main
 from onnxpar.errors import StrategyError
+from onnxpar.ir.training_spec import MAGNITUDES
 from onnxpar.training import grad
 
 CLASSES, WIDTH = 48, 5
@@ -247,6 +248,8 @@ def test_a_lazy_step_changes_what_it_samples(tmp_path: Path) -> None:
     dense = run(write(tmp_path, model(), optimizer="sgd"), feeds(LABELS))
     lazy = run(write(tmp_path, model(), optimizer="sgd", lazy=["w"]), feeds(LABELS))
     for name, value in dense.items():
+        if name == MAGNITUDES:  # of what changes: rows that are left out do not count
+            continue
         np.testing.assert_allclose(lazy[name], value, rtol=1e-6, err_msg=name)
     before = next(numpy_helper.to_array(t) for t in model().graph.initializer if t.name == "w")
     step = write(tmp_path, model(), optimizer="adam", lazy=["w"])
