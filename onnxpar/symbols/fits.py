@@ -77,12 +77,13 @@ def sample(
         columns = []
         for domain in domains.values():
             if domain.closed:
+                few = min(max(domain.low, 2), domain.high)  # at 1, rules see no dimension
                 last = domain.high - count + 1
                 start = source.randint(min(max(domain.low, least), last), max(domain.low, last))
-                within = range(max(start, domain.low), min(start + count, domain.high + 1))
+                within = range(max(start, few), min(start + count, domain.high + 1))
                 drawn = source.sample(within, len(within))
                 more = count + FAR - len(drawn)
-                drawn += [source.randint(domain.low, domain.high) for _ in range(more)]
+                drawn += [source.randint(few, domain.high) for _ in range(more)]
                 columns.append(drawn)
                 continue
             low = max(domain.low, -(-least // domain.step), min(remainders, domain.high - count))
