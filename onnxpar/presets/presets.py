@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import StrategyError
+from onnxpar.ir.tensors import numpy_dtype
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Axes, Mesh, check_ranks, parts_over
 from onnxpar.model.interchange import is_weight
@@ -112,6 +113,7 @@ def preset_rounds(
         return [classes, list(batch_annotations(graph, sharding, _all_axes(mesh), step))]
     if preset == TABLES:
         every, atoms = _all_axes(mesh), batch_atoms(graph, sharding, step)
+        atoms |= _ragged_atoms(graph, sharding, step)
         tables: list[Annotation] = list(table_annotations(graph, sharding, every, atoms, step))
         return [tables, list(batch_annotations(graph, sharding, every, step))]
     taken = ("dp", AXIS) if preset in (CONTEXT, RING) else ("dp",)
@@ -142,6 +144,20 @@ def preset_rounds(
         raise StrategyError(f"{preset} needs a mesh with an axis dp, not {mesh}; give --mesh dp=..")
     first, last = zero_rounds(graph, sharding, step, preset, (mesh.axis("dp"),))
     return [batch, *wide[:-1], first, last, *wide[-1:]]
+
+
+def _ragged_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
+    """The atoms that number the ids of bags, which are those of all samples one after the other, so
+    that a training step has no batch there."""
+    data = {*step.data} - step.batch.keys() if step is not None else set()
+    ids = [t for t in graph.inputs if t.name in data and numpy_dtype(t).kind in "iu" and t.shape]
+    known = [sharding.factors.tensors[t.name] for t in ids if t.name in sharding.factors.tensors]
+    return {
+        leaf.atom
+        for factors in known
+        for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
+        if dim == 0
+    }
 
 
 def _expert_rounds(
