@@ -304,13 +304,14 @@ def _trained(made: Plan) -> str:
 
 
 def _batches(way: Way, made: Plan, trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Yields batches without end: those of the given data, epoch after epoch, or random ones."""
+    """Yields batches without end: those of the given data in their order, as offsets of bags need
+    it, epoch after epoch, or random ones."""
     data = None if way.inputs is None else trainer.batches_of(way.inputs)
     specs = [s for s in trainer.bundle.input_specs if s[0] in trainer.spec.data]
     ranges = {name: r for name, r in made.ranges.items() if name in trainer.spec.data}
     for number in count():
         if data is not None:
-            yield from data.epoch(number, way.seed)
+            yield from data.epoch(number, None)
         else:
             yield make_feeds(specs, ranges, way.seed + number)
 
