@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from onnxpar.api import opt as opt
     from onnxpar.api import shard as shard
     from onnxpar.base.pass_times import PassTimes as PassTimes
-    from onnxpar.calibration.command import calibrate as calibrate
     from onnxpar.compiler.plan import Plan as Plan
     from onnxpar.cost.topology import Topology as Topology
     from onnxpar.errors import InputError as InputError
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
     from onnxpar.pipeline.auto_parallel_context import (
         auto_parallel_context as auto_parallel_context,
     )
+    from onnxpar.pipeline.calibrate import calibrate as calibrate
     from onnxpar.pipeline.plan_options import LayoutOptions as LayoutOptions
     from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
     from onnxpar.runtime.session import InferenceSession as InferenceSession
@@ -136,7 +136,7 @@ _HOMES = {
     "Topology": "onnxpar.cost.topology:Topology",
     "annotate": "onnxpar.api:annotate",
     "auto_parallel_context": "onnxpar.pipeline.auto_parallel_context:auto_parallel_context",
-    "calibrate": "onnxpar.calibration.command:calibrate",
+    "calibrate": "onnxpar.pipeline.calibrate:calibrate",
     "candidates": "onnxpar.api:candidates",
     "check": "onnxpar.api:check",
     "compare_trace": "onnxpar.api:compare_trace",

@@ -42,7 +42,8 @@ def fit(found: Measurements) -> Topology:
     other = fit_link(found.collectives)
     host = Level("host", None, other.latency, other.bandwidth, links, found.ranks)
     device, alone = fit_device(found.work), fit_device(found.alone)
-    return Topology((host,), device, alone=alone, session=fit_session(found.session))
+    session = fit_session(found.session) if found.session else None
+    return Topology((host,), device, alone=alone, session=session)
 
 
 def fit_session(times: Sequence[tuple[int, float]]) -> Link:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onnxpar.base.progress_line import progress_line
 from onnxpar.base.version import version_of
@@ -26,6 +27,9 @@ from onnxpar.errors import OnnxparError, RankError, StrategyError
 from onnxpar.files.write_file import make_folders, unread, whole_file
 from onnxpar.runtime.cores import Core, own_cores
 from onnxpar.runtime.launch import launched_rank
+
+if TYPE_CHECKING:
+    from onnxpar.calibration.measure import Shard
 
 MEASURED = "measured on this host"
 """The origin of the topology."""
@@ -45,9 +49,9 @@ HOUR = 3600.0
 """Seconds for which the result of a busy host is kept."""
 
 
-def host_topology() -> Topology | None:
+def host_topology(shard: Shard | None = None) -> Topology | None:
     """Returns the topology of this host, which is measured when it is first asked for, in less than
-    5 s; later processes read it from a file.
+    5 s; later processes read it from a file. `shard` is that of `measure`.
 
     None, so that constants are taken: if the environment says ONNXPAR_MEASURE=0; on a single core;
     if the measurement fails, after a line on stderr; and under a launcher, because ranks that make
@@ -56,17 +60,17 @@ def host_topology() -> Topology | None:
     cores = own_cores()
     if os.environ.get(NEVER) == "0" or len(cores) < 2 or _is_launched():
         return None
-    return _host_topology(place_of(cores))
+    return _host_topology(place_of(cores), shard)
 
 
 @functools.cache
-def _host_topology(place: Path | None) -> Topology | None:
+def _host_topology(place: Path | None, shard: Shard | None = None) -> Topology | None:
     """The topology in a file, or else measured and written there. A process asks once, even if
     nothing can be kept."""
     found = _kept(place)
     if found is None:
         with _alone(place):
-            found = _kept(place) or _measured(place)
+            found = _kept(place) or _measured(place, shard)
     return found
 
 
@@ -151,7 +155,7 @@ def _take(lock: int) -> None:
             time.sleep(0.05)
 
 
-def _measured(place: Path | None) -> Topology | None:
+def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
     """Measures the host, writes the result to a file, and says so on stderr. None if it cannot be
     measured."""
     # what measures takes half a second to import
@@ -162,7 +166,7 @@ def _measured(place: Path | None) -> Topology | None:
     show("measuring this host, once")
     start, others = time.monotonic(), _others_seconds()
     try:
-        found = measure(default_ranks(), SECONDS, TIMEOUT, effort=QUICK)
+        found = measure(default_ranks(), SECONDS, TIMEOUT, effort=QUICK, shard=shard)
     except (OnnxparError, OSError) as error:
         show("")
         reason = str(error).partition("\n")[0]

@@ -20,8 +20,11 @@ from onnxpar.ir.collectives import KINDS
 from onnxpar.runtime.cores import own_cores, shares
 from onnxpar.runtime.launch import bind_address
 from onnxpar.runtime.processes import Processes
+from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.timing import WARM_UP
 
+Shard = Callable[[Path, Path, int], object]
+"""Writes a model over so many ranks, in parts of its batch, to a folder: the compiler."""
 MEASURED = tuple(kind.name for kind in KINDS.values() if kind.is_measured)
 SIZES = tuple(4 << 10 << shift for shift in (0, 3, 6, 8, 10))
 """Bytes of the tensors of collectives: 4 KiB to 4 MiB."""
@@ -153,9 +156,11 @@ def measure(
     timeout: float = 60.0,
     note: Callable[[float], object] = abs,
     effort: Effort = THOROUGH,
+    shard: Shard | None = None,
 ) -> Measurements:
     """Starts the ranks, measures for about `seconds` seconds, and returns the measurements. Calls
-    `note` after each case with the fraction of all work that the case was. Errors: RankError if a
+    `note` after each case with the fraction of all work that the case was. Measures a session only
+    with `shard`. Errors: RankError if a
     rank fails, or does not respond within the timeout."""
     of_collectives = cases(ranks, effort)
     start = time.monotonic()
@@ -177,7 +182,7 @@ def measure(
         each = _cases_of_work(folder, 1)
         _run_rounds(each, processes, parts[1], effort, start, lambda share: note(share * 0.3))
     alone, _ = _work_of(iter([case.seconds for case in each]))
-    session = tuple(_session_times(ranks, timeout))
+    session = () if shard is None else tuple(_session_times(ranks, timeout, shard))
     return Measurements(ranks, shares(ranks)[-1].threads, work, alone, session, found)
 
 
@@ -221,16 +226,12 @@ def _run_rounds(
             note(share)
 
 
-def _session_times(ranks: int, timeout: float) -> Iterator[tuple[int, float]]:
+def _session_times(ranks: int, timeout: float, shard: Shard) -> Iterator[tuple[int, float]]:
     """Yields the seconds of runs of a session whose ranks return what they are fed, by the bytes
     that go in and out."""
-    from onnxpar.pipeline.options import Options  # which may ask for what is measured here
-    from onnxpar.pipeline.pipeline import shard
-    from onnxpar.runtime.session import InferenceSession
-
     with OwnFolder() as folder:
         onnx.save(models.negated(), folder / "model.onnx")
-        shard(folder / "model.onnx", folder / "model.par", Options(ranks, preset="data-parallel"))
+        shard(folder / "model.onnx", folder / "model.par", ranks)
         with InferenceSession(folder / "model.par", timeout=timeout) as session:
             for size in PASSED:
                 x = np.zeros((ranks, size // 4 // ranks), np.float32)

@@ -8,7 +8,6 @@ from textwrap import wrap
 from typing import Any
 
 from onnxpar.base.version import versions_text
-from onnxpar.calibration import command as calibration
 from onnxpar.calibration.measure import MOST_RANKS
 from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
@@ -28,6 +27,7 @@ from onnxpar.cli.options import (
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
 from onnxpar.cli.training_parser import add_merge, add_train, add_weights
+from onnxpar.pipeline import calibrate as calibration
 from onnxpar.pipeline.pass_registry import passes_help
 
 EXAMPLES = """examples:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
     Any,
@@ -195,7 +196,7 @@ def options_of(
         dataset=read_dataset(asked.get("dataset_strategy")),
         configuration=asked.get("configuration"),
         topology=Topology.given(asked.get("topology")),
-        host=host_topology if asked.get("measure", True) else unknown_host,
+        host=partial(host_topology, shard_batch) if asked.get("measure", True) else unknown_host,
         balance=asked.get("balance", False),
         objective=Objective.given(
             asked.get("objective"),
@@ -219,6 +220,13 @@ def options_of(
         verify=asked.get("verify", False),
         request=request_of(asked),
     )
+
+
+def shard_batch(model: Path, par: Path, ranks: int) -> None:
+    """Writes a model over ranks, in parts of its batch, as measuring a session needs it."""
+    from onnxpar.pipeline.pipeline import shard  # most commands write none
+
+    shard(model, par, Options(ranks, preset="data-parallel"))
 
 
 def _page_size(asked: int | None) -> int | None:

@@ -14,6 +14,7 @@ from onnxpar.calibration.measure import Measurements, default_ranks, measure
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import InputError
 from onnxpar.files.write_file import whole_file
+from onnxpar.pipeline.plan_options import shard_batch
 from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.launch import launched_rank
 
@@ -67,7 +68,7 @@ def _calibrate(
         raise InputError(f"{Path(output).parent}: no such folder for the output")
     is_quiet = not sys.stderr.isatty()
     with tqdm(total=1.0, desc="measured", disable=is_quiet, leave=False) as bar:
-        found = measure(ranks, seconds, timeout, bar.update)
+        found = measure(ranks, seconds, timeout, bar.update, shard=shard_batch)
     topology = fit(found)
     if output is not None:
         with whole_file(output) as file:
