@@ -10,6 +10,7 @@ from typing import Any
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import leaves
+from onnxpar.symbols.fits import line_through
 from onnxpar.symbols.symbols import Polynomial
 
 _ROLES = (
@@ -148,7 +149,7 @@ def _check_alike(
     sides = [{key: plan["step"][key] for key in _ROLES} for plan in (first, other)]
     sides[0] |= {slot["input"]: slot["kind"] for slot in first["step"]["slots"]}
     sides[1] |= {slot["input"]: slot["kind"] for slot in other["step"]["slots"]}
-    for key in sides[0].keys() | sides[1].keys():
+    for key in {**sides[0], **sides[1]}:
         if sides[0].get(key) != sides[1].get(key):
             raise StrategyError(
                 f"{file} is another training step than {longest}: {key!r} is not the same; {remedy}"
@@ -177,21 +178,11 @@ def _opened(each: Sequence[Any], symbols: Mapping[str, Sequence[int]], name: str
         return [_opened(column, symbols, name) for column in zip(*each, strict=True)]
     if all(type(value) is int for value in each):
         for symbol, sizes in symbols.items():
-            found = _line(each, sizes, symbol)
-            if found is not None:
-                return str(found)
+            line = line_through(each, sizes)
+            if line is not None:
+                slope, base = map(Polynomial.constant, line)
+                return str(Polynomial.variable(symbol) * slope + base)
     raise StrategyError(
         f"{name!r} is split otherwise in the plans of shorter steps; give a --preset, or a "
         "--strategy that says how it is split"
     )
-
-
-def _line(values: Sequence[int], sizes: Sequence[int], symbol: str) -> Polynomial | None:
-    """The multiple of a symbol, and a number, with these values at all sizes that there are; None
-    if there is none."""
-    other = next(i for i, size in enumerate(sizes) if size != sizes[0])
-    slope, rest = divmod(values[other] - values[0], sizes[other] - sizes[0])
-    base = values[0] - slope * sizes[0]
-    if rest or any(slope * s + base != v for s, v in zip(sizes, values, strict=True)):
-        return None
-    return Polynomial.variable(symbol) * Polynomial.constant(slope) + Polynomial.constant(base)

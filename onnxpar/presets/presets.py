@@ -152,12 +152,7 @@ def _ragged_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None) -
     data = {*step.data} - step.batch.keys() if step is not None else set()
     ids = [t for t in graph.inputs if t.name in data and numpy_dtype(t).kind in "iu" and t.shape]
     known = [sharding.factors.tensors[t.name] for t in ids if t.name in sharding.factors.tensors]
-    return {
-        leaf.atom
-        for factors in known
-        for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
-        if dim == 0
-    }
+    return {atom for factors in known for atom in _atoms_of(factors, 0)}
 
 
 def _expert_rounds(
@@ -210,12 +205,14 @@ def batch_annotations(
 
 def batch_atoms(graph: gs.Graph, sharding: ShardingState, step: Step | None = None) -> set[int]:
     """The atoms that number the samples of a batch."""
-    return {
-        leaf.atom
-        for _, factors, batch in _batched(graph, sharding, step)
-        for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
-        if dim == batch
-    }
+    found = _batched(graph, sharding, step)
+    return {atom for _, factors, batch in found for atom in _atoms_of(factors, batch)}
+
+
+def _atoms_of(factors: TensorFactors, dim: int) -> Iterator[int]:
+    """The atoms of a dimension of a tensor."""
+    leaves = zip(factors.leaves, factors.dim_of_leaf, strict=True)
+    return (leaf.atom for leaf, at in leaves if at == dim)
 
 
 def _batched(

@@ -128,7 +128,7 @@ def _fits(
     lines = [
         (m, line)
         for m, column in columns.items()
-        if (line := _line(values, column))
+        if (line := line_through(values, column))
         and (line == (Fraction(1), Fraction(0)) or len(set(column)) >= _FEWEST_ROWS)
     ]
     multiples = tuple(_sum([(m, a)]) for m, (a, b) in lines if b == 0)
@@ -209,7 +209,7 @@ def _is_sensible(names: Monomial) -> bool:
     return True
 
 
-def _line(values: tuple[int, ...], column: tuple[int, ...]) -> tuple[Fraction, Fraction] | None:
+def line_through(values: Sequence[int], column: Sequence[int]) -> tuple[Fraction, Fraction] | None:
     """Integers (a, b) with values = a * column + b; None if there are none, or if a is 0."""
     other = next(i for i, c in enumerate(column) if c != column[0])
     slope, rest = divmod(values[other] - values[0], column[other] - column[0])
