@@ -11,7 +11,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
+from operator import add, mul
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from onnxpar.errors import OpenSizesError
 from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
 from onnxpar.ir.per_rank import PerRank
 from onnxpar.ir.subgraphs import captured
-from onnxpar.layout.layout import Factor, Layout, leaves, nested_parts
+from onnxpar.layout.layout import Concat, Dim, Factor, Layout, dim_axes, leaves, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.extents import Extent, OpenArray, SplitSize, part_values
 from onnxpar.open_sizes.closed_forms import MOST
@@ -88,6 +89,7 @@ class OpenConstants:
                 raise self.needs_sizes(name)
         self.varying = sorted(self._find_varying())
         self._known = cache(self._values)
+        self._shards = cache(self._shard_sizes)
 
     def needs_sizes(self, what: str) -> OpenSizesError:
         """The error for a constant or attribute without a closed form."""
@@ -159,8 +161,7 @@ class OpenConstants:
         values = [each.value(name, rank, self.mesh) for each in self.all]
         if all(_equal(values[0], v) for v in values[1:]) and name not in self.base.layouts:
             return None
-        variables, probes = self._known(rank, self._filled(name))
-        return self._fitted(name, values, variables, probes)
+        return self._fitted(name, values, rank, self._filled(name))
 
     def _filled(self, name: str) -> frozenset[int]:
         """The indices of those split sizes for whose empty shards a constant counts a stand-in."""
@@ -184,15 +185,64 @@ class OpenConstants:
         ]
         return variables, probes
 
+    def _shard_sizes(
+        self, rank: int, filled: frozenset[int]
+    ) -> dict[tuple[int, ...], list[Polynomial]]:
+        """The sizes of a rank's shards of all dimensions of tensors, as their layouts have them, by
+        their values at the bindings."""
+        names = {
+            (split.sizes, split.axes, split.parts): self._extent_name("part", i, filled)
+            for i, split in enumerate(self._split_sizes)
+        }
+
+        def size(dims: Sequence[Dim]) -> Polynomial | None:
+            first = dims[0]
+            if isinstance(first, Factor):
+                key = (tuple(d.size for d in dims), first.axes, first.parts)
+                if key in names:
+                    return Polynomial.variable(names[key])
+                own = {d.part(self.mesh, rank)[1] for d in dims if isinstance(d, Factor)}
+                return Polynomial.constant(*own) if len(own) == 1 else self.sizes.formula(key[0])
+            children = [() if isinstance(d, Factor) else d.children for d in dims]
+            if len({(type(d), len(c)) for d, c in zip(dims, children, strict=True)}) > 1:
+                return None
+            parts = [size(each) for each in zip(*children, strict=True)]
+            known = [part for part in parts if part is not None]
+            if len(known) < len(parts):
+                return None
+            return reduce(add if isinstance(first, Concat) else mul, known)
+
+        variables, _ = self._known(rank, filled)
+        found: dict[tuple[int, ...], list[Polynomial]] = {}
+        for dims in self._split_dims:
+            form = size(dims)
+            if form is not None:
+                texts = [v for v in variables if isinstance(v, str)]
+                at = [{v: variables[v][i] for v in texts} for i, _ in enumerate(dims)]
+                found.setdefault(tuple(form.at(values) for values in at), []).append(form)
+        return found
+
+    @cached_property
+    def _split_dims(self) -> list[tuple[Dim, ...]]:
+        """The split dimensions of open sizes, at each binding, each once."""
+        found: dict[tuple[Dim, ...], None] = {}
+        for name in self.base.layouts:
+            for dims in zip(*(each.layouts[name].dims for each in self.all), strict=True):
+                if len({dim.size for dim in dims}) > 1 and dim_axes(dims[0]):
+                    found[dims] = None
+        return list(found)
+
     def _fitted(
         self,
         name: str,
         values: list[Array],
-        variables: Mapping[Variable, Sequence[int]],
-        probes: Sequence[Mapping[str, int]],
+        rank: int,
+        filled: frozenset[int],
     ) -> OpenArray:
         """The constant as polynomials with these values. Errors: OpenSizesError if none fits, or if
         two fit that differ at a probe."""
+        variables, probes = self._known(rank, filled)
+        shards = self._shards(rank, filled)
         first = values[0]
         same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
         if not same or not np.issubdtype(first.dtype, np.integer):
@@ -204,7 +254,7 @@ class OpenConstants:
         elements = []
         for column in columns:
             fitting = [*self.sizes.known(column), *self.sizes.fitting(column, variables)]
-            fitting += _ends(column, variables)
+            fitting += [*_ends(column, variables), *shards.get(tuple(column), ())]
             if name in self.varying and not self._is_per_rank(name):
                 fitting = self.sizes.known(column) or fitting  # a size of the whole model
             if len({tuple(f.at(probe) for probe in probes) for f in fitting}) != 1:
@@ -232,12 +282,14 @@ class OpenConstants:
         found = {}
         for i, split in enumerate(self._split_sizes):
             at = tuple(self.mesh.coordinate((a,), rank) for a in split.axes)
-            kind = f"{self._prefix}filled_" if i in filled else self._prefix
             for what in ("start", "part"):
-                found[f"{kind}{what}{i}"] = Extent(
+                found[self._extent_name(what, i, filled)] = Extent(
                     split.size, split.axes, at, what == "start", i in filled, split.parts
                 )
         return found
+
+    def _extent_name(self, what: str, i: int, filled: frozenset[int]) -> str:
+        return f"{self._prefix}{'filled_' if i in filled else ''}{what}{i}"
 
     @cached_property
     def _probes(self) -> list[Binding]:
@@ -329,9 +381,8 @@ class OpenConstants:
         extents: dict[str, Extent] = {}
         members = self.base.attribute(node.name, "group", rank)
         for member, column in zip(members, zip(*values, strict=True), strict=True):
-            variables, probes = self._known(member, frozenset())
             sizes = [np.array([size], np.int64) for size in column]
-            (element,) = self._fitted(node.name, sizes, variables, probes).elements
+            (element,) = self._fitted(node.name, sizes, member, frozenset()).elements
             for name, extent in self._parts(member, frozenset()).items():
                 if name in element.variables:
                     renamed = f"{name}_of_{member}"

@@ -221,12 +221,16 @@ def recompute(
         copies, tensors = clone_nodes(read, f"{name}/", again)
         opener = makers[id(gradients[block.after.name].tensor)]
         added.setdefault(id(opener), []).extend([*graph.nodes, *copies])
+        is_opened = False
         for node in backward:
             for i, tensor in enumerate(node.inputs):
                 if tensor is gradients[block.after.name].tensor:
                     node.inputs[i] = opened
+                elif is_opened and id(tensor) in again:  # as copies do: rings find what both read
+                    node.inputs[i] = again[id(tensor)]
                 elif id(tensor) in inside and id(tensor) in tensors:
                     node.inputs[i] = tensors[id(tensor)]
+            is_opened = is_opened or node is opener
     graph.nodes = first
     for node in backward:
         graph.nodes.append(node)
