@@ -142,7 +142,7 @@ class OverlapCollectives(Pass):
         if self.when == "auto" and len(costs.topology.levels) == 1:
             return {}
         return {
-            node.name: costs.idle(entry.kind, set(groups(node).by_rank), entry.operand)
+            node.name: costs.idle(entry.kind, groups(node).each, entry.operand)
             for node in graph.nodes
             if (entry := planned.get(node.name)) is not None
             and is_collective(node)

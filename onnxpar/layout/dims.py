@@ -161,6 +161,15 @@ def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
     return math.prod(sizes) if isinstance(dim, Product) else sum(sizes)
 
 
+def local_sizes(dim: Dim, mesh: Mesh, ranks: Array) -> Array:
+    """Number of elements of the dimension that each of these ranks holds."""
+    if isinstance(dim, Factor):
+        parts = np.array(dim.part_sizes() if dim.axes else (dim.size,))
+        return np.asarray(parts[mesh.coordinates(dim.axes, ranks)])
+    sizes = [local_sizes(child, mesh, ranks) for child in dim.children]
+    return np.asarray((np.prod if isinstance(dim, Product) else np.sum)(sizes, axis=0))
+
+
 def estimated_size(dim: Dim, mesh: Mesh, rank: int) -> int:
     """The result of `local_size`, except that a data-dependent size (stored as -1) counts as 1; for
     costs."""

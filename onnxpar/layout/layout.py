@@ -25,6 +25,7 @@ from onnxpar.layout.dims import is_even as is_even
 from onnxpar.layout.dims import largest_size as largest_size
 from onnxpar.layout.dims import leaves as leaves
 from onnxpar.layout.dims import local_size as local_size
+from onnxpar.layout.dims import local_sizes as local_sizes
 from onnxpar.layout.dims import nested_parts as nested_parts
 from onnxpar.layout.dims import normalize as normalize
 from onnxpar.layout.dims import runs as runs

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
+from onnxpar.base.arrays import Array
 from onnxpar.errors import StrategyError
 
 MOST_RANKS = 1 << 20
@@ -140,18 +143,28 @@ class Mesh:
         """The row-major position of a rank in the grid of these axes alone."""
         at = 0
         for axis in axes:
-            stride = self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
-            at = at * axis.size + (rank // stride) % axis.size
+            at = at * axis.size + (rank // self._stride(axis)) % axis.size
+        return at
+
+    def coordinates(self, axes: Sequence[Axis], ranks: Array) -> Array:
+        """The `coordinate` of each of these ranks."""
+        at: Array = np.zeros_like(ranks)
+        for axis in axes:
+            at = at * axis.size + (ranks // self._stride(axis)) % axis.size
         return at
 
     def group(self, axes: Sequence[Axis], rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along axes, in row-major order."""
         ranks = [rank]
         for axis in axes:
-            stride = self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
+            stride = self._stride(axis)
             own = (rank // stride) % axis.size
             ranks = [r + (i - own) * stride for r in ranks for i in range(axis.size)]
         return tuple(ranks)
+
+    def _stride(self, axis: Axis) -> int:
+        """The difference of ranks that are neighbours along an axis."""
+        return self._strides[axis.name] * (self.sizes[axis.name] // (axis.pre * axis.size))
 
     @cached_property
     def _strides(self) -> dict[str, int]:

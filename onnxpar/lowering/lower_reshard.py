@@ -34,6 +34,7 @@ from onnxpar.layout.layout import (
     indices,
     leaves,
     local_size,
+    local_sizes,
     neutral,
     normalize,
     split_count,
@@ -181,11 +182,15 @@ class ReshardBuilder:
     def _member_shapes(self, rank: int) -> list[int]:
         """The shapes of all members' shards, one after the other; -1 for a dimension that is
         whole, which may have another size in each run."""
-        return [
-            local_size(dim, self.mesh, member) if split_count(dim) > 1 else -1
-            for member in self.mesh.group(self.axes, rank)
+        members = np.array(self.mesh.group(self.axes, rank))
+        columns = [
+            local_sizes(dim, self.mesh, members)
+            if split_count(dim) > 1
+            else np.full_like(members, -1)
             for dim in self.before.dims
         ]
+        shapes: list[int] = np.stack(columns, axis=1).reshape(-1).tolist()
+        return shapes
 
     def _LocalSlice(self, x: gs.Tensor, y: gs.Tensor) -> None:
         (axis,) = changed_dims(self.before, self.after)
@@ -259,9 +264,8 @@ class ReshardBuilder:
 
     def _sizes(self, dim: Dim) -> Callable[[int], list[int]]:
         """A function from a rank to the sizes of the shards of all members of its group."""
-        return lambda rank: [
-            local_size(dim, self.mesh, m) for m in self.mesh.group(self.axes, rank)
-        ]
+        mesh, axes = self.mesh, self.axes
+        return lambda rank: local_sizes(dim, mesh, np.array(mesh.group(axes, rank))).tolist()
 
     def _collective(self, kind: str, x: gs.Tensor, y: gs.Tensor, **attrs: Any) -> None:
         self.built.append(
@@ -298,18 +302,20 @@ def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list
     """For each member of a group along `axes`, the index of the member that holds its shard of
     `after` under `before`. A member that holds it keeps it; no two have the same source."""
 
-    def held(layout: Layout, member: int) -> tuple[int, ...]:
-        """The coordinates of a member's shard, and the number of its term of a sum."""
-        each = [leaf.axes for dim in layout.dims for leaf in leaves(dim)]
-        return tuple(mesh.coordinate(over, member) for over in (*each, layout.partial))
+    members = np.array(mesh.group(axes, 0))
 
-    members = mesh.group(axes, 0)
-    wanted = [held(after, member) for member in members]
-    sources = [i if held(before, m) == wanted[i] else -1 for i, m in enumerate(members)]
+    def held(layout: Layout) -> list[tuple[int, ...]]:
+        """The coordinates of each member's shard, and the number of its term of a sum."""
+        each = [leaf.axes for dim in layout.dims for leaf in leaves(dim)]
+        columns = [mesh.coordinates(over, members) for over in (*each, layout.partial)]
+        return list(map(tuple, np.stack(columns, axis=1).tolist()))
+
+    have, wanted = held(before), held(after)
+    sources = [i if a == b else -1 for i, (a, b) in enumerate(zip(have, wanted, strict=True))]
     free: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i in reversed(range(len(members))):
         if sources[i] < 0:
-            free[held(before, members[i])].append(i)
+            free[have[i]].append(i)
     return [free[wanted[i]].pop() if source < 0 else source for i, source in enumerate(sources)]
 
 

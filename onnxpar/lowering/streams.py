@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -19,10 +19,10 @@ STREAM = "stream"
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The group of each rank in a collective. Equal groups are one object, since comparing those of
-    thousands of ranks takes long."""
+    """The groups of all ranks in a collective, each once. Equal groups are one object, since
+    comparing those of thousands of ranks takes long."""
 
-    by_rank: tuple[tuple[int, ...], ...]
+    each: tuple[tuple[int, ...], ...]
 
 
 GroupsOf = Callable[[gs.Node], Groups]
@@ -39,11 +39,20 @@ def groups_of(per_rank: PerRank, ranks: int) -> GroupsOf:
         by_rank = per_rank.attributes.get((node.name, "group"))
         key = by_rank or own
         if key not in known:
-            each = tuple(tuple(by_rank(r)) if by_rank else own for r in range(ranks))
+            each = tuple(_distinct(by_rank, ranks)) if by_rank else (own,)
             known[key] = distinct.setdefault(each, Groups(each))
         return known[key]
 
     return find
+
+
+def _distinct(group: Callable[[int], Sequence[int]], ranks: int) -> Iterator[tuple[int, ...]]:
+    seen: set[int] = set()
+    for rank in range(ranks):
+        if rank not in seen:
+            own = tuple(group(rank))
+            seen.update(own)  # members agree on their group
+            yield own
 
 
 def collectives_in(node: gs.Node) -> list[gs.Node]:

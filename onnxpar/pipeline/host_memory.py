@@ -8,6 +8,9 @@ from onnxpar.compiler.plan import Plan
 
 SHARE = 0.9
 """Fraction of the host's memory that ranks may take; the system needs the rest."""
+PROCESS = 30 << 20
+"""Bytes that the process of a rank has for itself beside what the plan counts, such as the
+interpreter's objects; measured."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),

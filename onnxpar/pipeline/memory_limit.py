@@ -13,7 +13,7 @@ from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
-from onnxpar.pipeline.host_memory import SHARE, held_together, host_bytes
+from onnxpar.pipeline.host_memory import PROCESS, SHARE, held_together, host_bytes
 from onnxpar.search.enough_devices import enough_devices
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.search import AUTO, EXHAUSTIVE, PROPAGATION
@@ -147,6 +147,13 @@ def within_hardware(
     None if `plan` itself fits. None, with a note in `plan`, if the user's strategy decides, or no
     plan was found that fits.
     """
+    present, ranks = host_bytes(), plan.mesh.size
+    if topology is None and present is not None and ranks * PROCESS > SHARE * present:
+        plan.notes.append(
+            f"the processes of {ranks} ranks alone need {text_of(ranks * PROCESS, 'B')}, more than "
+            f"the {text_of(present, 'B')} of this host; --topology FILE plans for several hosts"
+        )
+        return None
     excess = _excess(plan, topology)
     if excess is None:
         return None

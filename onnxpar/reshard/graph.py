@@ -47,6 +47,10 @@ MOST_DETOURS = 1 << 12
 """Largest number of states if sub-axes may be on any leaf. In a larger graph, a sub-axis may only
 be where some wanted sharding has it."""
 
+MOST_STATES = 1 << 15
+"""Largest number of states if a path may pass where any wanted sharding has a sub-axis. In a larger
+graph, a sub-axis is where the path's start or its goal has it, or unused."""
+
 
 class ReshardGraph:
     """All factor shardings of a tensor that a path between the `wanted` ones may visit: each
@@ -81,8 +85,10 @@ class ReshardGraph:
         shards = ShardSizes(self.sub_axes, self.locations, self.states, factors, parts)
         self.permutes = Permutes(self.sub_axes, self.locations, self.states, factors, parts)
         self.sizes = [shards.of(dims, itemsize, weight) for weight, dims in factors.costed]
-        self.valid = self.sizes[0].valid & self._is_one_reduction()
         self.at = [self._state(locations) for locations in found]
+        self.valid = self.sizes[0].valid & self._is_one_reduction()
+        if len(self.states) > MOST_STATES:
+            self.valid &= self._is_between()
 
     def _cut_axes(self) -> list[dict[Axis, Location]]:
         """Sets `sub_axes`; returns the location of each sub-axis in each wanted sharding."""
@@ -112,6 +118,17 @@ class ReshardGraph:
         """The number of the state in which sub-axes are at these locations."""
         each = zip(self.strides, self.locations, self.sub_axes, strict=True)
         return sum(s * locations.index(places.get(axis)) for s, locations, axis in each)
+
+    def _is_between(self) -> Array:
+        """By state, whether each sub-axis is unused or where one of two wanted shardings has it,
+        the same two for all sub-axes."""
+        found = np.zeros(len(self.states), bool)
+        for one, other in combinations(self.states[self.at], 2):
+            numbers = np.zeros(1, int)
+            for stride, places in zip(self.strides, zip(one, other, strict=True), strict=True):
+                numbers = np.add.outer(numbers, stride * np.array(sorted({0, *places}))).reshape(-1)
+            found[numbers] = True
+        return found
 
     def seconds(self) -> Array:
         """Seconds from each wanted sharding (rows) to each (columns), by the cheapest path."""

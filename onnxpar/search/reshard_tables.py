@@ -54,17 +54,16 @@ class ReshardTables:
         wanted = self._wanted[key]
         if key not in self._together:
             self._together[key] = _of_all(list(wanted), about, apart)
+        at = np.array([wanted[sharding] for sharding in shardings])
         every = self._together[key]
-        if every is not None:
-            at = np.array([wanted[sharding] for sharding in shardings])
-            return every[:, at[:, None], at[None, :]]
-        own = key, tuple(shardings)
-        if own not in self._alone:
-            try:
-                self._alone[own] = _seconds(_graph(shardings, about), apart)
-            except Unordered:
-                self._alone[own] = _one_by_one(shardings, about, size, apart)
-        return self._alone[own]
+        if every is None:  # in one order for all tensors that have the same shardings
+            own, at = np.unique(at, return_inverse=True)
+            alone = key, tuple(own.tolist())
+            if alone not in self._alone:
+                some = [sharding for sharding, i in wanted.items() if i in alone[1]]
+                self._alone[alone] = _of_some(some, about, size, apart)
+            every = self._alone[alone]
+        return every[:, at[:, None], at[None, :]]
 
 
 def _graph(shardings: Sequence[FactorSharding], about: ReshardedTensor) -> ReshardGraph:
@@ -85,6 +84,15 @@ def _of_all(
     except Unordered:
         return None
     return _seconds(graph, apart) if graph.has_detours else None
+
+
+def _of_some(
+    shardings: Sequence[FactorSharding], about: ReshardedTensor, size: Bytes, apart: bool
+) -> Array:
+    try:
+        return _seconds(_graph(shardings, about), apart)
+    except Unordered:
+        return _one_by_one(shardings, about, size, apart)
 
 
 def _one_by_one(

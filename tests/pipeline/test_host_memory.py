@@ -24,7 +24,8 @@ MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
 
 
 def planned(memory: int, monkeypatch: pytest.MonkeyPatch, **options: object) -> Plan:
-    """The plan over four ranks on a host of so many bytes."""
+    """The plan over four ranks on a host of so many bytes, beside what their processes take."""
+    monkeypatch.setattr(memory_limit, "PROCESS", 0)
     monkeypatch.setattr(memory_limit, "host_bytes", lambda: memory)
     return plan(MODEL, Options(**({"devices": 4} | options)))[0]  # type: ignore[arg-type]
 
