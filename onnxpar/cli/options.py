@@ -60,15 +60,15 @@ def _add_ranks(to: Options) -> None:
         "--topology",
         metavar="FILE",
         help="YAML file with the levels of links between ranks and the speed and memory of a "
-        "rank, such as calibrate writes; or a rank table of MindSpore or HCCL. Default: this host, "
-        "which is measured once, in some seconds, and the result kept",
+        "rank, such as calibrate writes; a rank table of MindSpore or HCCL; or machines by name: "
+        "64-core, or 8x64-core,25GbE for eight hosts. Default: this host, which is measured once, "
+        "in some seconds, and the result kept",
     )
     to.add_argument(
-        "--no-measure",
-        dest="measure",
-        action="store_false",
-        help="without --topology, take built-in constants, for slow cores of one host, instead of "
-        "measuring this host",
+        "--for-any-host",
+        action="store_true",
+        help="without --topology, make the same plan on every machine, from constants, and promise "
+        "no times; this host is not measured",
     )
     to.add_argument(
         "--balance",

@@ -15,6 +15,7 @@ from onnxpar.base.units import text_of
 from onnxpar.cost.device import DEVICE_UNITS, Listed, device_in, devices_of
 from onnxpar.cost.device import Device as Device
 from onnxpar.cost.entries import mapping, number
+from onnxpar.cost.machines import is_machine, machine
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
 from onnxpar.errors import StrategyError
 from onnxpar.files.unreadable import cannot_read
@@ -57,7 +58,8 @@ NETWORK = Link(100e-6, 1e9)
 """Default link between hosts: an Ethernet of 10 Gbit/s that few ranks share."""
 CONSTANTS = "built-in constants, for slow cores of one host"
 """The origin of the default topology."""
-
+ANY_HOST = "built-in constants, for a plan that is the same on every machine and promises no times"
+"""What a plan says that takes the default topology because it must not depend on a host."""
 
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
 """Kinds of collectives for which a level may have links."""
@@ -102,10 +104,15 @@ class Topology:
     @staticmethod
     def given(
         topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None,
+        ranks: int | None = None,
     ) -> Topology | None:
-        """The topology that a caller gives: a file, its structure in Python, or a Topology."""
+        """The topology that a caller gives: a file, its structure in Python, a Topology, or the
+        name of machines for so many ranks."""
         if isinstance(topology, Mapping):
             return Topology.of(topology)
+        if isinstance(topology, str) and is_machine(topology):
+            found = Topology.of(machine(topology, ranks))
+            return replace(found, origin=f"built-in figures of {topology}")
         if isinstance(topology, (str, os.PathLike)):
             return Topology.read(topology)
         return topology

@@ -48,7 +48,7 @@ class Options:
     kv_dtype   the type of these caches; None: that of the model
     part       the part of an encoder-decoder that is made of its folder; None: any other model
     compared   true if the plan is one of several that are compared by the objective
-    on_any_host  true if the plan must not depend on this host, because other hosts make it, too
+    on_any_host  true if the plan must not depend on this host, and promises no times for it
     host       called when costs are needed and there is no `topology`; if it returns None, costs
                are those of the default topology
     show       called with the model after each rewrite of the loader

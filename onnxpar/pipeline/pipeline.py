@@ -26,6 +26,7 @@ from onnxpar.compiler.write_annotations import (
     save,
     write_annotations,
 )
+from onnxpar.cost.topology import ANY_HOST
 from onnxpar.errors import OpenSizesError, StrategyError
 from onnxpar.files.new_folder import check_place
 from onnxpar.files.write_file import writing
@@ -83,14 +84,15 @@ def plan(
     """Makes the plan that `shard` writes, and its context. Errors: OnnxparError."""
     with options.times.of(OTHER):
         try:
-            return _fitting(path, options, watch, reckoning)
+            made, ctx = _fitting(path, options, watch, reckoning)
         except UnpagedError as error:
             if not options.pages_if_possible:
                 raise
-            reason = error.reason
-        made, ctx = _fitting(path, replace(options, page_size=0), watch, reckoning)
-        if made.states:
-            made.notes.append(f"caches are not in pages, because {reason}")
+            made, ctx = _fitting(path, replace(options, page_size=0), watch, reckoning)
+            if made.states:
+                made.notes.append(f"caches are not in pages, because {error.reason}")
+        if options.on_any_host and options.topology is None:
+            made.predicted, made.costs = None, ANY_HOST
         return made, ctx
 
 
@@ -313,7 +315,9 @@ def shard(
     if ranks is not None:
         mesh = wanted_mesh(options)
         check_chosen_ranks(ranks, mesh.size if mesh is not None else options.devices)
-        request = options.request and dict(sorted({**options.request, "measure": False}.items()))
+        request = options.request and dict(
+            sorted({**options.request, "for_any_host": True}.items())
+        )
         options = replace(options, host=unknown_host, on_any_host=True, request=request)
     made, ctx = plan(path, options, watch, reckoning)
     others: dict[Path, tuple[Plan, PassContext]] = {}

@@ -61,9 +61,11 @@ class LayoutOptions(TypedDict, total=False):
     dataset_strategy  layout of the data inputs: data_parallel (the first dimension over all ranks),
                     full_batch (whole), or numbers of shards by input: [[8, 1], [8]]
     configuration   which multi-device annotations of the model to follow, or "none"
-    topology        what ranks run on: a file that `onnxpar calibrate` writes, or its structure.
-                    Default: this host, which is measured once, and the result kept
-    measure         False: without a topology, costs are constants; this host is not measured
+    topology        what ranks run on: a file that `onnxpar calibrate` writes, its structure, or
+                    machines by name, such as "8x64-core,25GbE". Default: this host, which is
+                    measured once, and the result kept
+    for_any_host    True: without a topology, costs are constants, so that each host makes the same
+                    plan, which promises no times
     balance         True: parts in proportion to the speed and memory of devices that differ
     objective       what the search minimizes: latency (default) or throughput
     memory_limit    most bytes that a rank may hold at any time, or text such as "16GB"
@@ -94,7 +96,7 @@ class LayoutOptions(TypedDict, total=False):
     dataset_strategy: str | Sequence[Sequence[int]] | None
     configuration: str | None
     topology: str | os.PathLike[str] | Mapping[str, Any] | Topology | None
-    measure: bool
+    for_any_host: bool
     balance: bool
     objective: Literal["latency", "throughput"] | None
     memory_limit: float | str | None
@@ -136,7 +138,7 @@ class PlanOptions(LayoutOptions, total=False):
 
 
 DEFAULTS: Mapping[str, Any] = {
-    "measure": True,
+    "for_any_host": False,
     "balance": False,
     "untied": False,
     "states": (),
@@ -187,16 +189,18 @@ def options_of(
         load_plugin(module)
     added = asked.get("passes", ())
     mesh, bucket_mb = asked.get("mesh"), asked.get("bucket_mb")
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     return Options(
         devices=asked.get("devices"),
-        mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
+        mesh=mesh,
         preset=asked.get("preset"),
         search=asked.get("search"),
         strategy=strategy,
         dataset=read_dataset(asked.get("dataset_strategy")),
         configuration=asked.get("configuration"),
-        topology=Topology.given(asked.get("topology")),
-        host=partial(host_topology, shard_batch) if asked.get("measure", True) else unknown_host,
+        topology=Topology.given(asked.get("topology"), mesh.size if mesh else asked.get("devices")),
+        host=unknown_host if asked.get("for_any_host") else partial(host_topology, shard_batch),
+        on_any_host=asked.get("for_any_host", False),
         balance=asked.get("balance", False),
         objective=Objective.given(
             asked.get("objective"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.plain_yaml import parse, read_text
+from onnxpar.cost.machines import is_machine
 from onnxpar.errors import InputError, ModelError
 from onnxpar.files.digests import digests_of
 from onnxpar.files.unreadable import cannot_read
@@ -39,7 +40,8 @@ def request_of(asked: Mapping[str, Any]) -> Request | None:
     for name, value in sorted(asked.items()):
         if value is None or name in _NOT_KEPT:
             continue
-        if name in _IN_FILES and isinstance(value, (str, os.PathLike)):
+        is_file = isinstance(value, (str, os.PathLike)) and not is_machine(value)
+        if name in _IN_FILES and is_file:
             try:
                 value = parse(read_text(value))
             except OSError as error:

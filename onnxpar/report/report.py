@@ -74,9 +74,9 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
         yield f"on the host: {tensors} in files, at most {size} per rank"
     yield from _load_lines(plan.get("loads", ()))
     yield from _predicted_lines(plan.get("predicted"), plan["ranks"], bool(plan.get("loads")))
-    if proof := plan.get("proof"):
+    if plan.get("predicted") and (proof := plan.get("proof")):
         yield from wrap(f"search: {proof_text(proof)}", WIDTH, subsequent_indent="  ")
-    if plan.get("predicted") and plan.get("costs"):
+    if plan.get("costs"):
         yield f"costs: {plan['costs']}"
     yield from _note_lines(plan.get("notes", ()))
 

@@ -22,7 +22,7 @@ from onnxpar.calibration.measure import (
     group_sizes,
 )
 from onnxpar.cli.command_line import main
-from onnxpar.cost.topology import CONSTANTS, Topology
+from onnxpar.cost.topology import ANY_HOST, CONSTANTS, Topology
 from onnxpar.errors import RankError
 from onnxpar.pipeline.plan_options import options_of
 from onnxpar.runtime.cores import Core
@@ -86,7 +86,7 @@ def test_a_command_measures_and_the_next_one_reads(
     said = capsys.readouterr()
     assert "costs: measured on this host" in said.out
     assert said.err.startswith("onnxpar: measured this host in ") and said.err.count("\n") == 1
-    assert f"kept in {place} (--no-measure: take constants)" in said.err
+    assert f"kept in {place} (not with --for-any-host)" in said.err
     kept = Topology.read(place)
     assert kept.device != Topology.default().device and anew() == kept
     assert main(PLAN) == 0
@@ -102,9 +102,11 @@ def test_what_is_given_is_not_measured(
     file.write_text(Topology.default().text())
     assert main([*PLAN, "--topology", str(file)]) == 0
     assert f"costs: {file.name}" in capsys.readouterr().out
-    assert main([*PLAN, "--no-measure"]) == 0
-    assert f"costs: {CONSTANTS}" in capsys.readouterr().out
-    assert onnxpar.plan(MODEL, devices=2, measure=False).costs == CONSTANTS
+    assert main([*PLAN, "--for-any-host"]) == 0
+    said = capsys.readouterr().out
+    assert f"costs: {ANY_HOST}" in said and "predicted" not in said
+    made = onnxpar.plan(MODEL, devices=2, for_any_host=True)
+    assert made.costs == ANY_HOST and made.predicted is None
     assert not fake.calls
     assert onnxpar.plan(MODEL, devices=2).costs == host.MEASURED
     assert fake.calls == 1

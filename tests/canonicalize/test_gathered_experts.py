@@ -47,7 +47,7 @@ def test_rows_of_an_input_are_gathered(tmp_path: Path, preset: str, ranks: int) 
     ports = f"float[4,{WIDTH}] x, int64[4] ids"
     model = written(tmp_path / "m.onnx", ports, "")
     whole = ort.InferenceSession(model)
-    onnxpar.shard(model, tmp_path / "m.par", devices=ranks, preset=preset, measure=False)
+    onnxpar.shard(model, tmp_path / "m.par", devices=ranks, preset=preset)
     with onnxpar.InferenceSession(tmp_path / "m.par") as session:
         for seed, ids in enumerate([[0, 1, 2, 4], [-1, -5, 3, 3]]):
             feeds = {"x": rows(seed), "ids": np.array(ids)}
@@ -60,7 +60,7 @@ def test_rows_of_an_input_are_gathered(tmp_path: Path, preset: str, ranks: int) 
 def test_they_are_no_experts(tmp_path: Path) -> None:
     model = written(tmp_path / "m.onnx", f"float[4,{WIDTH}] x, int64[4] ids", "")
     with pytest.raises(StrategyError, match="no weight with a matrix for each expert"):
-        onnxpar.shard(model, tmp_path / "m.par", devices=2, preset="expert-parallel", measure=False)
+        onnxpar.shard(model, tmp_path / "m.par", devices=2, preset="expert-parallel")
 
 
 ARG_MAX = "l = MatMul(x, gate) n = ArgMax<axis=1, keepdims=0>(l)"
@@ -79,7 +79,7 @@ def test_numbers_that_are_chosen_are_those_of_a_gather(
     logits, text = CHOICES[choice]
     model = written(tmp_path / "m.onnx", f"float[4,{WIDTH}] x", text, logits)
     whole = ort.InferenceSession(model)
-    onnxpar.shard(model, tmp_path / "m.par", devices=ranks, preset="expert-parallel", measure=False)
+    onnxpar.shard(model, tmp_path / "m.par", devices=ranks, preset="expert-parallel")
     refused = 0
     with onnxpar.InferenceSession(tmp_path / "m.par") as session:
         for seed in range(12):

@@ -102,7 +102,17 @@ def test_a_host_that_is_lost_meanwhile(cluster: Cluster) -> None:
     a, b, _ = cluster.hosts
     model = str(large(cluster.folder))
     strategy = ["--strategy", f"{cluster.folder}/large.yaml", "--search", "propagation"]
-    shard = [sys.executable, "-m", "onnxpar", "shard", model, *strategy, "--no-measure", "-o", PAR]
+    shard = [
+        sys.executable,
+        "-m",
+        "onnxpar",
+        "shard",
+        model,
+        *strategy,
+        "--for-any-host",
+        "-o",
+        PAR,
+    ]
     a.run(shard, cluster.environment, timeout=200)
     options = ["--hosts", "a:1,b:1", "--insecure", "--"]
     run = ["run", PAR, "--inputs", f"{cluster.folder}/large.npz", "--timeout", "5"]

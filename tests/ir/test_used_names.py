@@ -44,7 +44,7 @@ def tensor_names(graph: GraphProto) -> set[str]:
 
 def made_names(path: Path, ranks: Path, **options: Any) -> list[str]:
     """The names in the files of the ranks that the model does not have."""
-    onnxpar.shard(path, ranks, measure=False, **options)
+    onnxpar.shard(path, ranks, **options)
     files = [onnx.load(f, load_external_data=False) for f in sorted(ranks.glob("rank_*.onnx"))]
     made: set[str] = set().union(*(tensor_names(f.graph) for f in files))
     return sorted(made - tensor_names(onnx.load(path).graph))
@@ -167,7 +167,7 @@ def test_names_of_sizes_are_refused_where_sizes_are_open(name: str, tmp_path: Pa
     proto = parsed(f"(float[B,8] x) => (float[B,8] y) {{ {body} }}", {})
     path = write(proto, tmp_path)
     with pytest.raises(onnxpar.ModelError, match=r"name begins with 'onnxpar\.sizes'"):
-        onnxpar.shard(path, tmp_path / "m.par", devices=2, preset="data-parallel", measure=False)
+        onnxpar.shard(path, tmp_path / "m.par", devices=2, preset="data-parallel")
     agree(proto, tmp_path, {"x": floats(6, 8)}, dims={"B": 6})
 
 

@@ -310,4 +310,4 @@ def test_parts_of_an_input_in_another_order_are_no_state(tmp_path: Path) -> None
             big = Constant <value_ints = [1000000]> ()
             a = Slice (x, three, big) b = Slice (x, zero, three) y = Concat <axis = 0> (a, b)
         }""")
-    assert onnxpar.plan(rolled, devices=2, measure=False).states == []
+    assert onnxpar.plan(rolled, devices=2).states == []

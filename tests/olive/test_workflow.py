@@ -29,7 +29,7 @@ from onnxpar.olive.pass_options import options, parameters
 LLAMA = Path(__file__).parents[2] / "models/llama.dynamo.static.onnx"
 IDS = np.random.default_rng(0).integers(0, 48, (4, 16))
 FEEDS = {"input_ids": IDS, "attention_mask": np.ones_like(IDS)}
-SHARDED = {"devices": 2, "preset": "tensor-parallel", "measure": False}
+SHARDED = {"devices": 2, "preset": "tensor-parallel", "for_any_host": True}
 
 TOKENS = """
 import numpy as np

@@ -43,7 +43,7 @@ def compare_runs(seed: int, folder: Path) -> Counter[str]:
     onnx.save(model, path)
     unsplit = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     try:
-        onnxpar.shard(path, par, measure=False, **way)
+        onnxpar.shard(path, par, **way)
     except OpenSizesError:
         return Counter(["refused"])
     went: Counter[str] = Counter()

@@ -181,7 +181,7 @@ def test_sizes_of_which_some_are_open_are_split(ranks: int, tmp_path: Path) -> N
 def test_a_check_looks_at_both_sides_of_what_sizes_are_compared_with(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(size_model("a minimum"), path)
-    found = onnxpar.check(path, devices=2, measure=False)
+    found = onnxpar.check(path, devices=2)
     lengths = [sizes["N"] for sizes in found.plan.samples]
     assert min(lengths) < 20 < max(lengths)
     assert {length % 2 for length in lengths} == {0, 1}

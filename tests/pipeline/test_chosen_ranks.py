@@ -76,7 +76,7 @@ def test_the_files_of_a_rank_are_those_of_the_whole(name: str, tmp_path: Path) -
     model, options = CASES[name]
     path = model(tmp_path)
     whole = tmp_path / "whole.par"
-    plan = onnxpar.shard(path, whole, measure=False, **options)
+    plan = onnxpar.shard(path, whole, **options)
     every = files_of(whole)
     found: dict[str, bytes] = {}
     for rank in range(plan.mesh.size):
@@ -130,7 +130,7 @@ def test_what_several_ranks_hold_is_apart_from_what_one_holds(tmp_path: Path) ->
 @pytest.mark.slow
 def test_ranks_that_come_later_join(tmp_path: Path) -> None:
     whole, par = tmp_path / "whole.par", tmp_path / "m.par"
-    plan = onnxpar.shard(LLAMA, whole, measure=False, **HYBRID)
+    plan = onnxpar.shard(LLAMA, whole, **HYBRID)
     for ranks in ([3], [0, 1], [2]):
         assert not par.exists() or Bundle.load(par).files.absent
         onnxpar.shard(LLAMA, par, ranks=ranks, **HYBRID)
@@ -176,7 +176,7 @@ def test_a_folder_that_appears_at_the_last_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, par, other = (tmp_path / f"{name}.par" for name in ("whole", "m", "other"))
-    onnxpar.shard(LLAMA, whole, measure=False, **HYBRID)
+    onnxpar.shard(LLAMA, whole, **HYBRID)
     onnxpar.shard(LLAMA, other, ranks=[0, 1, 3], **HYBRID)
     exists = os.path.lexists
 

@@ -230,7 +230,7 @@ def test_folders_have_pages_by_default_and_files_do_not() -> None:
 @pytest.mark.parametrize("name,more", [("llama", {"kv_dtype": "int8"}), ("bart", {})])
 def test_every_call_plans_the_same_model_of_a_folder(name: str, more: dict[str, str]) -> None:
     folder = MODELS / "llm" / name
-    options: dict[str, Any] = {"devices": 2, "measure": False, **more}
+    options: dict[str, Any] = {"devices": 2, "for_any_host": True, **more}
     plan = onnxpar.plan(folder, **options)
     rows = onnxpar.candidates(folder, **options).rows
     (searched,) = (row for row in rows if row.strategy == "auto")
@@ -247,7 +247,7 @@ def test_every_kind_of_plan_command_is_of_the_same_model(
     name: str, op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(*how: str) -> Any:
-        command = ["plan", str(MODELS / "llm" / name), "--devices", "2", "--no-measure", "--json"]
+        command = ["plan", str(MODELS / "llm" / name), "--devices", "2", "--for-any-host", "--json"]
         assert main([*command, *how]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -263,14 +263,22 @@ def test_every_kind_of_plan_command_is_of_the_same_model(
 def test_a_trace_is_compared_with_the_plan_of_the_same_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how: dict[str, Any] = {"devices": 2, "preset": "tensor-parallel", "measure": False}
+    how: dict[str, Any] = {"devices": 2, "preset": "tensor-parallel", "for_any_host": True}
     onnxpar.shard(LLAMA, tmp_path / "m.par", **how)
     trace = tmp_path / "trace.json"
     with Generator(tmp_path / "m.par", timeout=30, profile=True) as generator:
         generator.generate("the", max_new_tokens=3)
         generator._session.end_profile(trace)
     assert "PagedAttention" in str(onnxpar.compare_trace(LLAMA, trace, **how))
-    command = ["plan", str(LLAMA), "--preset", "tensor-parallel", "--devices", "2", "--no-measure"]
+    command = [
+        "plan",
+        str(LLAMA),
+        "--preset",
+        "tensor-parallel",
+        "--devices",
+        "2",
+        "--for-any-host",
+    ]
     assert main([*command, "--compare", str(trace)]) == 0
     assert "PagedAttention" in capsys.readouterr().out
 
@@ -278,7 +286,7 @@ def test_a_trace_is_compared_with_the_plan_of_the_same_model(
 @pytest.mark.slow
 def test_every_call_refuses_pages_as_plan_does(tmp_path: Path) -> None:
     """Or keeps the caches as they are, where nothing asks for pages."""
-    how: dict[str, Any] = {"devices": 2, "measure": False}
+    how: dict[str, Any] = {"devices": 2, "for_any_host": True}
     for call in (onnxpar.plan, onnxpar.candidates, partial(onnxpar.node_costs, node="*")):
         with pytest.raises(StrategyError, match="--kv-dtype int8: only caches in pages"):
             call(LLAMA, page_size=0, kv_dtype="int8", **how)
@@ -361,7 +369,7 @@ def test_pages_count_once_in_memory() -> None:
 @pytest.mark.slow
 def test_the_search_counts_pages_once_too() -> None:
     """They are written where they are."""
-    plan = onnxpar.plan(LLAMA, devices=2, memory_limit="5MB", measure=False)
+    plan = onnxpar.plan(LLAMA, devices=2, memory_limit="5MB")
     assert 4e6 < sum(plan.memory.values()) <= 5e6
 
 
@@ -380,9 +388,9 @@ def test_a_limit_that_pages_exceed_names_the_number_of_pages(
     limit: str, how: dict[str, Any], remedy: str
 ) -> None:
     with pytest.raises(StrategyError, match=f"{remedy}.*--typical pages=N.*--kv-memory") as caught:
-        onnxpar.plan(LLAMA, memory_limit=limit, measure=False, **how)
+        onnxpar.plan(LLAMA, memory_limit=limit, **how)
     assert "4.1943 MB of it for states" in str(caught.value)
-    made = onnxpar.plan(LLAMA, devices=2, memory_limit="3MB", measure=False, typical="pages=64")
+    made = onnxpar.plan(LLAMA, devices=2, memory_limit="3MB", typical="pages=64")
     assert sum(made.memory.values()) <= 3e6
 
 

@@ -121,4 +121,4 @@ def test_a_network_without_a_number_of_units(tmp_path: Path) -> None:
         model.graph.initializer.append(weight)
     onnx.save(model, tmp_path / "m.onnx")
     with pytest.raises(ModelError, match="has no hidden_size, which onnxruntime requires"):
-        onnxpar.plan(tmp_path / "m.onnx", devices=2, measure=False)
+        onnxpar.plan(tmp_path / "m.onnx", devices=2)

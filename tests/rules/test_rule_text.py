@@ -58,4 +58,4 @@ def test_a_plugin_is_told(text: str, message: str, tmp_path: Path) -> None:
     rule("Op", domain="tests.text", replace=True)(of_text)
     onnx.save(onnx.parser.parse_model(MODEL), tmp_path / "m.onnx")
     with pytest.raises(StrategyError, match=f"of_text fails on Op .*{message}; correct the plugin"):
-        make_plan(tmp_path / "m.onnx", devices=2, measure=False)
+        make_plan(tmp_path / "m.onnx", devices=2)

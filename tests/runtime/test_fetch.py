@@ -40,7 +40,7 @@ over_both = pytest.mark.usefixtures("medium")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks; 0 and 2 hold the same shards, and so do 1 and 3; some weights are in all."""
     par = tmp_path_factory.mktemp("made") / "m.par"
-    onnxpar.shard(LLAMA, par, mesh="dp=2,tp=2", preset="hybrid", measure=False)
+    onnxpar.shard(LLAMA, par, mesh="dp=2,tp=2", preset="hybrid")
     return par
 
 
@@ -147,7 +147,7 @@ def test_what_was_fetched_runs(made: Path, tmp_path: Path) -> None:
         part_files = Bundle.load(folders[rank]).files
         for name in part_files.of(rank):
             shutil.copyfile(folders[rank] / name, graphs[0] / name)
-    plan = onnxpar.plan(LLAMA, mesh="dp=2,tp=2", preset="hybrid", measure=False)
+    plan = onnxpar.plan(LLAMA, mesh="dp=2,tp=2", preset="hybrid")
     feeds = feeds_for(plan)
     with ThreadSession(graphs[0]) as own, ThreadSession(made) as other:
         for mine, theirs in zip(own.run(None, feeds), other.run(None, feeds), strict=True):
@@ -334,7 +334,7 @@ def test_other_plans_are_refused(
     name_hosts(monkeypatch, {made.parent.name: "alpha", "b": "beta"})
     other = tmp_path / "b" / "m.par"
     other.parent.mkdir()
-    onnxpar.shard(LLAMA, other, devices=4, preset="data-parallel", measure=False)
+    onnxpar.shard(LLAMA, other, devices=4, preset="data-parallel")
     for rank in fetched([made, made, other, made]):
         assert "the ranks disagree on the model" in rank.error
         assert "on rank 0 (host alpha)" in rank.error and "on rank 2 (host beta)" in rank.error

@@ -268,4 +268,4 @@ def test_numbers_of_shards_are_those_that_were_written(entry: Any, message: str)
     proto.graph.node[0].name = "mm1"
     for name, start in (("mm1", "MatMul 'mm1'"), ("mm*", "entry 'mm.': MatMul 'mm1'")):
         with pytest.raises(StrategyError, match=f"^{start}: .*{message}"):
-            onnxpar.plan(proto, devices=4, strategy={"shard": {name: entry}}, measure=False)
+            onnxpar.plan(proto, devices=4, strategy={"shard": {name: entry}})

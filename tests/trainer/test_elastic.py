@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a step for three ranks, and 60 samples for batches of 8."""
     folder = tmp_path_factory.mktemp("train")
     step = write_step(MLP, folder, optimizer="adam", clip_norm=1.0)
-    onnxpar.shard(step, folder / "step.par", devices=3, preset="zero2", measure=False)
+    onnxpar.shard(step, folder / "step.par", devices=3, preset="zero2")
     draw = np.random.default_rng(3)
     x = draw.standard_normal((60, 6)).astype(np.float32)
     np.savez(folder / "train.npz", x=x, labels=draw.integers(0, 5, 60))
@@ -108,7 +108,7 @@ def by_hand(
     """What a user does: shards the step for fewer ranks, and resumes from a checkpoint, if any."""
     par = out / f"by-hand-{ranks}.par"
     out.mkdir(exist_ok=True)
-    onnxpar.shard(made / "step.onnx", par, devices=ranks, preset="zero2", measure=False)
+    onnxpar.shard(made / "step.onnx", par, devices=ranks, preset="zero2")
     for step, path in checkpoints(start).items():
         if step <= upto:
             shutil.copytree(path, out / path.name, dirs_exist_ok=True)
@@ -310,7 +310,7 @@ def test_processes_that_are_killed(
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8 * 30 + 1))
     hand = tmp_path / "hand"
     shutil.copytree(tmp_path / "c" / second[1], hand / "c" / second[1])
-    model = [str(made / "step.onnx"), "--devices", "2", "--preset", "zero2", "--no-measure"]
+    model = [str(made / "step.onnx"), "--devices", "2", "--preset", "zero2", "--for-any-host"]
     assert main(["shard", *model, "-o", str(hand / "step.par")]) == 0
     shutil.copy(made / "train.npz", hand)
     assert main([*command(hand, hand, *how, "--resume")[3:]]) == 0

@@ -99,7 +99,14 @@ def resumed_by_hand(made: Path, out: Path, start: Path, ranks: int) -> Path:
     hand = out / f"hand-{ranks}"
     shutil.copytree(start, hand / "c" / start.name)
     shutil.copy(made / "train.npz", hand)
-    model = [str(made / "step.onnx"), "--devices", str(ranks), "--preset", "zero2", "--no-measure"]
+    model = [
+        str(made / "step.onnx"),
+        "--devices",
+        str(ranks),
+        "--preset",
+        "zero2",
+        "--for-any-host",
+    ]
     assert main(["shard", *model, "-o", str(hand / "step.par")]) == 0
     how = ["--epochs", str(EPOCHS), "--every", "100", "--resume"]
     assert main(command(hand, hand, *how)[3:]) == 0
@@ -143,7 +150,7 @@ def test_ranks_without_a_plan_for_all_are_left_over(tmp_path: Path) -> None:
     """Over 4 ranks and over 2, halves can be had; three are started."""
     step = write_step(MLP, tmp_path, optimizer="sgd")
     halves = {"shard": {"Gemm_h": [[2, 1], [1, 1], [1]]}}
-    onnxpar.shard(step, tmp_path / "step.par", devices=4, strategy=halves, measure=False)
+    onnxpar.shard(step, tmp_path / "step.par", devices=4, strategy=halves)
     x = np.ones((16, 6), np.float32)
     np.savez(tmp_path / "train.npz", x=x, labels=np.zeros(16, np.int64))
     launcher = Launcher(tmp_path, tmp_path, lambda launcher: None)

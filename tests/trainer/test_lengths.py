@@ -309,7 +309,7 @@ def test_a_run_that_goes_on_is_one_that_never_ended(steps: list[Path], tmp_path:
 def test_faults_are_named(steps: list[Path], tmp_path: Path) -> None:
     def refused(shorter: Path, text: str, longest: Path = steps[0]) -> None:
         with pytest.raises(StrategyError, match=text):
-            onnxpar.shard(longest, tmp_path / "x.par", devices=2, measure=False, shorter=[shorter])
+            onnxpar.shard(longest, tmp_path / "x.par", devices=2, shorter=[shorter])
         assert not (tmp_path / "x.par").exists()
 
     refused(steps[0], "step9.onnx takes samples of the same sizes as .*step9.onnx")
@@ -357,7 +357,7 @@ def test_the_commands(steps: list[Path], tmp_path: Path, capsys: Any) -> None:
 def test_other_numbers_of_ranks(steps: list[Path], tmp_path: Path) -> None:
     """A step that is sharded again has all lengths."""
     par = sharded(steps)
-    onnxpar.shard(steps[0], par, devices=2, measure=False, shorter=steps[1:])
+    onnxpar.shard(steps[0], par, devices=2, shorter=steps[1:])
     plans = StepPlans(par, tmp_path)
     again = plans.at_most(3, 1)
     assert plans.at_most(3, 1) == again

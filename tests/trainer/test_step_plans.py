@@ -27,7 +27,7 @@ def step(tmp_path: Path) -> Path:
 
 def made(step: Path, **options: Any) -> Path:
     par = step.with_name("step.par")
-    onnxpar.shard(step, par, measure=False, **options)
+    onnxpar.shard(step, par, **options)
     return par
 
 
@@ -45,10 +45,10 @@ def test_the_request_is_in_the_plan(step: Path, tmp_path: Path) -> None:
     options = {"strategy": str(tmp_path / "s.yaml"), "fusion": "size", "bucket_mb": 1}
     found = request(made(step, **options))
     inlined = {"mesh": {"dp": 2}, "tensors": {"x": ["dp", None]}}
-    wanted = {"strategy": inlined, "fusion": "size", "bucket_mb": 1, "measure": False}
+    wanted = {"strategy": inlined, "fusion": "size", "bucket_mb": 1, "for_any_host": True}
     assert found["options"] == wanted and found["file"] == "step.onnx"
     flags = ["--strategy", options["strategy"], "--fusion", "size", "--bucket-mb", "1"]
-    assert main(["shard", str(step), *flags, "--no-measure", "-o", str(tmp_path / "c.par")]) == 0
+    assert main(["shard", str(step), *flags, "--for-any-host", "-o", str(tmp_path / "c.par")]) == 0
     again = request(tmp_path / "c.par")
     assert again["sha256"] == found["sha256"]
     assert StepPlans(tmp_path / "c.par", tmp_path).at_most(1, 1) == tmp_path / "ranks_0001.par"
@@ -56,7 +56,7 @@ def test_the_request_is_in_the_plan(step: Path, tmp_path: Path) -> None:
 
 def test_a_model_that_is_no_step_has_none(step: Path, tmp_path: Path) -> None:
     par = tmp_path / "model.par"
-    onnxpar.shard(tmp_path / "model.onnx", par, devices=2, measure=False)
+    onnxpar.shard(tmp_path / "model.onnx", par, devices=2)
     assert request(par) is None
 
 
@@ -66,7 +66,7 @@ def test_it_is_the_plan_that_the_user_would_make(preset: str, step: Path, tmp_pa
     par = made(step, devices=4, preset=preset)
     told: list[str] = []
     found = StepPlans(par, tmp_path / "run", tell=told.append).at_most(3, 1)
-    onnxpar.shard(step, tmp_path / "hand.par", devices=3, preset=preset, measure=False)
+    onnxpar.shard(step, tmp_path / "hand.par", devices=3, preset=preset)
     assert Bundle.load(found).mesh == Bundle.load(tmp_path / "hand.par").mesh
     assert collectives(found) == collectives(tmp_path / "hand.par")
     assert told == [f"sharding {step} for 3 ranks"]

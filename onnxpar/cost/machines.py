@@ -1,0 +1,64 @@
+"""Short names of machines, such as `8x64-core,25GbE`, for plans without a topology file.
+
+The figures are round ones of current servers; docs/how-to/topology.md says where each is from. They
+tell which of two plans is faster on such machines. For times of your own, measure them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from onnxpar.errors import StrategyError
+
+_NAME = re.compile(r"(?:(\d+)x)?(\d+)-core(?:,(.*))?")
+_NETWORKS = {f"{gbits}GbE": gbits * 1e9 / 8 for gbits in (1, 10, 25, 50, 100, 200)}
+"""Bytes per second of a host's network interface."""
+_TCP = {"latency": 50e-6, "share": 0.9}
+"""Seconds of a round of messages over TCP, and the share of a network's bytes that are theirs."""
+_HOST = {"latency": 4e-6, "bandwidth": 7.2e9}
+"""Between ranks of a host: through shared memory, as fast as each can read memory."""
+_CORE = {"flops": 100e9, "memory_bandwidth": 7.2e9, "cache": 4e6, "cache_bandwidth": 60e9}
+"""A core while all others of its host work, and its part of what they share."""
+_OP = {"exposed": 1, "launch": 1e-6, "row": 2.5e-9}
+_TOGETHER = 0.8
+"""The share of the FLOP/s of all cores that one rank with a thread on each gets."""
+_MEMORY = 4e9
+"""Bytes of memory for each core."""
+_SESSION = {"latency": 30e-6, "bandwidth": 10e9}
+_MOST = 1 << 16
+
+
+def is_machine(name: str | os.PathLike[str]) -> bool:
+    """True for HOSTSxCORES-core,NETWORK, and CORES-core for one host, if there is no such file."""
+    return bool(_parsed(os.fspath(name))) and not os.path.exists(name)
+
+
+def _parsed(name: str) -> re.Match[str] | None:
+    return _NAME.fullmatch(name.replace(" ", ""))
+
+
+def machine(name: str, ranks: int | None) -> dict[str, Any]:
+    """The topology of so many ranks (None: one for each core) on the machines of this name, in the
+    form of a topology file. Errors: StrategyError for a network that is unknown or missing."""
+    found = _parsed(name)
+    assert found is not None
+    hosts, cores, network = int(found[1] or 1), int(found[2]), found[3] or ""
+    if not 1 <= hosts <= _MOST or not 1 <= cores <= _MOST:
+        raise StrategyError(f"--topology {name}: give numbers from 1 to {_MOST:,}")
+    here = cores if ranks is None else -(-ranks // hosts)
+    levels: list[dict[str, Any]] = [{"name": "host", "size": here, "at_once": cores, **_HOST}]
+    if hosts > 1:
+        if network not in _NETWORKS:
+            raise StrategyError(
+                f"--topology {name}: give the network between the hosts, such as "
+                f"{hosts}x{cores}-core,25GbE; it is one of {', '.join(_NETWORKS)}"
+            )
+        bandwidth = _NETWORKS[network] * _TCP["share"] / here
+        link = {"latency": _TCP["latency"], "bandwidth": bandwidth}
+        levels.append({"name": "network", "size": hosts, **link})
+    device = {**_CORE, **_OP, "memory": _MEMORY * cores / here}
+    whole = {key: value * cores for key, value in _CORE.items()}
+    alone = {**device, **whole, "flops": _CORE["flops"] * max(_TOGETHER * cores, 1)}
+    return {"levels": levels, "device": device, "alone": alone, "session": _SESSION}
