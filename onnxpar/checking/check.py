@@ -170,7 +170,7 @@ def _checked(
             for sizes in _sizes_to_try(made, bundle):
                 try:
                     feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
-                    report = judged(compared(session, feeds))
+                    report = _beside(judged(compared(session, feeds)), made, sizes)
                     break
                 except (ModelError, InputError) as error:  # a size may be too large or small
                     first = first or error
@@ -192,6 +192,15 @@ def _checked(
     made = replace(made, outputs=own)
     given = made_up if way.inputs is not None or not report.ok else ()
     return Check(made, report, made_up=given, elsewhere=elsewhere)
+
+
+def _beside(report: Report, made: Plan, sizes: Mapping[str, int]) -> Report:
+    """The report with what the plan predicts for runs at these sizes, if it does."""
+    times, predicted = report.times, made.predicted
+    is_typical = [dict(typical) for typical, _ in made.typical] in ([], [dict(sizes)])
+    if times is None or predicted is None or not is_typical:
+        return report
+    return replace(report, times=replace(times, predicted=(predicted.one_rank, predicted.total)))
 
 
 def _elsewhere(

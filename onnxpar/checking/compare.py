@@ -110,11 +110,12 @@ class Closeness:
 class Times:
     """The seconds of a run of the unsplit model, and of the sharded model on `ranks` ranks: of the
     shortest of a few runs after the first or, if the first takes longer than TIMED_SECONDS, of the
-    first."""
+    first. `predicted` are the seconds of both that the plan predicts for these sizes."""
 
     unsplit: float
     sharded: float
     ranks: int
+    predicted: tuple[float, float] | None = None
 
     def text(self) -> str:
         """Returns both times in one line."""
@@ -124,10 +125,16 @@ class Times:
         cores = len(own_cores())
         some = "one core" if cores == 1 else f"{cores} cores"
         shared = f" that share {some}" if self.ranks > cores else ""
+        unsplit, sharded = self.predicted or (None, None)
         return (
-            f"a run takes {self.unsplit * 1e3:.2f} ms unsplit, {self.sharded * 1e3:.2f} ms on "
+            f"a run takes {_ms(self.unsplit, unsplit)} unsplit, {_ms(self.sharded, sharded)} on "
             f"{self.ranks} ranks{shared} ({how})"
         )
+
+
+def _ms(seconds: float, predicted: float | None) -> str:
+    beside = "" if predicted is None else f" ({predicted * 1e3:.2f} predicted)"
+    return f"{seconds * 1e3:.2f} ms{beside}"
 
 
 @dataclass(frozen=True)

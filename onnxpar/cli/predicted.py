@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onnxpar.runtime.trace import Trace
+
 _FAR = 1.5
 """A prediction that is so many times too long or too short deserves a look at where it is so."""
 
 
-def compared(predicted: float, measured: float, what: str) -> str:
-    """Returns a sentence on how long a run or step (`what`) takes, beside what was predicted of it;
-    times are in seconds."""
-    ratio = measured / predicted
-    said = f"predicted: {predicted * 1e3:.3f} ms; a {what} takes {ratio:.2f} times as long"
+def compared(
+    predicted: Mapping[str, float], measured: float, what: str, trace: Trace | None = None
+) -> str:
+    """Returns a sentence on how long a run or step (`what`) takes, beside what was predicted of it,
+    in the form that plan.json has, and where most of a large difference is; times are in
+    seconds."""
+    total = predicted["total"]
+    ratio = measured / total
+    said = f"predicted: {total * 1e3:.3f} ms; a {what} takes {ratio:.2f} times as long"
     if 1 / _FAR <= ratio <= _FAR:
         return said
-    return f"{said}; --profile FILE, and `onnxpar plan --compare FILE`, show where they differ"
+    if trace is None:
+        return f"{said}; --profile FILE, and `onnxpar plan --compare FILE`, show where they differ"
+    parts = _parts(trace)
+    most = max(parts, key=lambda kind: abs(parts[kind] - predicted.get(kind, 0.0)))
+    return (
+        f"{said}, mostly in {most}: {parts[most] * 1e3:.3f} ms, predicted "
+        f"{predicted.get(most, 0.0) * 1e3:.3f}"
+    )
+
+
+def _parts(trace: Trace) -> dict[str, float]:
+    """Returns the seconds of a run by the kinds that a plan predicts, on the rank with the most
+    compute, and between nodes."""
+    lengths = trace.lengths()
+    events = [[e for e in trace.of(rank) if e.run in lengths] for rank in range(trace.ranks)]
+    each = [
+        (sum(e.own for e in own if not e.collective), sum(e.own for e in own if e.collective))
+        for own in events
+    ]
+    compute, communication = (seconds / len(lengths) for seconds in max(each))
+    between = sum(lengths.values()) / len(lengths) - compute - communication
+    return {
+        "compute": compute,
+        "communication": communication,
+        "session": trace.session(lengths.keys()) or 0.0,
+        "onnxruntime, between nodes": max(between, 0.0),
+    }

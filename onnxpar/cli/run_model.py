@@ -85,7 +85,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
             for name, array in arrays.items()
         ]
         runs = {"count": args.repeat, "warm_up": warm_up, "seconds": times}
-        runs |= {"predicted": predicted}
+        runs |= {"predicted": predicted and predicted["total"]}
         print(json.dumps({"outputs": outputs, "runs": runs}, indent=2))
         return 0
     for name, array in arrays.items():
@@ -95,7 +95,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         after = f" after {warm_up} warm-up run{'s' * (warm_up > 1)}" if warm_up else ""
         print(f"{args.repeat - warm_up} runs{after}, in milliseconds: {said}")
         if predicted:
-            print(compared(predicted, times["median"], "run"))
+            print(compared(predicted, times["median"], "run", trace))
     if trace is not None:
         from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler
 
@@ -118,14 +118,13 @@ def _feeds(args: argparse.Namespace, bundle: Bundle) -> dict[str, Any]:
     return make_feeds(specs, ranges, args.seed)
 
 
-def _predicted(args: argparse.Namespace, bundle: Bundle) -> float | None:
-    """Returns the seconds that the plan predicts for such a run; None if it predicts none, or for
-    other sizes of the inputs."""
-    data = bundle.data
-    predicted = data.get("predicted")
-    if predicted is None or (data.get("typical") and not args.random):
+def _predicted(args: argparse.Namespace, bundle: Bundle) -> dict[str, float] | None:
+    """Returns the seconds that the plan predicts for such a run, by part; None if it predicts none,
+    or for other sizes of the inputs."""
+    if bundle.data.get("typical") and not args.random:
         return None
-    return float(predicted["total"])
+    predicted: dict[str, float] | None = bundle.data.get("predicted")
+    return predicted
 
 
 def _times(seconds: Sequence[float]) -> dict[str, float]:

@@ -246,7 +246,7 @@ def _follow(
     predicted = generations.trainer.bundle.data.get("predicted")
     if predicted and predicted["total"] and len(seconds) > 1:
         taken = median(seconds[1:])
-        text = compared(predicted["total"], taken, "step")
+        text = compared(predicted, taken, "step")
         if generations.trainer.bundle.programs:
             text = f"predicted for the longest samples: {predicted['total'] * 1e3:.3f} ms"
         print(f"{len(seconds)} steps, {taken * 1e3:.3f} ms each (the median); {text}")

@@ -80,7 +80,7 @@ def planned_nodes(
 def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) -> Comparison:
     """Compares the runs of a trace, except evaluations, with the predictions in `nodes`. Errors:
     StrategyError if the trace is of another plan, InputError if it has no runs."""
-    lengths = _lengths(trace)
+    lengths = trace.lengths()
     if not lengths:
         raise InputError("the trace has no runs; record some with `onnxpar run --profile`")
     _check_same(trace, [e for e in trace.events if e.run in lengths], plan, nodes)
@@ -99,17 +99,9 @@ def compare_trace(trace: Trace, plan: Plan, nodes: Mapping[str, PlannedNode]) ->
         mean(lengths[run] for run in runs),
         computed,
         _communicated(events, len(runs), nodes, plan.sent_at_runs),
+        trace.session(runs),
+        plan.predicted.session if plan.predicted else 0.0,
     )
-
-
-def _lengths(trace: Trace) -> dict[int, float]:
-    """Returns the seconds of each run by its number, from the start on the first rank to the end on
-    the last."""
-    found = {}
-    for run in trace.runs():
-        spans = [span for span in trace.spans if span.run == run]
-        found[run] = max(s.start + s.seconds for s in spans) - min(s.start for s in spans)
-    return found
 
 
 def _check_same(

@@ -58,8 +58,11 @@ def _totals(comparison: Comparison) -> Iterator[str]:
         ("communication", *_times(predicted.communication, measured.communication)),
         ("waiting", *_times(None, comparison.wait)),
         ("between nodes", *_times(None, max(rest, 0.0))),
-        ("a run", *_times(predicted.total, comparison.length)),
     ]
+    session, own = comparison.session or 0.0, comparison.predicted_session
+    if comparison.session is not None:
+        rows.append(("session", *_times(own or None, session)))
+    rows.append(("a run", *_times(predicted.total + own, comparison.length + session)))
     yield from table(rows, ("", *_times_heads()))
 
 

@@ -68,7 +68,8 @@ class Comparison(Shown):
     """Predicted and measured times, in seconds per run. Measured times are means over `runs` runs:
     the middle half, by length, of the `recorded` runs. `rank` is the rank that computes longest;
     `length` is the time from the start of a run on the first rank to its end on the last. `sizes`
-    are the open sizes for which times are predicted: those of the runs, if the trace has them."""
+    are the open sizes for which times are predicted: those of the runs, if the trace has them.
+    `session` is what a run takes beside the work of ranks, if the trace has it."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -78,6 +79,8 @@ class Comparison(Shown):
     length: float
     computed: Sequence[Computed]
     talked: Sequence[Communicated]
+    session: float | None = None
+    predicted_session: float = 0.0
     sizes: str = ""
 
     @property
@@ -130,6 +133,7 @@ class Comparison(Shown):
             key: _with_ratio({"predicted": getattr(predicted, key), "measured": own})
             for key, own in (*asdict(measured).items(), ("total", measured.total))
         }
+        session = {"predicted": self.predicted_session or None, "measured": self.session}
         return {
             "model": self.model,
             "mesh": [list(axis) for axis in self.mesh],
@@ -138,7 +142,8 @@ class Comparison(Shown):
             "rank": self.rank,
             **totals,
             "wait": self.wait,
-            "run": self.length,
+            "session": session,
+            "run": self.length + (self.session or 0.0),
             "ops": [_with_ratio(asdict(t)) for t in self.op_types()],
             "collectives": [_with_ratio(asdict(t)) for t in self.talked],
             "nodes": [_with_ratio({"op": c.label, **asdict(c)}) for c in self.computed],

@@ -28,6 +28,9 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         ]
         yield from table(rows, ("rank", *_heads(_PARTS)))
         yield from _transfers(trace, program)
+        session = None if program else trace.session(trace.runs())
+        if session is not None:
+            yield f"the session takes {session * 1e3:.3f} ms of a run beside that"
         yield ""
     busy = sum(event.own for event in trace.events)
     if busy:
@@ -73,7 +76,7 @@ def _parts(trace: Trace, rank: int, program: str) -> list[str]:
     a run on the first rank to its end on the last."""
     runs = set(trace.runs(program))
     events = [event for event in trace.of(rank) if event.run in runs]
-    window = _windows(trace, program)
+    window = sum(trace.lengths(program).values())
     waiting = sum(e.wait for e in events)
     compute, communication = (
         sum(e.own for e in events if (e.collective is None) is is_compute)
@@ -97,18 +100,6 @@ def _transfers(trace: Trace, program: str) -> Iterator[str]:
             f"a thread of each rank communicated for {total:.3f} ms, {hidden:.3f} ms of which the "
             "rank did not wait for"
         )
-
-
-def _windows(trace: Trace, program: str) -> float:
-    """Returns the seconds of all runs of a program, each from the start on the first rank to the
-    end on the last."""
-    begin: dict[int, float] = {}
-    end: dict[int, float] = {}
-    for span in trace.spans:
-        if span.program == program:
-            begin[span.run] = min(begin.get(span.run, span.start), span.start)
-            end[span.run] = max(end.get(span.run, 0.0), span.start + span.seconds)
-    return sum(end.values()) - sum(begin.values())
 
 
 def _times(node: NodeTimes, busy: float) -> list[str]:

@@ -42,10 +42,14 @@ class _Rank:
 
 
 def merge(
-    bundle: Bundle, records: Sequence[Record], left_out: int = 0, sizes: Sequence[Sizes] = ()
+    bundle: Bundle,
+    records: Sequence[Record],
+    left_out: int = 0,
+    sizes: Sequence[Sizes] = (),
+    seconds: Sequence[float] = (),
 ) -> Trace:
     """Returns the trace of all ranks without the first `left_out` runs, but always with the last
-    run. `sizes` are the open sizes of each run, in order.
+    run. `sizes` are the open sizes of each run, and `seconds` what it took the session, in order.
 
     A run that onnxruntime dropped on any rank is left out on all ranks.
     """
@@ -78,6 +82,7 @@ def merge(
         dropped,
         _shares(bundle, [sizes[number] for number in numbers.values() if number < len(sizes)]),
         list(expert_loads(mixtures, bundle.mesh, [rank.events for rank in ranks])),
+        {number: seconds[number] for number in numbers.values() if number < len(seconds)},
     )
 
 

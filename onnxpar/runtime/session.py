@@ -68,6 +68,7 @@ class Session(Interface, Closing):
         self._prepared: PreparedRun | None = None
         self._is_recorded = scratch is not None
         self._sizes_of_runs: list[Sizes] = []
+        self._seconds_of_runs: list[float] = []
         self._parts = PortParts(bundle)
         self._finalizer = weakref.finalize(self, _close_in, os.getpid(), ranks, scratch)
 
@@ -191,6 +192,7 @@ class Session(Interface, Closing):
     ) -> tuple[Sequence[str], Request, PartsOf]:
         """Runs all ranks; returns the names of the results, in order, the request, and the shards
         of the outputs. The lock is held."""
+        start = time.perf_counter()
         self._ranks.check_usable()
         last, asked = self._prepared, (output_names, keep_states, times, carried or {})
         if last and run_options is None and last.fits(*asked, input_feed, self._kept):
@@ -206,8 +208,9 @@ class Session(Interface, Closing):
             parts = self._ranks.run(request, feeds)
         except RunError as error:
             raise self.blame(error, feeds) from error
-        if self._is_recorded and request.sizes:
-            self._sizes_of_runs += [request.sizes] * times
+        if self._is_recorded:
+            self._seconds_of_runs += [(time.perf_counter() - start) / times] * times
+            self._sizes_of_runs += [request.sizes] * times if request.sizes else []
         if request.keep:
             self._kept.update(self._ranks.kept_shapes)
         return names, request, parts
@@ -320,7 +323,8 @@ class Session(Interface, Closing):
         from onnxpar.runtime.merge_profiles import merge
         from onnxpar.runtime.trace import write_trace
 
-        trace = merge(self._bundle, records, warm_up, self._sizes_of_runs)
+        of_runs = self._sizes_of_runs, self._seconds_of_runs
+        trace = merge(self._bundle, records, warm_up, *of_runs)
         write_trace(trace, path)
         return trace
 

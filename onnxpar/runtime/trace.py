@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from onnxpar.errors import InputError
@@ -154,6 +155,25 @@ class Trace:
     dropped: int = 0
     sizes: Sequence[tuple[Mapping[str, int], float]] = ()
     experts: Sequence[ExpertLoad] = ()
+    seconds: Mapping[int, float] = field(default_factory=dict)
+
+    def lengths(self, program: str = "") -> dict[int, float]:
+        """Returns the seconds of each run of a program by its number, from the start on the first
+        rank to the end on the last."""
+        begin: dict[int, float] = {}
+        end: dict[int, float] = {}
+        for span in self.spans:
+            if span.program == program:
+                begin[span.run] = min(begin.get(span.run, span.start), span.start)
+                end[span.run] = max(end.get(span.run, 0.0), span.start + span.seconds)
+        return {run: end[run] - begin[run] for run in sorted(begin)}
+
+    def session(self, runs: Collection[int]) -> float | None:
+        """Returns the mean seconds that these runs took the session beside the work of ranks; None
+        if that is not recorded."""
+        lengths = self.lengths()
+        apart = [self.seconds[run] - lengths[run] for run in runs if run in self.seconds]
+        return max(mean(apart), 0.0) if apart else None
 
     def runs(self, program: str = "") -> list[int]:
         """Returns the numbers of a program's runs."""
@@ -200,6 +220,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
             "dropped": trace.dropped,
             "sizes": [[dict(sizes), share] for sizes, share in trace.sizes],
             "experts": [asdict(load) for load in trace.experts],
+            "seconds": [[run, seconds] for run, seconds in trace.seconds.items()],
         },
     }
     with whole_file(file) as sink:
@@ -245,6 +266,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                 ExpertLoad(load["mixture"], tuple(load["tokens"]), load["runs"])
                 for load in head.get("experts", ())
             ],
+            dict(head.get("seconds", ())),
         )
     except OSError as error:
         raise InputError(cannot_read(file, error)) from None

@@ -15,8 +15,9 @@ from agreement import options
 from small_models import HEAD, write_text
 
 from onnxpar.cli.command_line import main
+from onnxpar.cli.predicted import compared as sentence
 from onnxpar.compiler.pass_ import Pass, PassContext
-from onnxpar.compiler.plan import Plan
+from onnxpar.compiler.plan import Plan, Predicted
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
@@ -296,6 +297,35 @@ def test_only_the_middle_half_of_runs_counts() -> None:
     found = compared({"a": node("Add", 5.0)}, [*events, event("a", 99.0, run=7)], runs)
     assert (found.runs, found.recorded, found.length) == (2, 4, 2.5)
     assert [row.measured for row in found.computed] == [5.0]
+
+
+def test_the_session_has_a_row_of_its_own(tmp_path: Path) -> None:
+    """What runs take beside the work of ranks is that of the runs that count, also read again."""
+    mesh = Mesh.parse("tp=2")
+    took = {0: 99.0, 1: 3.5, 2: 1.25, 3: 3.25}
+    recorded = Trace("m.onnx", mesh.shape, 2, spans(4, (9.0, 3.0, 1.0, 3.0)), [], seconds=took)
+    write_trace(recorded, tmp_path / "t.json")
+    plan = Plan("m.onnx", mesh, None, [], [], [], [], [], [])
+    plan.predicted = Predicted(1.0, 0.0, 1.0, session=0.5)
+    found = compare_trace(read_trace(tmp_path / "t.json"), plan, {"a": node("Add", 1.0)})
+    assert (found.length, found.session, found.predicted_session) == (3.0, 0.375, 0.5)
+    assert re.search(r"session +500\.000 +375\.000 +0\.75", str(found))
+    assert re.search(r"a run +1500\.000 +3375\.000 +2\.25", str(found))
+    assert found.to_json()["session"] == {"predicted": 0.5, "measured": 0.375}
+
+
+def test_a_run_that_takes_other_than_predicted_says_where() -> None:
+    plan = {"total": 4.0, "compute": 2.0, "communication": 2.0, "session": 0.0}
+    events = [event("a", own, rank, nodes=("a",)) for rank, own in ((0, 1.0), (1, 2.0))] + [
+        event("r", 7.0, rank, nodes=("r",), wait=1.0) for rank in range(2)
+    ]
+    trace = Trace("m.onnx", (("tp", 2),), 2, spans(1, (10.0,)), events, seconds={0: 10.5})
+    assert sentence(plan, 4.4, "run", trace).endswith("a run takes 1.10 times as long")
+    far = sentence(plan, 10.5, "run", trace)
+    assert far.endswith(
+        "2.62 times as long, mostly in communication: 7000.000 ms, predicted 2000.000"
+    )
+    assert "--compare FILE" in sentence(plan, 10.5, "run")
 
 
 def test_what_is_computed_apart_is_no_part_of_a_run(tmp_path: Path) -> None:
