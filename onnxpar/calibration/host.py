@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxpar.base.log import LOG
 from onnxpar.base.progress_line import progress_line
 from onnxpar.base.version import version_of
 from onnxpar.cost.topology import Topology
@@ -170,7 +170,7 @@ def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
     except (OnnxparError, OSError) as error:
         show("")
         reason = str(error).partition("\n")[0]
-        _say(f"costs are constants, because this host could not be measured: {reason}")
+        LOG.info(f"costs are constants, because this host could not be measured: {reason}")
         return None
     finally:
         show("")
@@ -184,7 +184,7 @@ def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
         said = f"{_written(_of_busy(place), text)} for an hour, because others keep its cores busy"
     else:
         said = _written(place, text)
-    _say(f"measured this host in {seconds:.1f} s: {said} (not with --for-any-host)")
+    LOG.info(f"measured this host in {seconds:.1f} s: {said} (not with --for-any-host)")
     return replace(topology, origin=MEASURED)
 
 
@@ -198,10 +198,6 @@ def _written(place: Path, text: str) -> str:
         reason = unread(error) if isinstance(error, OSError) else str(error)
         return f"not kept: {reason}"
     return f"kept in {place}"
-
-
-def _say(text: str) -> None:
-    print(f"onnxpar: {text}", file=sys.stderr)
 
 
 def _others_seconds() -> float:

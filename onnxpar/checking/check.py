@@ -101,6 +101,11 @@ class Check(Shown):
         """True if all outputs are within their tolerances."""
         return self.report.ok
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the check as JSON data, with the plan as plan.json has it."""
+        told = {"made_up": list(self.made_up), "elsewhere": self.elsewhere}
+        return {**self.report.to_json(), **told, "plan": self.plan.to_json()}
+
     def text(self) -> str:
         """Returns the output of the command: the plan, and a table of outputs with their errors."""
         lines = plan_lines(self.plan.to_json(), full=not self.title)

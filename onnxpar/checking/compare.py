@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -156,6 +156,12 @@ class Report:
     def worst(self) -> Comparison:
         """The worst output, by `badness`."""
         return max(self.rows, key=lambda row: row.badness)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the comparison as JSON data, with times in seconds."""
+        outputs = [{**asdict(row), "shape": list(row.shape), "ok": row.ok} for row in self.rows]
+        times = None if self.times is None else asdict(self.times)
+        return {"ok": self.ok, "outputs": outputs, "times": times, "moved": dict(self.moved)}
 
     def text(self) -> str:
         """Returns a table of at most 100 columns, and the worst output."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from onnxpar.base.interrupts import STATUSES, Terminated
+from onnxpar.base.log import LOG
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
 from onnxpar.cli.generate_command import add_generate
@@ -31,6 +33,10 @@ QUICK: Mapping[str, Callable[[Any], None]] = {
 }
 """The commands that run a sharded model, and so need no compiler, with what adds their arguments to
 a parser."""
+
+
+_WRITERS = ("shard", "annotate", "grad", "calibrate", "train")
+"""The commands whose result is a file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +66,8 @@ def _status_of(argv: Sequence[str] | None) -> int:
             args = arguments(sys.argv[1:] if argv is None else argv)
             refuse_overwriting(vars(args))
             set_variables(args)
-            status = int(args.command(args))
+            with _logged(args):
+                status = int(args.command(args))
     except BrokenPipeError:
         status = 0
     except KeyboardInterrupt as end:
@@ -78,6 +85,38 @@ def _status_of(argv: Sequence[str] | None) -> int:
             report(failure)
         return 2
     return status
+
+
+class _Lines(logging.Formatter):
+    """Messages as the lines of a command on standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return (
+            f"onnxpar: {'warning: ' * (record.levelno >= logging.WARNING)}{super().format(record)}"
+        )
+
+
+@contextmanager
+def _logged(args: argparse.Namespace) -> Iterator[None]:
+    """A context in which messages are lines on standard error, as --quiet and --verbose want them.
+    A quiet command whose result is a file writes nothing to standard output."""
+    quiet, verbose = getattr(args, "quiet", False), getattr(args, "verbose", False)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines())
+    before = LOG.level
+    LOG.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+    LOG.addHandler(handler)
+    try:
+        with ExitStack() as stack:
+            if quiet:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+            if quiet and args.command.__name__ in _WRITERS and not getattr(args, "json", False):
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(before)
 
 
 @contextmanager

@@ -26,6 +26,16 @@ class CommandParser(argparse.ArgumentParser):
     """All commands of the same group, by name: hints name those that have a flag which this one
     lacks."""
 
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        if " " in self.prog:  # a command
+            self.add_argument(
+                "-q", "--quiet", action="store_true", help="print nothing but results and errors"
+            )
+            self.add_argument(
+                "-v", "--verbose", action="store_true", help="also print what is done and decided"
+            )
+
     def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
         """Like argparse's method; errors about numbers and choices describe the expected value."""
         return super().add_argument(*names, **_checked(how))

@@ -20,7 +20,7 @@ from onnxpar.api import ops as ops_like
 from onnxpar.base.json_text import json_text
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
-from onnxpar.checking.check import Way, check_model
+from onnxpar.checking.check import Check, Way, check_model
 from onnxpar.cli.arguments import dims_of, states_of
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
@@ -143,7 +143,9 @@ def _explain(args: argparse.Namespace, options: Options) -> int:
     return 0
 
 
-def _print(result: Candidates | Comparison | SavedPlan | StrategyCosts, as_json: bool) -> int:
+def _print(
+    result: Candidates | Check | Comparison | SavedPlan | StrategyCosts, as_json: bool
+) -> int:
     print(json_text(result.to_json(), 1) if as_json else result)
     return 0
 
@@ -173,7 +175,7 @@ def check(args: argparse.Namespace) -> int:
     way = Way(**{field.name: getattr(args, field.name) for field in fields(Way)})
     with _progress("weights", _weight_bytes(args.model)) as progress:
         found = check_model(args.model, _options(args), way, progress, progress_line("check"))
-    print(found)
+    _print(found, args.json)
     if way.train and found.plan.step is not None:
         warn_of(found.plan.step)
     return 0 if found.ok else 1

@@ -201,6 +201,7 @@ def _check(to: Any) -> None:
         "--typical",
     )
     check.add_argument("--seed", type=int, default=0, help="seed of random inputs")
+    check.add_argument("--json", action="store_true", help="print the comparison as JSON")
     _add_tolerances(check)
     check.add_argument(
         "--each",
@@ -316,6 +317,7 @@ def _calibrate(to: Any) -> None:
         metavar="FILE",
         help="file for --topology, such as cluster.yaml",
     )
+    calibrate.add_argument("--json", action="store_true", help="print the topology as JSON")
     calibrate.add_argument(
         "--ranks",
         type=int,

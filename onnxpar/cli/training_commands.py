@@ -6,13 +6,15 @@ import argparse
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from onnxpar.base.interrupts import Terminated
+from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
 from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
@@ -47,6 +49,7 @@ from onnxpar.trainer.metrics_files import (
     Csv,
     JsonLines,
     MetricsFile,
+    PrintedLines,
     TensorBoard,
     row_of,
 )
@@ -199,7 +202,8 @@ def _train(
             else:
                 with writing(logs):
                     logs.mkdir(parents=True, exist_ok=True)
-                _follow(generations, data, run, held_out, logs, files)
+                say = _say_nothing if args.json else partial(print, flush=True)
+                _follow(generations, data, run, held_out, logs, files, say)
         except RankError as error:
             generations.trainer.close()  # may complete a checkpoint
             first, *others = str(error).split("\n")
@@ -207,7 +211,7 @@ def _train(
             error.args = ("\n".join([f"{first}; {last_checkpoint(run, goes_on)}", *others]),)
             raise
         trace = trainer.session.end_profile(args.profile, warm_up=1) if args.profile else None
-    if trace is not None:
+    if trace is not None and not args.json:
         print("\n" + "\n".join(trace_lines(trace)))
         print(f"the trace is in {args.profile}, for https://ui.perfetto.dev or chrome://tracing")
     return 0
@@ -220,14 +224,15 @@ def _follow(
     held_out: Data | None,
     logs: Path,
     files: Sequence[MetricsFile],
+    say: Callable[[str], None],
 ) -> None:
-    """Trains, prints each step's loss, and writes metrics to files, and a picture of the loss to
-    the folder `logs`."""
+    """Trains, tells each step's loss to `say`, and writes metrics to files, and a picture of the
+    loss to the folder `logs`."""
     loss = generations.trainer.spec.loss
     metrics = logs / METRICS
     for word, each in (("", data), ("evaluation: ", held_out)):
         if each is not None and (left_out := each.left_out()):
-            print(f"{word}{left_out}", flush=True)
+            say(f"{word}{left_out}")
     last: int | None = None
     best_step = 0
     seconds: list[float] = []
@@ -238,7 +243,8 @@ def _follow(
                     file.begin(record.total)
             last, best_step = record.total, record.best_step
             seconds.append(record.seconds)
-            bar.show(record.total, record.lines(loss), record.values[loss])
+            lines = () if say is _say_nothing else record.lines(loss)
+            bar.show(record.total, lines, record.values[loss])
             for file in files:
                 file.add(row_of(record))
     for file in files:
@@ -249,20 +255,26 @@ def _follow(
         text = compared(predicted, taken, "step")
         if generations.trainer.bundle.programs:
             text = f"predicted for the longest samples: {predicted['total'] * 1e3:.3f} ms"
-        print(f"{len(seconds)} steps, {taken * 1e3:.3f} ms each (the median); {text}")
+        say(f"{len(seconds)} steps, {taken * 1e3:.3f} ms each (the median); {text}")
     with writing(logs / "loss.png"):
         draw_losses(metrics, logs / "loss.png")
-    print(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
+    say(f"metrics are in {metrics}, the loss is drawn in {logs / 'loss.png'}")
     if run.checkpoint is not None:
-        print(f"the last checkpoint is {generations.trainer.checkpoint}")
+        say(f"the last checkpoint is {generations.trainer.checkpoint}")
     if run.checkpoint is not None and run.keep_best and best_step:
-        print(f"the best checkpoint is {run.checkpoint / Progress(best_step).name}")
+        say(f"the best checkpoint is {run.checkpoint / Progress(best_step).name}")
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _metrics_files(args: argparse.Namespace, logs: Path) -> list[MetricsFile]:
     """Returns the files that the user asked for, and the one in the folder `logs`. Errors:
     InputError."""
     files: list[MetricsFile] = [JsonLines(logs / METRICS)]
+    if args.json:
+        files.append(PrintedLines())
     if args.csv:
         files.append(Csv(Path(args.csv)))
     if args.tensorboard:
@@ -297,7 +309,7 @@ def warn_of(step: Step) -> None:
     """Prints warnings on stderr about differences between the trained network and the exported
     one."""
     for caution in step.cautions:
-        print(f"onnxpar: warning: {caution}", file=sys.stderr)
+        LOG.warning(caution)
 
 
 def _trained_lines(trained: Sequence[Trained]) -> Iterator[str]:

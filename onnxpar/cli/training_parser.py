@@ -109,6 +109,11 @@ def add_train(to: argparse.ArgumentParser) -> None:
         help="also write the metrics of each step to a file of this format",
     )
     to.add_argument(
+        "--json",
+        action="store_true",
+        help="print the metrics of each step as a line of JSON, and nothing else",
+    )
+    to.add_argument(
         "--tensorboard",
         metavar="DIR",
         help="also write the metrics of each step for TensorBoard; needs onnxpar[tensorboard]",

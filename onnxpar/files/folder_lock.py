@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from onnxpar.base.log import LOG
 from onnxpar.errors import InputError
 from onnxpar.files.write_file import make_folders, unread, writing
 
@@ -125,10 +125,9 @@ def _lock(descriptor: int, file: Path) -> bool:
             return False
         if error.errno not in _NO_LOCKS:
             raise
-        print(
-            f"onnxpar: warning: cannot lock {file}: {unread(error)}; make sure that no other "
-            "process writes to that folder",
-            file=sys.stderr,
+        LOG.warning(
+            f"cannot lock {file}: {unread(error)}; make sure that no other process writes to that "
+            "folder"
         )
     return True
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from onnxpar.base.json_text import json_text
+from onnxpar.base.plain_yaml import parse
 from onnxpar.calibration.fit import file_text, fit, lines
 from onnxpar.calibration.measure import Measurements, default_ranks, measure
 from onnxpar.cost.topology import Topology
@@ -42,6 +44,9 @@ def command(args: argparse.Namespace) -> int:
     """Runs `onnxpar calibrate`: writes the topology file, and prints measured and fitted times.
     Returns the exit status."""
     found, topology = _calibrate(args.output, args.ranks, args.seconds, args.timeout)
+    if args.json:
+        print(json_text(parse(topology.text()), 1))
+        return 0
     print("\n".join(lines(found, topology)))
     print()
     print(topology.text(), end="")

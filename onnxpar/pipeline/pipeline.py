@@ -11,6 +11,7 @@ from pathlib import Path
 
 import onnx
 
+from onnxpar.base.log import LOG
 from onnxpar.base.pass_times import OTHER, PREDICT, REPEAT
 from onnxpar.canonicalize.encoder_decoder import DECODER
 from onnxpar.compiler.expose import expose
@@ -228,6 +229,7 @@ def _plan_once(
             more = stay_whole(error.nodes, model.graph, ctx, model.whole)
             if not more:
                 raise
+            LOG.debug("planning again, with %d nodes whole: %s", len(more), error)
             whole = {**whole, **more}
     made.metadata = metadata_of(model.header)
     if made.step is not None and made.step.deal is None and options.request is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from onnxpar.base.log import LOG
 from onnxpar.base.pass_times import SUMMARIZE, VERIFY, PassTimes
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.plan import Mixture, Plan
@@ -57,6 +58,8 @@ def run_passes(
             with times.of(VERIFY), _failures(step, ran):
                 verify(model.graph, ctx)
         ran.append(step.name)
+        what = f"{len(model.graph.nodes)} nodes" if changed else "changed nothing"
+        LOG.debug("pass %s: %s", step.name, what)
         if step.plan_after and (plan is None or changed):
             with times.of(SUMMARIZE):
                 plan = summarize(model.graph, ctx, model_name(model.path), ctx.request.preset)

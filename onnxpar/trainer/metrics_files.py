@@ -69,6 +69,20 @@ class JsonLines:
             self._path.touch()
 
 
+class PrintedLines:
+    """Standard output, with a line of JSON for each step."""
+
+    def begin(self, first: int) -> None:
+        """Does nothing: what is printed stays."""
+
+    def add(self, row: Row) -> None:
+        """Prints a line."""
+        print(json_text(dict(row)), flush=True)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 class Csv:
     """A file of comma-separated values with a line for each step. When metrics appear that have no
     column yet, such as those of the first evaluation, the file is written anew, with more

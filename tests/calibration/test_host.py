@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -137,11 +138,12 @@ def test_a_damaged_file_is_written_anew(place: Path, fake: Fake, text: str) -> N
 
 
 def test_where_nothing_can_be_written(
-    place: Path, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "onnxpar")
     (tmp_path / "cache").write_text("a file")
     assert anew() is not None
-    assert "s: not kept: " in capsys.readouterr().err
+    assert "s: not kept: " in caplog.text
     assert host.host_topology() is not None and fake.calls == 1  # a process measures once
 
 
@@ -197,12 +199,13 @@ def test_of_two_at_once_one_measures(place: Path, fake: Fake) -> None:
 
 
 def test_a_busy_host_is_measured_again_after_an_hour(
-    place: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "onnxpar")
     clock = iter(range(0, 1 << 30, 1 << 20))
     monkeypatch.setattr(host, "_others_seconds", lambda: float(next(clock)))
     assert anew() is not None and not place.exists()
-    assert "for an hour, because others keep its cores busy" in capsys.readouterr().err
+    assert "for an hour, because others keep its cores busy" in caplog.text
     assert anew() is not None and fake.calls == 1
     (busy,) = place.parent.glob("*.busy.yaml")
     os.utime(busy, (0, time.time() - 2 * host.HOUR))

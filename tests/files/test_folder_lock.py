@@ -138,7 +138,7 @@ def test_one_that_ends_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
 def test_a_file_system_without_locks(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a network file system may be: a warning says so."""
 
@@ -147,9 +147,9 @@ def test_a_file_system_without_locks(
 
     monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
     with FolderLock(tmp_path):
-        said = capsys.readouterr().err
-    assert said.startswith(f"onnxpar: warning: cannot lock {tmp_path / NAME}: ")
-    assert said.count("\n") == 1 and "no other process writes" in said
+        (said,) = caplog.messages
+    assert said.startswith(f"cannot lock {tmp_path / NAME}: ")
+    assert "no other process writes" in said
 
 
 @pytest.mark.parametrize("kind", ["a file", "below a file", "a link to nothing", "no folder"])
