@@ -45,10 +45,10 @@ def test_the_request_is_in_the_plan(step: Path, tmp_path: Path) -> None:
     options = {"strategy": str(tmp_path / "s.yaml"), "fusion": "size", "bucket_mb": 1}
     found = request(made(step, **options))
     inlined = {"mesh": {"dp": 2}, "tensors": {"x": ["dp", None]}}
-    wanted = {"strategy": inlined, "fusion": "size", "bucket_mb": 1, "for_any_host": True}
+    wanted = {"strategy": inlined, "fusion": "size", "bucket_mb": 1}
     assert found["options"] == wanted and found["file"] == "step.onnx"
     flags = ["--strategy", options["strategy"], "--fusion", "size", "--bucket-mb", "1"]
-    assert main(["shard", str(step), *flags, "--for-any-host", "-o", str(tmp_path / "c.par")]) == 0
+    assert main(["shard", str(step), *flags, "-o", str(tmp_path / "c.par")]) == 0
     again = request(tmp_path / "c.par")
     assert again["sha256"] == found["sha256"]
     assert StepPlans(tmp_path / "c.par", tmp_path).at_most(1, 1) == tmp_path / "ranks_0001.par"
