@@ -97,8 +97,10 @@ class OpenSizes:
         return atom in self.atoms or not {*self.symbols}.issuperset(symbols_of(atom))
 
     def known(self, values: Sequence[int]) -> list[Polynomial]:
-        """The closed forms of sizes of the model that have these values at all bindings."""
-        return self._columns.get(tuple(values), [])
+        """The closed forms of sizes of the model that have these values at all bindings, the
+        simplest first: within the limits of runs, they are equal."""
+        found = self._columns.get(tuple(values), [])
+        return sorted(found, key=lambda form: (len(form.atoms), len(form.terms)))
 
     @cached_property
     def _columns(self) -> dict[tuple[int, ...], list[Polynomial]]:
