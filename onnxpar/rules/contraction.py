@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import integer_product
 from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
@@ -44,21 +44,25 @@ def _product(node: gs.Node, a: int, b: int, left: str = "m k", right: str = "k n
 def matmul(node: gs.Node) -> Rule:
     """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy."""
     left, right, out = _product(node, 0, 1)
-    fused = _fused_factors(node, right)
-    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER, nonempty=fused)
+    nonempty = _fused_factors(node, right)
+    if (
+        getattr(dtype_of(node.inputs[0]), "kind", "") == "u"
+    ):  # its kernel fills the result as a signed type
+        nonempty |= {"k"}
+    return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER, nonempty=nonempty)
 
 
 def _fused_factors(node: gs.Node, right: str) -> frozenset[str]:
     """The factors of the right operand, `right`, of which a product must have elements, because
     onnxruntime fuses it with the DequantizeLinear of an operand. It then returns uninitialized
     memory for a sum over nothing, and does not load a weight without elements."""
-    sources = [_dequantized(t) for t in node.inputs[:2]]
+    sources = [dequantized(t) for t in node.inputs[:2]]
     is_stored = any(isinstance(source, gs.Constant) for source in sources)
     fused = "kn" if is_stored else "k" if any(sources) else ""
     return frozenset(fused).intersection(right.split())
 
 
-def _dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
+def dequantized(tensor: gs.Tensor) -> gs.Tensor | None:
     """The quantized tensor from which an operand is computed, perhaps by way of a Transpose."""
     while tensor.inputs and tensor.inputs[0].op in ("Transpose", "DequantizeLinear"):
         node = tensor.inputs[0]

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.rules.contraction import dequantized
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import is_one_point, lower_quantized_convolution
 from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, rule, whole_rule
@@ -96,16 +97,18 @@ def convolution(node: gs.Node) -> Rule:
     parts = convolution_parts(node, 1)
     if parts is None:
         return whole_rule(node, UNKNOWN)
+    # onnxruntime fuses them to a QLinearConv, which reads the scale of the first channel
+    fields = parts.fields | ({"nonempty": frozenset("o")} if dequantized(node.inputs[1]) else {})
     if given(node, 2) is None:
         rest = ", _" * (len(node.inputs) - 2)
         text = f"{parts.image}, {parts.weight}{rest} -> {parts.result}"
-        return einsum(node, text, linear=(FIRST, frozenset({1})), **parts.fields)
+        return einsum(node, text, linear=(FIRST, frozenset({1})), **fields)
     return einsum(
         node,
         f"{parts.image}, {parts.weight}, {parts.channels} -> {parts.result}",
         linear=(frozenset({0, 2}), frozenset({1, 2})),
         additive=frozenset({2}),
-        **parts.fields,
+        **fields,
     )
 
 
