@@ -68,13 +68,14 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
     `other`, a dimension may have one element, or none, and count as no leaf. None if the sizes of
     some leaves do not follow from those of dimensions, or contradict them."""
     sizes: dict[int, int] = {}
+    common = {name: base.tensors[name] for name in other.tensors}  # passes add others
     given = [
         (op.trees[name], op.atoms[name], size)
         for op, own in zip(base.ops, other.ops, strict=True)
         for name, size in own.rule.sizes.items()
         if size is not None and not is_hidden(op.rule, own)
     ]
-    for name, tensor in base.tensors.items():
+    for name, tensor in common.items():
         pairs = list(zip(tensor.leaves, tensor.dim_of_leaf, strict=True))
         for axis, dim in enumerate(other.tensors[name].dims):
             atoms = tuple(leaf.atom for leaf, at in pairs if at == axis)
@@ -99,7 +100,7 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
             leaves=tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in tensor.leaves),
             priced=(),
         )
-        for name, tensor in base.tensors.items()
+        for name, tensor in common.items()
     }
     for name, tensor in tensors.items():
         own_sizes = [dim.size for dim in other.tensors[name].dims]

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 _LARGEST_MERGED = 32
 """Largest weight of a size whose minima are merged with another one."""
@@ -126,8 +127,8 @@ class Polynomial:
 
     @property
     def is_natural(self) -> bool:
-        """True if no coefficient is negative, so that the value is at least 0 at all sizes."""
-        return all(coefficient >= 0 for _, coefficient in self.terms)
+        """True if it is proved that the value is at least 0 at all sizes."""
+        return _is_natural(self)
 
     @property
     def symbol(self) -> str | None:
@@ -277,6 +278,33 @@ def minimum(*sizes: Polynomial) -> Polynomial:
     operands = (_polynomial((m, c * below / factor) for m, c in rest.terms) for rest in rests)
     atom = Minimum(tuple(sorted(operands, key=lambda p: (p.number is not None, str(p)))))
     return common + _polynomial([((atom,), Fraction(factor, below))])
+
+
+@lru_cache(maxsize=65536)
+def _is_natural(size: Polynomial) -> bool:
+    """True if no coefficient is negative, after each quotient and each minimum that is a term was
+    replaced by what it is at least or, if it is subtracted, at most."""
+    for monomial, coefficient in size.terms:
+        atoms = [v for v in monomial if not isinstance(v, str)]
+        if not atoms:
+            continue
+        if len(monomial) > 1:
+            if coefficient < 0 or not all(Polynomial.variable(a).is_natural for a in atoms):
+                return False
+            continue
+        (atom,) = atoms
+        factor = Polynomial.constant(coefficient)
+        rest = size - factor * Polynomial.variable(atom)
+        if isinstance(atom, Minimum):
+            each = (rest + factor * operand for operand in atom.operands)
+            return (all if coefficient > 0 else any)(p.is_natural for p in each)
+        factor = Polynomial.constant(coefficient / atom.below)
+        exact = rest + factor * atom.over
+        if coefficient < 0:
+            return exact.is_natural
+        lost = factor * Polynomial.constant(atom.below - 1)
+        return (atom.over.is_natural and rest.is_natural) or (exact - lost).is_natural
+    return all(coefficient >= 0 for _, coefficient in size.terms)
 
 
 def maximum(*sizes: Polynomial) -> Polynomial:

@@ -15,6 +15,26 @@ ROWS = 64
 
 ALONE = {
     "without the first": "y = Slice (x, five, big, one)",
+    "a shift by one": """
+        s = Slice (x, zero, m1, one) p = Constant <value_ints = [0, 1, 0, 0, 0, 0]> ()
+        l = Pad (s, p) y = Add (x, l)""",
+    "the first apart": """
+        f = Slice (x, zero, one, one) r = Slice (x, one, big, one) g = Relu (r)
+        c = Concat <axis = 1> (f, g) y = Add (x, c)""",
+    "differences": """
+        f = Slice (x, zero, one, one) r = Slice (x, one, big, one) s = Slice (x, zero, m1, one)
+        d = Sub (r, s) c = Concat <axis = 1> (f, d) y = Mul (x, c)""",
+    "halves by slices": """
+        h = Div (n, two) a = Slice (x, zero, h, one) y = Relu (a)""",
+    "rounded down to eight": """
+        q = Div (n, eight) h = Mul (q, eight) a = Slice (x, zero, h, one) y = Neg (a)""",
+    "flat and back": """
+        p = Mul (b, n) c = Concat <axis = 0> (p, six) f = Reshape (x, c)
+        d = Concat <axis = 0> (n, b, six) y = Reshape (f, d)""",
+    "space to depth": """
+        q = Div (n, two) h = Mul (q, two) s = Slice (x, zero, h, one)
+        c = Concat <axis = 0> (b, one, h, six) r = Reshape (s, c)
+        y = SpaceToDepth <blocksize = 2> (r)""",
     "without the last": "y = Slice (x, zero, m3, one)",
     "the last ones": "y = Slice (x, m5, big, one)",
     "from a number minus the size": "d = Sub (five, n) y = Slice (x, d, big, one)",
