@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
                 f"{model}: external data of weight {tensor.name!r} has an unknown entry "
                 f"{entry.key!r}; the known ones are {', '.join(_KEYS)}"
             )
-    if "\0" in location:
+    if "\0" in location or os.path.basename(location) in ("", ".", ".."):
         raise ModelError(
             f"{model}: external data of weight {tensor.name!r} has the location {location!r}, "
             "which is not a valid file name; export the model again"
@@ -264,10 +265,11 @@ def _check_external(tensor: TensorProto, model: Path) -> None:
         data.stat()
     except FileNotFoundError:
         pass  # told below
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        reason = getattr(error, "strerror", None) or "its links form a loop"
         raise ModelError(
             f"{model}: external data of weight {tensor.name!r} has the location "
-            f"{location[:40]!r}..., which cannot be read: {error.strerror}; export the model again"
+            f"{location[:40]!r}, which cannot be read: {reason}; export the model again"
         ) from None
     if Path(location).is_absolute() or not data.is_relative_to(folder):
         raise ModelError(

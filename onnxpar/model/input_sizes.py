@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,10 @@ from onnxpar.symbols.ties import solve_tie
 
 _At = tuple[str, int]
 """The name of an input, and an axis of it."""
+_MOST = 2**62
+"""The largest size."""
+_SHOWN = 60
+"""The letters of a wrong value that an error shows."""
 
 
 def bind_dims(
@@ -70,8 +75,10 @@ def bind_dims(
 
 def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Polynomial:
     """The size that --dim gives to a label. Errors: StrategyError for an invalid expression."""
-    if isinstance(value, int):
-        return Polynomial.constant(value)
+    if isinstance(value, Integral):
+        value = str(value)
+    if not isinstance(value, str):
+        raise StrategyError(f"--dim {label}={value!r}: write a whole number, or an expression")
     if value.strip() in sizes:
         return sizes[value.strip()]
     symbols = sorted({s for size in sizes.values() for s in size.variables})
@@ -79,14 +86,16 @@ def _given(label: str, value: int | str, sizes: Mapping[str, Polynomial]) -> Pol
         size = Polynomial.parse(value)
     except ValueError:
         raise StrategyError(
-            f"--dim {label}={value}: {value!r} is not a size; write a number, or sums and products "
-            f"of {', '.join(symbols)}"
+            f"--dim {label}={value[:_SHOWN]}: this is not a size; write a number, or sums and "
+            f"products of {', '.join(symbols)}"
         ) from None
+    if size.number is not None and not abs(size.number) <= _MOST:
+        raise StrategyError(f"--dim {label}={value[:_SHOWN]}: give a size of at most {_MOST}")
     unknown = sorted(set(size.variables) - set(symbols))
     if unknown:
         raise StrategyError(
-            f"--dim {label}={value}: the model has no symbol {unknown[0]}; it has: "
-            f"{', '.join(symbols)}"
+            f"--dim {label}={value[:_SHOWN]}: the model has no symbol {unknown[0][:_SHOWN]}; it "
+            f"has: {', '.join(symbols)}"
         )
     return size
 

@@ -33,7 +33,15 @@ from onnxpar.open_sizes.size_arithmetic import (
 )
 from onnxpar.symbols.fits import ENOUGH, fit, fits
 from onnxpar.symbols.quotients import AFAR, applied, find_quotient
-from onnxpar.symbols.symbols import Atom, Binding, Minimum, Polynomial, Variable
+from onnxpar.symbols.symbols import (
+    Atom,
+    Binding,
+    Minimum,
+    Polynomial,
+    Variable,
+    minimum,
+    rounded_up,
+)
 from onnxpar.symbols.ties import solve_tie
 
 PROBES = 4
@@ -365,6 +373,8 @@ class Lockstep:
                 given = dict(zip(node.output, results, strict=True))
         except NotFollowed:
             given = {name: [] for name in names}
+        if (piece := self._piece(node)) is not None:
+            given = {node.output[0]: piece}
         for name in names:
             shapes = [self.walks[i].sizes(name) for i in self.live]
             if any(s is None or len(s) != len(shapes[0] or ()) for s in shapes):
@@ -378,6 +388,29 @@ class Lockstep:
             else:
                 found = self._explained(node, name, rank)
             self._set_sizes(node, name, found)
+
+    def _piece(self, node: NodeProto) -> Sizes | None:
+        """The sizes of one of the equal pieces that a SplitToSequence makes of an open dimension,
+        of which the last one may be smaller; None for any other result."""
+        walk = self.walks[self.live[0]]
+        split = walk.splits.get(node.input[0]) if node.op_type == "SequenceAt" else None
+        if split is None or len(split.input) < 2 or node.input[1] not in walk.values:
+            return None
+        whole, step = list(self.sizes(split.input[0])), walk.values.get(split.input[1])
+        attributes = {a.name: a.i for a in split.attribute}
+        if step is None or step.ndim or not whole or not attributes.get("keepdims", 1):
+            return None
+        axis = attributes.get("axis", 0) % len(whole)
+        size, number = whole[axis], int(walk.values[node.input[1]])
+        if size is None or not size.variables:
+            return None
+        place, full = Polynomial.constant(number), Polynomial.constant(int(step))
+        if number < 0:
+            place += rounded_up(size, int(step))
+        left = size - full * place
+        self.limits.append((Polynomial.constant(1), left))
+        whole[axis] = minimum(full, left)
+        return whole
 
     def _column(self, name: str, axis: int) -> list[int | None]:
         """The size of a tensor's dimension at each live binding."""

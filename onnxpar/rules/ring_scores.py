@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.rules.attention_lowering import AttentionLowering
@@ -62,8 +63,13 @@ class ScoreRing(AttentionRing):
         return self.build.add("Exp", [self.build.add("Sub", [scores, largest])])
 
     def mean(self, state: State) -> gs.Tensor:
-        """The weighted mean of the values."""
-        mean = self.build.add("Div", [state.values, state.total])
+        """The weighted mean of the values; zero if there is no key."""
+        build, total = self.build, state.total
+        if not self.is_guarded and build.local.may_be_empty("t"):
+            keys = sum(build.of_members("t", lambda local: local.size("t")))
+            is_none = build.add("Equal", [np.array([keys]), np.array([0])])
+            total = build.add("Where", [is_none, like(total, 1), total])
+        mean = build.add("Div", [state.values, total])
         if not self.is_guarded:
             return mean
         sees = self.build.add("Greater", [state.total, like(state.total, 0)])

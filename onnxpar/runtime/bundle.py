@@ -244,16 +244,15 @@ class Bundle:
                     origin[unknown[0]] = text
         for text, own, size in given:
             if any(v not in found for v in own.variables) or own.at(found) != size:
-                others = "; ".join(origin[v] for v in own.variables if v in origin)
+                others = [origin[v] for v in own.variables if v in origin]
                 remedy = (
-                    "; give sizes that agree: dimensions are equal if they have one name in the "
+                    "give sizes that agree: dimensions are equal if they have one name in the "
                     "model, or if an op of the model combines them"
-                    if others
-                    else ""
                 )
-                if _KEPT in text + others:
-                    remedy = "; feed the kept input, too, or call session.states.reset() first"
-                raise InputError(f"{text}, which is {own} in the model; {others}{remedy}")
+                if any(_KEPT in each for each in (text, *others)):
+                    remedy = "feed the kept input, too, or call session.states.reset() first"
+                told = [f"{text}, which is {own} in the model", *others, remedy]
+                raise InputError("; ".join(told))
         for least, most in self.limits:
             symbols = dict.fromkeys(least.variables + most.variables)
             if found.keys() >= symbols.keys() and least.at(found) > most.at(found):

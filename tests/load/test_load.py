@@ -303,6 +303,29 @@ def test_data_outside_the_folder_is_refused_in_subgraphs_too(tmp_path: Path) -> 
         onnxpar.plan(write(proto, tmp_path), devices=2)
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("loop", "cannot be read: .*loop|too many"),
+        ("data/", "not a valid file name"),
+        ("data/.", "not a valid file name|cannot be read"),
+        ("..", "not a valid file name"),
+        ("", "not a valid file name"),
+        ("x" * 999, "cannot be read: File name too long"),
+    ],
+)
+def test_places_of_data_that_are_no_files(place: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "data").write_bytes(bytes(24))
+    weight = TensorProto(name="k", data_type=FLOAT, dims=[6], data_location=1)
+    weight.external_data.add(key="location", value=place)
+    proto = model([helper.make_node("Add", ["x", "k"], ["y"])], [port("x", [6])], [port("y", [6])])
+    proto.graph.initializer.append(weight)
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(ModelError, match=message):
+        onnxpar.plan(tmp_path / "m.onnx", devices=2)
+
+
 def test_parts_of_an_input_in_another_order_are_no_state(tmp_path: Path) -> None:
     rolled = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
         rolled (float[N, 4] x) => (float[N, 4] y) {

@@ -31,6 +31,12 @@ ALONE = {
     "flat and back": """
         p = Mul (b, n) c = Concat <axis = 0> (p, six) f = Reshape (x, c)
         d = Concat <axis = 0> (n, b, six) y = Reshape (f, d)""",
+    "a piece of two": """
+        k = Constant <value_int = 2> () at = Constant <value_int = 1> ()
+        s = SplitToSequence <axis = 1> (x, k) y = SequenceAt (s, at)""",
+    "the last piece of three": """
+        k = Constant <value_int = 3> () at = Constant <value_int = -1> ()
+        s = SplitToSequence <axis = 1> (x, k) y = SequenceAt (s, at)""",
     "space to depth": """
         q = Div (n, two) h = Mul (q, two) s = Slice (x, zero, h, one)
         c = Concat <axis = 0> (b, one, h, six) r = Reshape (s, c)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -688,9 +689,12 @@ def test_symbols_are_tied_by_hand(tmp_path: Path) -> None:
         ({"s74": "batch"}, "no symbol batch; it has: s18, s2, s5, s74"),
         ({"s74": "s2 ** 2"}, "is not a size"),
         ({"other": "s2"}, "no such symbol"),
+        ({"s74": 2**70}, "--dim s74=1180591620717411303424: give a size of at most"),
+        ({"s74": 2.5}, "--dim s74=2.5: write a whole number"),
+        ({"s74": "s2 +" * 1000}, "--dim s74=(s2 [+]){15}: this is not a size"),
     ],
 )
-def test_ties_that_cannot_be_are_named(dims: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_ties_that_cannot_be_are_named(dims: dict[str, Any], says: str, tmp_path: Path) -> None:
     model = tied(tmp_path / "tied.onnx")
     with pytest.raises(StrategyError, match=says):
         pipeline.shard(model, tmp_path / "m.par", options("data-parallel 2", dims=dims))

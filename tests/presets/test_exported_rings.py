@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 from agreement import (
     TIMEOUT,
@@ -17,6 +19,7 @@ from agreement import (
     run_unsplit,
 )
 from committed import MODELS, ODD, dims_of
+from onnx import numpy_helper
 from small_models import write_text
 from training.steps import CROSS_ENTROPY, check_training
 
@@ -239,3 +242,27 @@ def test_training_steps_are_split_as_by_context_parallel(model: str, tmp_path: P
     grad(network, step, loss=CROSS_ENTROPY, optimizer="sgd")
     plan = check_training(step, "ring-attention 3", 2)
     assert moved(plan)["AllGather"][0] == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_keys(ranks: int, tmp_path: Path) -> None:
+    """Over an open number of keys: a product over none is zero, and so is a mean of no values; keys
+    that are all masked give NaN, as in a softmax."""
+    text = f"""<ir_version: 9, opset_import: ["" : 18]>
+    m (float[N,H,8] x, float[N,W,8] e, float[N,1,W] mask) => (float[N,H,6] y) {{
+        {" ".join(f"{r} = MatMul({a}, {w})" for r, a, w in ("qxa", "keb", "vec"))}
+        t = Transpose<perm = [0, 2, 1]>(k)  p = MatMul(q, t)  s = Add(p, mask)
+        z = Softmax<axis = -1>(s)  y = MatMul(z, v) }}"""
+    proto, random = onnx.parser.parse_model(text), np.random.default_rng(0)
+    for name in "abc":
+        weight = random.standard_normal((8, 6), np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(weight, name))
+    onnx.save(proto, tmp_path / "m.onnx")
+    plan = pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", ring(str(ranks)))
+    assert "CollectivePermute" in moved(plan)
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for keys, masked in ((5, 0.0), (1, 0.0), (0, 0.0), (5, -np.inf), (1, -np.inf)):
+            sizes = {"x": (2, 3, 8), "e": (2, keys, 8)}
+            feeds = {n: random.standard_normal(size, np.float32) for n, size in sizes.items()}
+            feeds["mask"] = np.full((2, 1, keys), masked, np.float32)
+            check_outputs(session.run(None, feeds), run_unsplit(tmp_path / "m.onnx", feeds), ["y"])
