@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,42 @@ def test_it_needs_nothing_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_page_has_its_markdown_and_a_line_in_llms_txt(site: Path) -> None:
+    pages = {path.with_suffix(".md") for path in site.rglob("*.html")} - {site / "404.md"}
+    assert {path for path in site.rglob("*.md")} == pages
+    listing = (site / "llms.txt").read_text()
+    assert listing.startswith("# onnxpar\n\n> ")
+    assert {site / link for link in re.findall(r"^- \[[^]]+\]\(([^)]+)\)", listing, re.M)} == pages
+    for page in pages:
+        text = page.read_text()
+        assert text.strip() and not re.search(r"^::: |<!-- commands", text, re.M), page
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+\.md)", text):
+            assert (page.parent / target).resolve() in pages, (page, target)
+
+
+def test_llms_txt_has_a_section_for_each_group() -> None:
+    pytest.importorskip("griffe")
+    module = hook("twins")
+
+    def page(title: str, address: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            title=title, children=None, file=SimpleNamespace(dest_uri=f"{address}.html")
+        )
+
+    group = SimpleNamespace(title="Hosts", children=[page("Ray", "ray")])
+    nav = [page("Start", "index"), SimpleNamespace(title="How to", children=[group])]
+    pages = {
+        "index.html": "# A\n\nSplits [a](b.md) model, e.g. `m.onnx`. More.\n",
+        "ray.html": "# Ray\n\n<!-- x -->\n```sh\nray\n```\n",
+    }
+    assert module.llms_text("onnxpar", "It splits.", nav, pages) == (
+        "# onnxpar\n\n> It splits.\n\n## Overview\n\n"
+        "- [Start](index.md): Splits a model, e.g. `m.onnx`.\n\n"
+        "## How to: Hosts\n\n- [Ray](ray.md)\n"
+    )
+
+
+@pytest.mark.slow
 def test_the_command_line_has_every_command_and_option(site: Path) -> None:
     text = (site / "reference" / "command-line.html").read_text()
     flags = set(re.findall(r"<code>([^<]*)</code>", text))
@@ -64,6 +101,15 @@ def test_the_command_line_has_every_command_and_option(site: Path) -> None:
                 assert flag == "-h" or any(
                     flag in shown.replace(",", " ").split() for shown in flags
                 )
+
+
+def hook(name: str) -> Any:
+    """A module of docs/_hooks."""
+    spec = spec_from_file_location(name, ROOT / f"docs/_hooks/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def commands(of: Any) -> Iterator[Any]:
@@ -118,11 +164,7 @@ def without_docstring(shown: Any) -> Iterator[str]:
 
 
 def test_the_pictures_show_the_layouts_of_today() -> None:
-    spec = spec_from_file_location("pictures", ROOT / "docs/_hooks/pictures.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, drawn in module.pictures().items():
+    for name, drawn in hook("pictures").pictures().items():
         assert (ROOT / "docs/images" / name).read_text() == drawn, "run docs/_hooks/pictures.py"
 
 
