@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from browser import BROWSER, DESKTOP, PHONE, browser
 from docs.blocks import ROOT
 
 import onnxpar
@@ -198,3 +200,58 @@ def test_every_op_of_the_plugin_is_described() -> None:
 
 def test_type_checkers_see_the_types() -> None:
     assert files("onnxpar").joinpath("py.typed").is_file()
+
+
+FOLDED = {"reference/ops": "Softmax", "explanation/decisions": "partial layout"}
+"""Pages that are divided into groups, and words in an entry of each."""
+FILTER = """(() => {
+  const input = document.querySelector(".filter input");
+  input.value = %r;
+  input.dispatchEvent(new Event("input"));
+  return document.querySelector(".filter [role=status]").textContent;
+})()"""
+SHOWN = """[...document.querySelectorAll("details.group tbody tr, details.group > ul > li")]
+  .filter((entry) => entry.checkVisibility()).map((entry) => entry.textContent)"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+@pytest.mark.parametrize("dark", [False, True])
+def test_long_pages_are_folded_and_filtered(site: Path, dark: bool) -> None:
+    with browser() as tab:
+        for (name, words), width in itertools.product(FOLDED.items(), (PHONE, DESKTOP)):
+            tab.open(site / f"{name}.html", width, dark=dark)
+            scheme = tab.run("document.body.getAttribute('data-md-color-scheme')")
+            assert scheme == ("slate" if dark else "default")
+            assert tab.run("document.documentElement.scrollHeight") < 5000
+            assert not tab.run(SHOWN)
+            found = tab.run(FILTER % words)
+            entries = tab.run(SHOWN)
+            assert entries and found.startswith(f"{len(entries)} of ")
+            assert all(w in each.lower() for each in entries for w in words.lower().split())
+            assert tab.run("document.documentElement.scrollWidth") == width
+            assert tab.run(FILTER % "") == "" and not tab.run(SHOWN)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_long_pages_open_without_scripts(site: Path) -> None:
+    with browser() as tab:
+        tab.without_scripts()
+        for name in FOLDED:
+            tab.open(site / f"{name}.html", PHONE)
+            assert not tab.run("document.querySelector('.filter').checkVisibility()")
+            assert not tab.run(SHOWN)
+            tab.run("document.querySelectorAll('details.group').forEach((g) => g.open = true)")
+            assert len(tab.run(SHOWN)) > 100
+            assert tab.run("document.documentElement.scrollWidth") == PHONE
+
+
+def test_no_entry_is_lost_in_a_group() -> None:
+    module = hook("collapse")
+    for name, divide in module.PAGES.items():
+        text = (ROOT / "docs" / name).read_text()
+        kept = [line for line in text.splitlines() if line.startswith(("| `", "- "))]
+        divided = divide(text)
+        assert [x for x in divided.splitlines() if x.startswith(("| `", "- "))] == kept
+        assert divided.count("<details") == divided.count("</details>") > 5
