@@ -58,18 +58,19 @@ def llms_text(name: str, summary: str, nav: list[Any], pages: dict[str, str]) ->
         lines += ["", f"## {section}", ""]
         for page in members:
             address = page.file.dest_uri
-            said = first_sentence(pages[address])
-            lines.append(f"- [{page.title}]({twin(address)}){f': {said}' if said else ''}")
+            link = twin(address) if address in pages else address  # a file that is no page
+            said = first_sentence(pages.get(address, ""))
+            lines.append(f"- [{page.title}]({link}){f': {said}' if said else ''}")
     return "\n".join(lines) + "\n"
 
 
 def sections(nav: list[Any], above: str = "") -> Iterator[tuple[str, list[Any]]]:
     """The pages of each section, and first those that are in none."""
-    alone = [item for item in nav if item.children is None]
+    alone = [item for item in nav if hasattr(item, "file")]
     if alone:
         yield above or "Overview", alone
     for item in nav:
-        if item.children is not None:
+        if item.children:
             yield from sections(item.children, f"{above}: {item.title}" if above else item.title)
 
 
