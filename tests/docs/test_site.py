@@ -193,6 +193,12 @@ def test_plan_json_is_described(tmp_path: Path) -> None:
     assert plan["collectives"] and set(keys("Collectives")) == set(plan["collectives"][0])
 
 
+def test_the_first_page_counts_the_ops() -> None:
+    ops = re.findall(r"^\| `([^`]+)` \|", (REFERENCE / "ops.md").read_text(), re.MULTILINE)
+    others = sum(not op.startswith("onnxpar.") for op in ops)
+    assert f"For {others} ops of ONNX and of onnxruntime" in (ROOT / "docs/index.md").read_text()
+
+
 def test_every_op_of_the_plugin_is_described() -> None:
     source = (ROOT / "onnxpar/native/op_registry.cc").read_text()
     ops = set(re.findall(r'\{"(\w+)", \d', source))
