@@ -21,7 +21,9 @@ def test_every_export_says_what_it_needs() -> None:
     assert EXPORTS and all(block.needs for block in EXPORTS)
 
 
-@pytest.mark.parametrize("export", EXPORTS, ids=lambda block: f"{block.needs[-1]}-{block.line}")
+@pytest.mark.parametrize(
+    "export", EXPORTS, ids=lambda block: f"{'-'.join(block.needs)}-{block.line}"
+)
 def test_export(export: Block, tmp_path: Path) -> None:
     if export.missing:
         pytest.skip(f"{', '.join(export.missing)} not installed")
