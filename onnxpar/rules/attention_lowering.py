@@ -32,6 +32,10 @@ def _one(local: Local) -> int:
     return 1
 
 
+_FAR = 2**62
+"""A position behind all keys."""
+
+
 @dataclass(frozen=True)
 class AttentionLowering:
     """Lowers an Attention node; `queries` and `past` are the global lengths of queries and cache.
@@ -117,7 +121,13 @@ class AttentionLowering:
         left, right = (self.attrs.get(key, -1) for key in WINDOW)
         found = []
         if self.attrs.get("is_causal"):
-            found.append(build.add("LessOrEqual", [columns, own]))
+            last = own
+            if self.past:  # onnxruntime shows all keys to a single query behind a cache
+                is_single = build.add("Equal", [np.array([self.queries]), np.array([1])])
+                is_behind = build.add("Greater", [np.array([self.past]), np.array([0])])
+                is_all = build.add("And", [is_single, is_behind])
+                last = build.add("Where", [is_all, np.array(_FAR), own])
+            found.append(build.add("LessOrEqual", [columns, last]))
         if left >= 0:
             first = build.add("Sub", [own, np.array(left, np.int64)])
             found.append(build.add("GreaterOrEqual", [columns, first]))
