@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 from onnx import GraphProto, TensorProto, TypeProto
 
 from onnxpar.ir.stored import graphs_of, nodes_of, reads_of, stored_tensors
+from onnxpar.ir.subgraphs import scopes
+from onnxpar.ir.tensors import tensor_shape
 
 _TYPED = (
     "float_data",
@@ -50,6 +54,22 @@ def restate_flags(graph: GraphProto) -> None:
             for attribute in node.attribute:
                 if attribute.name in _FLAGS and attribute.i not in (0, 1):
                     attribute.i = 0
+
+
+def scalar_bounds(graph: gs.Graph) -> None:
+    """Makes scalars of the bounds of each Range, in place: onnxruntime accepts vectors of one element
+    where it does not know their shapes before a run, as it may know them in the ranks' graphs."""
+    for scope in scopes(graph):
+        nodes = list[gs.Node]()
+        for node in scope.nodes:
+            for i, tensor in enumerate(node.inputs if node.op == "Range" else ()):
+                if tensor_shape(tensor) != ():
+                    name = f"{node.name}::bound{i}"
+                    node.inputs[i] = gs.Variable(name, tensor.dtype, [])
+                    none = gs.Constant(f"{name}::shape", np.zeros(0, np.int64))
+                    nodes.append(gs.Node("Reshape", name, {}, [tensor, none], [node.inputs[i]]))
+            nodes.append(node)
+        scope.nodes = nodes
 
 
 def _keep_one_value(tensor: TensorProto) -> None:

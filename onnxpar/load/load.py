@@ -30,7 +30,7 @@ from onnxpar.canonicalize.sequences import split_sequences
 from onnxpar.canonicalize.spell_out import spell_out
 from onnxpar.canonicalize.stack_experts import stack_experts
 from onnxpar.canonicalize.tie import tie
-from onnxpar.canonicalize.tolerated import restate, restate_flags
+from onnxpar.canonicalize.tolerated import restate, restate_flags, scalar_bounds
 from onnxpar.canonicalize.unfuse import FusedNode, unfuse
 from onnxpar.canonicalize.untie import shared_vectors, untie
 from onnxpar.canonicalize.upgrade import upgrade
@@ -332,6 +332,7 @@ class _Importer:
         name_nodes(inferred.graph, self.names)
         self.show("infer-shapes", inferred)
         graph = import_graph(inferred, self.defaults, self.path.parent)
+        scalar_bounds(graph)
         if self.is_cut:
             drop_decoder(graph)
         for tensor in graph.outputs:

@@ -537,7 +537,7 @@ def stated_to_be_a_float() -> onnx.ModelProto:
         (broken(of_no_type_and_name), "'' has data type 0"),
         (stated_to_be_a_float(), "'value' of Constant 'k' is stated to be FLOAT, but holds t;"),
         (elsewhere(location="w.bin", length="97"), "has 97 bytes, but its shape and type need 96"),
-        (elsewhere(location=""), "external data '' of 'w' is missing"),
+        (elsewhere(location=""), "has the location '', which is not a valid file name"),
         (elsewhere(location="w.bin", offset=""), "weight 'w' is not a number"),
         (elsewhere(location="w.bin", offset="-4"), "too short for 'w'"),
         (elsewhere(location="/etc/hostname"), "outside the model's folder"),
@@ -594,3 +594,24 @@ def test_sizes_that_a_branch_for_others_does_not_fit(tmp_path: Path) -> None:
         StrategyError, match=r"cannot load this model with --dim n=3: .*Squeeze.*--typ"
     ):
         onnxpar.plan(path, devices=2, dims={"n": 3})
+
+
+@pytest.mark.parametrize("split", [{"x": ["tp", None]}, {"y": ["tp", None]}])
+def test_bounds_of_a_range_that_are_vectors(split: dict[str, list[str]], tmp_path: Path) -> None:
+    """A branch hides their shape in the model; once it is resolved, onnxruntime would refuse the
+    node. The grids of the definition of AffineGrid have such bounds."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        m (float[n, 4] x) => (float[n, 4] y) {
+            zero = Constant <value_int = 0> () one = Constant <value_int = 1> ()
+            w = Shape <start = 1> (x) four = Constant <value_ints = [4]> ()
+            same = Equal (w, four) is_four = Squeeze (same)
+            d = If (is_four) <
+                then_branch = a () => (int64[1] e) { e = Constant <value_ints = [4]> () },
+                else_branch = b () => (int64[k] f) { f = Constant <value_ints = [4, 4]> () }>
+            r = Range (zero, d, one) c = CastLike (r, x) y = Mul (x, c) }""")
+    onnx.save(proto, tmp_path / "m.onnx")
+    strategy = {"mesh": {"tp": 2}, "tensors": split}
+    onnxpar.shard(tmp_path / "m.onnx", tmp_path / "m.par", strategy=strategy)
+    x = np.random.default_rng(0).standard_normal((3, 4), np.float32)
+    with ThreadSession(tmp_path / "m.par") as session:
+        np.testing.assert_array_equal(session.run(None, {"x": x})[0], x * np.arange(4, dtype="f"))
