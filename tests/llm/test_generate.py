@@ -2,7 +2,7 @@
 of the model that Optimum exported.
 
 models/llm/*/expected.json has their tokens, greedily chosen (models/language_models.py,
-models/optimum_models.py)."""
+models/optimum_models.py, models/docs_llama.py)."""
 
 from __future__ import annotations
 
