@@ -57,8 +57,8 @@ def restate_flags(graph: GraphProto) -> None:
 
 
 def scalar_bounds(graph: gs.Graph) -> None:
-    """Makes scalars of the bounds of each Range, in place: onnxruntime accepts vectors of one element
-    where it does not know their shapes before a run, as it may know them in the ranks' graphs."""
+    """Makes scalars of the bounds of each Range, in place: onnxruntime accepts a vector of one
+    element where it does not know its shape before a run, but may know it in a rank's graph."""
     for scope in scopes(graph):
         nodes = list[gs.Node]()
         for node in scope.nodes:
