@@ -26,12 +26,28 @@ _ENCODER = "encoder_model.onnx"
 _MERGED = "decoder_model_merged.onnx"
 _FIRST, _LATER = "decoder_model.onnx", "decoder_with_past_model.onnx"
 _SINGLE = re.compile(r"encoder|embed|vision|speech|vocoder")
+_HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.onnx)(?<!\.par)")
+"""The name of a model on the hub of Hugging Face."""
+
+
+def _export(model: str, flag: str, output: str) -> str:
+    """The commands that export a model of Hugging Face to a folder, of which one suffices."""
+    return (
+        f"`python -m onnxruntime_genai.models.builder {flag} {model} -o {output} -p fp32 -e cpu` "
+        f"for a language model (pip install onnxruntime-genai), or `optimum-cli export onnx "
+        f"--model {model} {output}` for any (pip install optimum-onnx)"
+    )
 
 
 def model_at(path: Path) -> Path:
     """Returns the ONNX file of a folder; any other path, and that of a sharded model, as it is.
     Errors: ModelError."""
     is_folder = path.is_dir() and not (path / "plan.json").exists()
+    if not path.exists() and _HUB.fullmatch(str(path)) and not path.parent.exists():
+        raise ModelError(
+            f"there is no file {path}; if it is a model on the hub of Hugging Face, export it "
+            f"first: {_export(str(path), '-m', path.name)}"
+        )
     return decoder_in(path) if is_folder else path
 
 
@@ -52,6 +68,11 @@ def decoder_in(folder: Path) -> Path:
     decoders = [file for file in files if not _SINGLE.search(file.name)]
     if len(decoders) == 1:
         return decoders[0]
+    if not files and (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} has a model of Hugging Face, but not as ONNX; export it first: "
+            f"{_export(str(folder), '-i', f'{folder.name}-onnx')}"
+        )
     if not files:
         raise ModelError(f"{folder} is a folder without an .onnx file; give an .onnx file")
     raise ModelError(

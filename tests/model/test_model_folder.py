@@ -41,7 +41,10 @@ def test_the_decoder_of_a_folder(names: list[str], wanted: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "names,named",
     [
-        (["config.json"], "without an .onnx file; give an .onnx file"),
+        (
+            ["config.json"],
+            "not as ONNX; export it first: `python -m onnxruntime_genai.models.builder -i ",
+        ),
         (["a.onnx", "b.onnx"], "none of its 2 .onnx files is called .*such as .*a.onnx"),
         (["vision_encoder.onnx"], "give an .onnx file, such as .*vision_encoder.onnx"),
     ],
@@ -107,3 +110,16 @@ def test_commands_take_a_folder(
     touch(tmp_path, "empty/x")
     assert main(["plan", "empty", "--devices", "2"]) == 2
     assert "empty is a folder without an .onnx file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hub"),
+    [("meta-llama/Llama-3.2-1B", True), ("nowhere/model.onnx", False), ("nowhere/x.par", False)],
+)
+def test_names_of_the_hub_are_told_from_paths(
+    name: str, is_hub: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["shard", name, "--devices", "2"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"there is no file {name}" in said
+    assert (f"optimum-cli export onnx --model {name}" in said) is is_hub
