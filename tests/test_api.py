@@ -33,7 +33,7 @@ TP_ARGS = ["--devices", "2", "--preset", "tensor-parallel"]
 RANDOM = np.random.default_rng(0)
 
 # Of the command line alone: how results are printed and where they go.
-PRINTED = {"help", "json", "command"}
+PRINTED = {"quiet", "verbose", "help", "json", "command"}
 # Set environment variables, which programs set themselves.
 VARIABLES = {"interface", "tls_dir", "insecure"}
 CALLS: dict[str, tuple[list[Callable[..., Any]], set[str]]] = {
