@@ -51,6 +51,10 @@ class SizeGraph:
         kept = [t for t in self.graph.initializer if t.name != name]
         del self.graph.initializer[:]
         self.graph.initializer.extend(kept)
+        if not array.elements:  # a rank has none of the sizes
+            empty = numpy_helper.from_array(np.zeros(array.shape, array.dtype), name)
+            self.graph.initializer.append(empty)
+            return
         elements = [self._polynomial(e) for e in array.elements]
         flat = self._add("Concat", elements, axis=0) if len(elements) > 1 else elements[0]
         shape = self._constant(array.shape)

@@ -188,3 +188,19 @@ def test_a_check_looks_at_both_sides_of_what_sizes_are_compared_with(tmp_path: P
     assert (
         found.ok and f"also agree at {len(lengths) + 1} other combinations of sizes" in found.text()
     )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_without_any_of_the_sizes(ranks: int, tmp_path: Path) -> None:
+    """A model that returns its three sizes, which more ranks than sizes share."""
+    text = """<ir_version: 10, opset_import: ["" : 21]> m (float[b,n,m] x) => (float[3] y) {
+        s = Shape (x) y = Cast <to = 1> (s) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    strategy = {"tensors": {"y": ["tp"]}}
+    pipeline.shard(
+        tmp_path / "m.onnx", tmp_path / "m.par", options(f"tp={ranks}", strategy=strategy)
+    )
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for shape in ((1, 1, 1), (2, 7, 64), (3, 2501, 5)):
+            (found,) = session.run(None, {"x": np.zeros(shape, np.float32)})
+            np.testing.assert_array_equal(found, np.array(shape, np.float32))
