@@ -54,7 +54,7 @@ def host_topology(shard: Shard | None = None) -> Topology | None:
     5 s; later processes read it from a file. `shard` is that of `measure`.
 
     None, so that constants are taken: if the environment says ONNXPAR_MEASURE=0; on a single core;
-    if the measurement fails, after a line on stderr; and under a launcher, because ranks that make
+    if the measurement fails, after a message; and under a launcher, because ranks that make
     the same plan must not have different figures.
     """
     cores = own_cores()
@@ -156,7 +156,7 @@ def _take(lock: int) -> None:
 
 
 def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
-    """Measures the host, writes the result to a file, and says so on stderr. None if it cannot be
+    """Measures the host, writes the result to a file, and says so. None if it cannot be
     measured."""
     # what measures takes half a second to import
     from onnxpar.calibration.fit import file_text, fit

@@ -175,7 +175,7 @@ def _checked(
             for sizes in _sizes_to_try(made, bundle):
                 try:
                     feeds, made_up, is_free = _feeds(model, options, way, made, bundle, sizes)
-                    report = _beside(judged(compared(session, feeds)), made, sizes)
+                    report = _beside(judged(compared(session, feeds)), made, bundle, feeds)
                     break
                 except (ModelError, InputError) as error:  # a size may be too large or small
                     first = first or error
@@ -199,10 +199,12 @@ def _checked(
     return Check(made, report, made_up=given, elsewhere=elsewhere)
 
 
-def _beside(report: Report, made: Plan, sizes: Mapping[str, int]) -> Report:
-    """The report with what the plan predicts for runs at these sizes, if it does."""
+def _beside(report: Report, made: Plan, bundle: Bundle, feeds: Mapping[str, Any]) -> Report:
+    """The report with what the plan predicts for a run of these feeds, if it does."""
     times, predicted = report.times, made.predicted
-    is_typical = [dict(typical) for typical, _ in made.typical] in ([], [dict(sizes)])
+    arrays = {name: array.shape for name, array in feeds.items() if isinstance(array, np.ndarray)}
+    sizes = dict(zip(bundle.symbols, bundle.sizes(arrays), strict=True))
+    is_typical = [dict(typical) for typical, _ in made.typical] in ([], [sizes])
     if times is None or predicted is None or not is_typical:
         return report
     return replace(report, times=replace(times, predicted=(predicted.one_rank, predicted.total)))

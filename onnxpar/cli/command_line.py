@@ -35,7 +35,10 @@ QUICK: Mapping[str, Callable[[Any], None]] = {
 a parser."""
 
 
-_WRITERS = ("shard", "annotate", "grad", "calibrate", "train")
+_WRITERS = (
+    *("shard", "annotate", "grad", "calibrate", "train"),
+    *("checkpoint merge", "checkpoint weights"),
+)
 """The commands whose result is a file."""
 
 
@@ -111,7 +114,7 @@ def _logged(args: argparse.Namespace) -> Iterator[None]:
             if quiet:
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
-            if quiet and args.command.__name__ in _WRITERS and not getattr(args, "json", False):
+            if quiet and args.words_of_command in _WRITERS and not getattr(args, "json", False):
                 stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
             yield
     finally:

@@ -28,7 +28,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        if " " in self.prog:  # a command
+        words = self.prog.partition(" ")[2]
+        if words:
+            self.set_defaults(words_of_command=words)
             self.add_argument(
                 "-q", "--quiet", action="store_true", help="print nothing but results and errors"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,17 +37,10 @@ def compared(
 def _parts(trace: Trace) -> dict[str, float]:
     """Returns the seconds of a run by the kinds that a plan predicts, on the rank with the most
     compute, and between nodes."""
-    lengths = trace.lengths()
-    events = [[e for e in trace.of(rank) if e.run in lengths] for rank in range(trace.ranks)]
-    each = [
-        (sum(e.own for e in own if not e.collective), sum(e.own for e in own if e.collective))
-        for own in events
-    ]
-    compute, communication = (seconds / len(lengths) for seconds in max(each))
-    between = sum(lengths.values()) / len(lengths) - compute - communication
+    parts = max((trace.parts(rank) for rank in range(trace.ranks)), key=itemgetter("compute"))
     return {
-        "compute": compute,
-        "communication": communication,
-        "session": trace.session(lengths.keys()) or 0.0,
-        "onnxruntime, between nodes": max(between, 0.0),
+        "compute": parts["compute"],
+        "communication": parts["communication"] + parts["waiting"],
+        "session": trace.session(trace.runs()) or 0.0,
+        "onnxruntime, between nodes": parts["idle"],
     }

@@ -94,7 +94,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
         said = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in times.items())
         after = f" after {warm_up} warm-up run{'s' * (warm_up > 1)}" if warm_up else ""
         print(f"{args.repeat - warm_up} runs{after}, in milliseconds: {said}")
-        if predicted:
+        if predicted and predicted["total"]:
             print(compared(predicted, times["median"], "run", trace))
     if trace is not None:
         from onnxpar.report.trace_lines import trace_lines  # its tables need the compiler

@@ -6,9 +6,8 @@ import argparse
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -202,8 +201,7 @@ def _train(
             else:
                 with writing(logs):
                     logs.mkdir(parents=True, exist_ok=True)
-                say = _say_nothing if args.json else partial(print, flush=True)
-                _follow(generations, data, run, held_out, logs, files, say)
+                _follow(generations, data, run, held_out, logs, files, is_told=not args.json)
         except RankError as error:
             generations.trainer.close()  # may complete a checkpoint
             first, *others = str(error).split("\n")
@@ -224,10 +222,15 @@ def _follow(
     held_out: Data | None,
     logs: Path,
     files: Sequence[MetricsFile],
-    say: Callable[[str], None],
+    is_told: bool,
 ) -> None:
-    """Trains, tells each step's loss to `say`, and writes metrics to files, and a picture of the
-    loss to the folder `logs`."""
+    """Trains, and writes metrics to files, and a picture of the loss to the folder `logs`. If it
+    `is_told`, prints the loss of each step, and where the files are."""
+
+    def say(text: str) -> None:
+        if is_told:
+            print(text, flush=True)
+
     loss = generations.trainer.spec.loss
     metrics = logs / METRICS
     for word, each in (("", data), ("evaluation: ", held_out)):
@@ -243,7 +246,7 @@ def _follow(
                     file.begin(record.total)
             last, best_step = record.total, record.best_step
             seconds.append(record.seconds)
-            lines = () if say is _say_nothing else record.lines(loss)
+            lines = record.lines(loss) if is_told else ()
             bar.show(record.total, lines, record.values[loss])
             for file in files:
                 file.add(row_of(record))
@@ -263,10 +266,6 @@ def _follow(
         say(f"the last checkpoint is {generations.trainer.checkpoint}")
     if run.checkpoint is not None and run.keep_best and best_step:
         say(f"the best checkpoint is {run.checkpoint / Progress(best_step).name}")
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 def _metrics_files(args: argparse.Namespace, logs: Path) -> list[MetricsFile]:

@@ -165,7 +165,7 @@ def local_sizes(dim: Dim, mesh: Mesh, ranks: Array) -> Array:
     """Number of elements of the dimension that each of these ranks holds."""
     if isinstance(dim, Factor):
         parts = np.array(dim.part_sizes() if dim.axes else (dim.size,))
-        return np.asarray(parts[mesh.coordinates(dim.axes, ranks)])
+        return np.asarray(parts[mesh.coordinate(dim.axes, ranks)])
     sizes = [local_sizes(child, mesh, ranks) for child in dim.children]
     return np.asarray((np.prod if isinstance(dim, Product) else np.sum)(sizes, axis=0))
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import numpy as np
+from typing import TypeVar
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import StrategyError
 
+Rank = TypeVar("Rank", int, Array)
 MOST_RANKS = 1 << 20
 """Most ranks, so that lists of all ranks fit into memory."""
 
@@ -139,18 +139,12 @@ class Mesh:
             )
         return tuple(out)
 
-    def coordinate(self, axes: Sequence[Axis], rank: int) -> int:
-        """The row-major position of a rank in the grid of these axes alone."""
-        at = 0
+    def coordinate(self, axes: Sequence[Axis], rank: Rank) -> Rank:
+        """The row-major position of a rank, or of each rank in an array, in the grid of these axes
+        alone."""
+        at = 0 * rank
         for axis in axes:
             at = at * axis.size + (rank // self._stride(axis)) % axis.size
-        return at
-
-    def coordinates(self, axes: Sequence[Axis], ranks: Array) -> Array:
-        """The `coordinate` of each of these ranks."""
-        at: Array = np.zeros_like(ranks)
-        for axis in axes:
-            at = at * axis.size + (ranks // self._stride(axis)) % axis.size
         return at
 
     def group(self, axes: Sequence[Axis], rank: int) -> tuple[int, ...]:

@@ -307,7 +307,7 @@ def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list
     def held(layout: Layout) -> list[tuple[int, ...]]:
         """The coordinates of each member's shard, and the number of its term of a sum."""
         each = [leaf.axes for dim in layout.dims for leaf in leaves(dim)]
-        columns = [mesh.coordinates(over, members) for over in (*each, layout.partial)]
+        columns = [mesh.coordinate(over, members) for over in (*each, layout.partial)]
         return list(map(tuple, np.stack(columns, axis=1).tolist()))
 
     have, wanted = held(before), held(after)

@@ -213,12 +213,12 @@ class OpenConstants:
             return reduce(add if isinstance(first, Concat) else mul, known)
 
         variables, _ = self._known(rank, filled)
+        texts = [v for v in variables if isinstance(v, str)]
+        at = [{v: variables[v][i] for v in texts} for i, _ in enumerate(self.all)]
         found: dict[tuple[int, ...], list[Polynomial]] = {}
         for dims in self._split_dims:
             form = size(dims)
             if form is not None:
-                texts = [v for v in variables if isinstance(v, str)]
-                at = [{v: variables[v][i] for v in texts} for i, _ in enumerate(dims)]
                 found.setdefault(tuple(form.at(values) for values in at), []).append(form)
         return found
 

@@ -23,9 +23,9 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         left = trace.left_out if not program else 0
         after = f" after {left} warm-up run{'s' if left > 1 else ''}" if left else ""
         yield f"{what}{after}, in milliseconds of each:"
-        rows = [
-            (rank, *_columns(_parts(trace, rank, program), _PARTS)) for rank in range(trace.ranks)
-        ]
+        parts = [trace.parts(rank, program) for rank in range(trace.ranks)]
+        texts = [[f"{seconds * 1e3:.3f}" for seconds in each.values()] for each in parts]
+        rows = [(rank, *_columns(each, _PARTS)) for rank, each in enumerate(texts)]
         yield from table(rows, ("rank", *_heads(_PARTS)))
         yield from _transfers(trace, program)
         session = None if program else trace.session(trace.runs())
@@ -69,22 +69,6 @@ def expert_lines(load: ExpertLoad) -> Iterator[str]:
 
 def _of_expert(tokens: int, total: int) -> list[str]:
     return [f"{tokens:,}", f"{tokens / max(total, 1):.1%}"]
-
-
-def _parts(trace: Trace, rank: int, program: str) -> list[str]:
-    """Returns a rank's milliseconds per run by the kinds of _PARTS; the total is from the start of
-    a run on the first rank to its end on the last."""
-    runs = set(trace.runs(program))
-    events = [event for event in trace.of(rank) if event.run in runs]
-    window = sum(trace.lengths(program).values())
-    waiting = sum(e.wait for e in events)
-    compute, communication = (
-        sum(e.own for e in events if (e.collective is None) is is_compute)
-        for is_compute in (True, False)
-    )
-    idle = max(window - compute - communication, 0.0)
-    parts = (compute, communication - waiting, waiting, idle, window)
-    return [f"{part * 1e3 / len(runs):.3f}" for part in parts]
 
 
 def _transfers(trace: Trace, program: str) -> Iterator[str]:

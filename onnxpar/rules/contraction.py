@@ -45,9 +45,8 @@ def matmul(node: gs.Node) -> Rule:
     """`b m k, b k n -> b m n` with broadcast batches; vectors as in NumPy."""
     left, right, out = _product(node, 0, 1)
     nonempty = _fused_factors(node, right)
-    if (
-        getattr(dtype_of(node.inputs[0]), "kind", "") == "u"
-    ):  # its kernel fills the result as a signed type
+    dtype = dtype_of(node.inputs[0])
+    if dtype is not None and dtype.kind == "u":  # its kernel writes an empty sum as a signed type
         nonempty |= {"k"}
     return einsum(node, f"{left}, {right} -> {out}", linear=_EITHER, nonempty=nonempty)
 

@@ -72,8 +72,8 @@ class ScoreRing(AttentionRing):
         mean = build.add("Div", [state.values, total])
         if not self.is_guarded:
             return mean
-        sees = self.build.add("Greater", [state.total, like(state.total, 0)])
-        return self.build.add("Where", [sees, mean, like(mean, 0)])
+        sees = build.add("Greater", [state.total, like(state.total, 0)])
+        return build.add("Where", [sees, mean, like(mean, 0)])
 
     def finish(self, state: State) -> None:
         """Adds the nodes that compute the result."""

@@ -168,6 +168,25 @@ class Trace:
                 end[span.run] = max(end.get(span.run, 0.0), span.start + span.seconds)
         return {run: end[run] - begin[run] for run in sorted(begin)}
 
+    def parts(self, rank: int, program: str = "") -> dict[str, float]:
+        """Returns the seconds of a rank in a run of a program by what it does: `total` is from the
+        start of the run on the first rank to its end on the last, and `idle` what is left of it."""
+        lengths = self.lengths(program)
+        events = [event for event in self.of(rank) if event.run in lengths]
+        compute, inside = (
+            sum(e.own for e in events if (e.collective is None) is is_compute)
+            for is_compute in (True, False)
+        )
+        waiting, total = sum(e.wait for e in events), sum(lengths.values())
+        found = {
+            "compute": compute,
+            "communication": inside - waiting,
+            "waiting": waiting,
+            "idle": max(total - compute - inside, 0.0),
+            "total": total,
+        }
+        return {kind: seconds / len(lengths) for kind, seconds in found.items()}
+
     def session(self, runs: Collection[int]) -> float | None:
         """Returns the mean seconds that these runs took the session beside the work of ranks; None
         if that is not recorded."""

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import onnxpar
+from onnxpar.cli import command_line
 from onnxpar.cli.command_line import main
+from onnxpar.cost.topology import Topology
+from onnxpar.pipeline import calibrate
 
 MODELS = Path(__file__).parents[2] / "models"
 GPT2 = str(MODELS / "gpt2.dynamo.static.onnx")
@@ -96,3 +99,37 @@ def test_training_as_json(
         assert out == Path(logs, "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in Path(logs, "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and rows
+
+
+def test_each_command_whose_result_is_a_file_can_be_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands are known by the words that a user writes, not by names in the code."""
+    for words in command_line._WRITERS:
+        with pytest.raises(SystemExit, match="0"):
+            main([*words.split(), "--help"])
+        assert f"usage: onnxpar {words} " in capsys.readouterr().out
+    found = Topology.given("2-core")
+    monkeypatch.setattr(calibrate, "_calibrate", lambda *given: ([], found))
+    monkeypatch.setattr(calibrate, "lines", lambda *given: ["measured"])
+    arguments = ["calibrate", "-o", str(tmp_path / "t.yaml")]
+    assert "measured" in said(capsys, *arguments)[0]
+    assert said(capsys, *arguments, "-q") == ("", "")
+    told = json.loads(said(capsys, *arguments, "-q", "--json")[0])
+    assert Topology.of(told) == found
+
+
+def test_times_are_predicted_for_the_sizes_that_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of given inputs, too: the plan says nothing of a batch of 8."""
+    feeds = {
+        name: np.ones((8, 6), np.int64)
+        for name in ("input_ids", "attention_mask", "token_type_ids")
+    }
+    np.savez(tmp_path / "8.npz", **feeds)
+    check = ["check", OPEN, "--devices", "2", "--preset", "data-parallel", "--typical"]
+    given = ["--inputs", str(tmp_path / "8.npz")]
+    assert "predicted)" in said(capsys, *check, "batch=8,seq=6", *given)[0]
+    assert "predicted)" not in said(capsys, *check, "batch=2,seq=6", *given)[0]
+    assert "predicted)" in said(capsys, *check, "batch=2,seq=6")[0]
