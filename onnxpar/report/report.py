@@ -10,6 +10,7 @@ from typing import Any
 
 from onnxpar.base.shown import text_of
 from onnxpar.compiler.plan import Plan, SavedPlan
+from onnxpar.cost.topology import ANY_HOST
 from onnxpar.errors import ModelError
 from onnxpar.model.state_pairs import unpaired_text
 from onnxpar.open_sizes.typical import sizes_text
@@ -76,7 +77,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield from _predicted_lines(plan.get("predicted"), plan["ranks"], bool(plan.get("loads")))
     if plan.get("predicted") and (proof := plan.get("proof")):
         yield from wrap(f"search: {proof_text(proof)}", WIDTH, subsequent_indent="  ")
-    if plan.get("costs"):
+    if plan.get("predicted") or plan.get("costs") == ANY_HOST:
         yield f"costs: {plan['costs']}"
     yield from _note_lines(plan.get("notes", ()))
 

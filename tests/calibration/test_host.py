@@ -225,3 +225,14 @@ def test_what_changes_the_result_changes_the_file(
 def test_the_quick_cases_are_some_of_all() -> None:
     assert group_sizes(8, QUICK) == [2, 8] and group_sizes(2, QUICK) == [2]
     assert set(cases(8, QUICK)) < set(cases(8))
+
+
+def test_a_plan_without_times_names_no_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program of a rank by hand is not planned by costs."""
+    text = "m (float[4,4] x) => (float[4,4] y) { y = Relu(x) }"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
+    onnx.save(model, tmp_path / "rank.onnx")
+    assert main(["plan", str(tmp_path / "rank.onnx"), "--preset", "manual", "--devices", "2"]) == 0
+    assert "costs:" not in capsys.readouterr().out
