@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+import onnx
+import onnx.parser
 import pytest
 
 import onnxpar

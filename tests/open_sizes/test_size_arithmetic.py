@@ -107,6 +107,28 @@ def test_runs_at_any_size(what: str, way: str, tmp_path: Path) -> None:
                 check_outputs(found, wanted, ["y"])
 
 
+SHIFTS = {
+    "shift": "s = Slice (x, z, m1, o) l = Pad (s, p) y = Add (x, l)",
+    "first apart": "f = Slice (x, z, o, o) r = Slice (x, o, w, o) g = Relu (r)"
+    " c = Concat <axis = 1> (f, g) y = Add (x, c)",
+}
+
+
+@pytest.mark.parametrize("what", SHIFTS)
+def test_sizes_that_are_equal_in_all_runs_refuse_none(what: str, tmp_path: Path) -> None:
+    """n - min(n, 1) + 1 is n, and an input of n columns has the size that can be solved."""
+    text = f"""<ir_version: 9, opset_import: ["" : 18]> m (float[b,n] x) => (float[b,q] y)
+        <int64[1] z = {{0}}, int64[1] o = {{1}}, int64[1] m1 = {{-1}},
+        int64[1] w = {{9223372036854775807}}, int64[4] p = {{0, 1, 0, 0}}> {{ {SHIFTS[what]} }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    unsplit = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    pipeline.shard(tmp_path / "m.onnx", tmp_path / "m.par", options("data-parallel 2"))
+    with ThreadSession(tmp_path / "m.par", timeout=TIMEOUT) as session:
+        for batch, length in SIZES:
+            x = np.random.default_rng(length).standard_normal((batch, length), np.float32)
+            check_outputs(session.run(None, {"x": x}), unsplit.run(None, {"x": x}), ["y"])
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_closed_forms_have_the_values_of_onnxruntime(seed: int) -> None:
     """At sizes from 0 to far beyond the samples."""
