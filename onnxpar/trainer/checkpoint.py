@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.log import LOG
 from onnxpar.errors import DamagedError, ModelError, NewerFormatError, OnnxparError
 from onnxpar.files.digests import (
     BLOCK,
@@ -226,9 +228,10 @@ def warn(text: str) -> None:
 
 def tell(text: str) -> None:
     """Prints a line on stderr; on rank 0, also on the launcher's terminal if stderr is a log
-    file."""
-    print(f"onnxpar: {text}", file=sys.stderr)
-    report_for_all_ranks(text)
+    file. Nothing if the logger is to be quiet."""
+    if LOG.isEnabledFor(logging.WARNING):
+        print(f"onnxpar: {text}", file=sys.stderr)
+        report_for_all_ranks(text)
 
 
 def check_seen(missing: Callable[[], str], together: Together) -> None:

@@ -97,6 +97,10 @@ def test_training_as_json(
     else:
         out = said(capsys, *train, "--json")[0]
         assert out == Path(logs, "metrics.jsonl").read_text()
+    again = [*train, "--checkpoint", str(tmp_path / "run"), "--resume"]
+    said(capsys, *again, "-q")
+    assert "warning: nothing to do" in said(capsys, *again)[1]
+    assert said(capsys, *again, "-q") == ("", "")
     rows = [json.loads(line) for line in Path(logs, "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and rows
 
