@@ -12,5 +12,5 @@ cd "$scratch" # so that the installed package runs, not the checkout
 onnxpar check "$model" --devices 4
 onnxpar check "$model" --devices 4 --preset tensor-parallel
 onnxpar shard "$model" --devices 2 --preset tensor-parallel -o llm.par >/dev/null
-echo "2 ranks go on with \"A sharded model\":"
+echo "2 ranks continue \"A sharded model\":"
 onnxpar generate llm.par "A sharded model"

@@ -184,7 +184,7 @@ def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
         said = f"{_written(_of_busy(place), text)} for an hour, because others keep its cores busy"
     else:
         said = _written(place, text)
-    LOG.info(f"measured this host in {seconds:.1f} s: {said} (not with --for-any-host)")
+    LOG.info(f"measured this host in {seconds:.1f} s: {said} (--for-any-host plans without it)")
     return replace(topology, origin=MEASURED)
 
 

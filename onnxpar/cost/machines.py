@@ -1,7 +1,7 @@
 """Short names of machines, such as `8x64-core,25GbE`, for plans without a topology file.
 
-The figures are round ones of current servers; docs/how-to/topology.md says where each is from. They
-tell which of two plans is faster on such machines. For times of your own, measure them.
+The figures are round ones of current servers; docs/how-to/topology.md says where each is from, and
+which are assumed.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         yield from _transfers(trace, program)
         session = None if program else trace.session(trace.runs())
         if session is not None:
-            yield f"the session takes {session * 1e3:.3f} ms of a run beside that"
+            yield f"beside that, the session takes {session * 1e3:.3f} ms of a run"
         yield ""
     busy = sum(event.own for event in trace.events)
     if busy:

@@ -89,7 +89,7 @@ def test_a_command_measures_and_the_next_one_reads(
     said = capsys.readouterr()
     assert "costs: measured on this host" in said.out
     assert said.err.startswith("onnxpar: measured this host in ") and said.err.count("\n") == 1
-    assert f"kept in {place} (not with --for-any-host)" in said.err
+    assert f"kept in {place} (--for-any-host plans without it)" in said.err
     kept = Topology.read(place)
     assert kept.device != Topology.default().device and anew() == kept
     assert main(PLAN) == 0
