@@ -64,8 +64,13 @@ def _groups(feeds: Feeds) -> Iterator[Places]:
 
 
 def _at_other_sizes(case: PeerCase, feeds: Feeds, places: Places) -> PeerCase | None:
-    """A session for each size: where a kernel does not look, the inference of shapes does."""
-    data, (name, axis) = [], places[0]
+    """A session for each size: where a kernel does not look, the inference of shapes does. None
+    where fewer than two other sizes run, or the unsplit runtime does not load the open model."""
+    data, (name, axis), model = [], places[0], _with_sizes(case.model, places, SYMBOL)
+    try:
+        unsplit_session(model)
+    except Exception:  # such as a body that depends on this size
+        return None
     for size in (feeds[name].shape[axis], *SIZES):
         fed = _resized(feeds, places, size)
         try:
@@ -75,7 +80,7 @@ def _at_other_sizes(case: PeerCase, feeds: Feeds, places: Places) -> PeerCase | 
             if not data:
                 return None
     where = ", ".join(f"{name}.{axis}" for name, axis in places)
-    name, model = f"{case.name} with open {where}", _with_sizes(case.model, places, SYMBOL)
+    name = f"{case.name} with open {where}"
     return replace(case, name=name, model=model, data=data) if len(data) > 2 else None
 
 
