@@ -18,6 +18,7 @@ import onnxruntime as ort
 from onnx import NodeProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.custom_ops import quiet_options
 from onnxpar.canonicalize.decoder_samples import Sample
 from onnxpar.canonicalize.found_attention import FoundAttention
 from onnxpar.errors import ModelError
@@ -299,11 +300,8 @@ class _Proof:
         part = helper.make_model(
             graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version
         )
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        options.intra_op_num_threads = 1
         try:
-            session = ort.InferenceSession(part.SerializeToString(), options)
+            session = ort.InferenceSession(part.SerializeToString(), quiet_options(1))
             (array,) = session.run([result], dict(feeds))
         except Exception as error:  # onnxruntime's errors have no other base
             reason = f"the attention of {self.name!r} cannot be run on its own: {error}"

@@ -22,6 +22,7 @@ from onnx import AttributeProto, NodeProto, TensorProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.custom_ops import quiet_options
 from onnxpar.ir.stored import read_stored
 from onnxpar.load.load import read_proto
 from onnxpar.runtime.tensors import as_fed
@@ -121,9 +122,7 @@ def movements(
 def _session(
     proto: onnx.ModelProto, level: Any, folder: str | os.PathLike[str] | None
 ) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
+    options = quiet_options(1)
     options.graph_optimization_level = level
     if folder is not None:
         key = "session.model_external_initializers_file_folder_path"

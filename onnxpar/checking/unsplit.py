@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.custom_ops import quiet_options, remedy
 from onnxpar.canonicalize.kept_bounds import DROPPING, drops_bounds
 from onnxpar.canonicalize.kept_ranges import SLICING, takes_ranges
 from onnxpar.checking.sensitivity import ORT_ERRORS, read_model
@@ -63,8 +64,7 @@ def open_unsplit(
     initializers that are inputs, and computes what the model says (see `kept_bounds` and
     `kept_ranges`). `folder` has the external data if `model` is bytes. Errors: ModelError."""
     source = model if isinstance(model, bytes) else os.fspath(model)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors are also raised
+    options = quiet_options()
     if folder is not None:
         key = "session.model_external_initializers_file_folder_path"
         options.add_session_config_entry(key, os.fspath(Path(folder).resolve()))
@@ -81,7 +81,9 @@ def open_unsplit(
         if keep_double(options, *([dtype_of(p.type) for p in each] for each in ports)):
             session = opened()
     except ORT_ERRORS as error:
-        raise ModelError(f"onnxruntime does not load the unsplit model: {error}") from error
+        raise ModelError(
+            f"onnxruntime does not load the unsplit model: {error}{remedy(str(error))}"
+        ) from error
     return session
 
 

@@ -18,7 +18,7 @@ from onnxpar.base.log import LOG
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
 from onnxpar.cli.generate_command import add_generate
-from onnxpar.cli.rank_options import set_variables
+from onnxpar.cli.rank_options import apply_to_process
 from onnxpar.cli.run_command import add_run
 from onnxpar.cli.serve_command import add_serve
 from onnxpar.errors import OnnxparError
@@ -68,7 +68,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
         with _ends_of_imports():
             args = arguments(sys.argv[1:] if argv is None else argv)
             refuse_overwriting(vars(args))
-            set_variables(args)
+            apply_to_process(args)
             with _logged(args):
                 status = int(args.command(args))
     except BrokenPipeError:

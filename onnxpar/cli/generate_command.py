@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.quick_imports import quick_imports
-from onnxpar.cli.rank_options import add_cores, add_launcher_help, add_runtime, add_verify
+from onnxpar.cli.rank_options import (
+    add_cores,
+    add_launcher_help,
+    add_library,
+    add_runtime,
+    add_verify,
+)
 from onnxpar.errors import InputError
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.redirect import redirect_output
@@ -103,6 +109,7 @@ def add_generate(to: Any) -> None:
     add_verify(command)
     add_cores(command)
     add_runtime(command)
+    add_library(command)
 
 
 def generate(args: argparse.Namespace) -> int:

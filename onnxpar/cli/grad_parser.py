@@ -13,6 +13,7 @@ from onnxpar.cli.options import (
     named_number,
     named_number_or_none,
 )
+from onnxpar.cli.rank_options import add_library
 from onnxpar.ir.training_spec import IGNORED
 from onnxpar.manual.manual import MANUAL
 from onnxpar.training.losses import LOSSES
@@ -37,6 +38,7 @@ def add_grad(to: argparse.ArgumentParser) -> None:
     _add_step(to.add_argument_group("step"))
     _add_trained(to.add_argument_group("what is trained"))
     add_dims(to)
+    add_library(to)
     _add_manual(to.add_argument_group("manual programs"))
 
 

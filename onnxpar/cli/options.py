@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from onnxpar.cli.rank_options import add_library
 from onnxpar.errors import OnnxparError
 from onnxpar.layout.mesh import MOST_RANKS, Mesh
 from onnxpar.lowering.compression import THRESHOLD
@@ -47,6 +48,7 @@ def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     _add_search(strategy)
     _add_strategy_files(strategy)
     add_plugin(strategy)
+    add_library(strategy)
     _add_sizes(to.add_argument_group("sizes"))
     _add_states(to.add_argument_group("states and caches"))
 

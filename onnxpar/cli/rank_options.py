@@ -16,6 +16,19 @@ def add_runtime(to: argparse.ArgumentParser) -> None:
     to.add_argument("--log-dir", metavar="DIR", help="write what each rank prints to DIR/rank.N/")
 
 
+def add_library(to: argparse._ActionsContainer) -> None:
+    """Adds the option for custom ops of onnxruntime."""
+    to.add_argument(
+        "--library",
+        dest="libraries",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a custom-op library for onnxruntime, such as libcustom.so; sharded folders do not "
+        "name libraries, so each command that runs the model needs this option",
+    )
+
+
 def add_cores(to: argparse.ArgumentParser) -> None:
     """Adds options for the cores of ranks."""
     to.add_argument(
@@ -61,8 +74,12 @@ VARIABLES = {
 ranks read them."""
 
 
-def set_variables(args: argparse.Namespace) -> None:
-    """Sets the variables of the options for connections that were given."""
+def apply_to_process(args: argparse.Namespace) -> None:
+    """Sets the variables of the options for connections that were given, and uses the libraries."""
+    if getattr(args, "libraries", ()):
+        from onnxpar.base.custom_ops import use_libraries
+
+        use_libraries(args.libraries)
     for option, variable in VARIABLES.items():
         if value := getattr(args, option, None):
             os.environ[variable] = "1" if value is True else value

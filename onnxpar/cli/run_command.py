@@ -12,6 +12,7 @@ from onnxpar.base.quick_imports import quick_imports
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
+    add_library,
     add_profile,
     add_runtime,
     add_verify,
@@ -54,6 +55,7 @@ def add_run(to: Any) -> None:
     add_launcher_help(command)
     add_cores(command)
     add_runtime(command)
+    add_library(command)
 
 
 def run(args: argparse.Namespace) -> int:

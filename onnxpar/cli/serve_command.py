@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxpar.base.quick_imports import quick_imports
 from onnxpar.cli.config_file import add_config
-from onnxpar.cli.rank_options import add_cores, add_runtime, add_verify
+from onnxpar.cli.rank_options import add_cores, add_library, add_runtime, add_verify
 from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.serve.log import tell
@@ -47,6 +47,7 @@ def add_serve(to: Any) -> None:
     add_verify(command)
     add_cores(command)
     add_runtime(command)
+    add_library(command)
 
 
 def _add_address(command: Any) -> None:

@@ -8,6 +8,7 @@ from onnxpar.cli.options import Options, named_value
 from onnxpar.cli.rank_options import (
     add_cores,
     add_launcher_help,
+    add_library,
     add_profile,
     add_runtime,
     add_verify,
@@ -133,6 +134,7 @@ def add_train(to: argparse.ArgumentParser) -> None:
     add_launcher_help(to)
     add_cores(to)
     add_runtime(to)
+    add_library(to)
     to.set_defaults(log_dir="log")
 
 

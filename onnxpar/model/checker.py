@@ -13,6 +13,7 @@ import onnx
 import onnxruntime as ort
 from onnx import GraphProto, TensorProto, helper
 
+from onnxpar.base.custom_ops import quiet_options
 from onnxpar.errors import ModelError, StrategyError
 from onnxpar.ir.stored import (
     copy_with_stubs,
@@ -252,10 +253,8 @@ def _refusal(
     level: ort.GraphOptimizationLevel = ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
 ) -> Refusal | None:
     """The reason why onnxruntime does not load a model (a path or bytes); None if it does."""
-    options = ort.SessionOptions()
+    options = quiet_options(1)
     options.graph_optimization_level = level
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
     try:
         ort.InferenceSession(model, options, ["CPUExecutionProvider"])
     except UnicodeDecodeError:  # the message quotes the model

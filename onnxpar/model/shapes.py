@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxpar.ir.attribute_weights import ML
 from onnxpar.ir.stored import FOLD_LIMIT, SMALL_WEIGHT, is_folded, reads_of
+from onnxpar.model.custom_shapes import custom_shapes
 from onnxpar.model.kernel_sizes import correct_sizes
 from onnxpar.model.picked_sizes import compressed, part_of
 from onnxpar.model.shapes_by_onnxruntime import RuntimeShapes
@@ -102,6 +103,7 @@ class Walk:
         self.splits: dict[str, NodeProto] = {}
         ports = [*model.graph.value_info, *model.graph.output]
         self.declared = {p.name: p.type for p in ports if _static_shape(p.type) is not None}
+        self.dtypes = {p.name: p.type.tensor_type.elem_type for p in ports}
         for tensor in model.graph.input:
             self.types[tensor.name] = (inputs or {}).get(tensor.name, tensor.type)
         self.add_weights(model.graph.initializer)
@@ -281,9 +283,7 @@ class Walk:
         except onnx.defs.SchemaError:
             schema = None
         if schema is None or not schema.has_type_and_shape_inference_function:
-            found = self.runtime.infer(node, self.types, self.protos)
-            open_ = [o for o in node.output if _static_shape(found.get(o)) is None]
-            return found | {o: self.declared[o] for o in open_ if o in self.declared}
+            return self._given(node, self.runtime.infer(node, self.types, self.protos))
         names = [n for n in node.input if n]
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
             names = list(self.types)
@@ -315,6 +315,22 @@ class Walk:
             # of many of these ops, ONNX infers no shape, or none of a result's columns
             found |= self.runtime.infer(node, self.types, self.protos)
         return {name: type_ for name, type_ in (found | self._picked(node, found)).items() if name}
+
+    def _given(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
+        """The types of a node's results: as found, as the model declares them, or as the sharding
+        rule of a custom op says."""
+        types = dict(found)
+        for name in node.output:
+            if _static_shape(found.get(name)) is None and name in self.declared:
+                types[name] = self.declared[name]
+        if all(_static_shape(types.get(name)) is not None for name in node.output if name):
+            return types
+        shapes = custom_shapes(node, self.types, self.protos, self.opsets.get("", 1))
+        for name, shape in shapes:
+            dtype = types[name].tensor_type.elem_type if name in types else self.dtypes.get(name)
+            if dtype and shape is not None and _static_shape(types.get(name)) is None:
+                types[name] = onnx.helper.make_tensor_type_proto(dtype, shape)
+        return types
 
     def _picked(self, node: NodeProto, found: Mapping[str, TypeProto]) -> dict[str, TypeProto]:
         """The types of results that constants select, as far as ONNX leaves them open."""

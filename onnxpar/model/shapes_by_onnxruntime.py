@@ -17,6 +17,7 @@ import onnx
 import onnxruntime as ort
 from onnx import AttributeProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto
 
+from onnxpar.base.custom_ops import quiet_options
 from onnxpar.ir.attribute_weights import ML
 
 RUN_LIMIT = 1 << 22
@@ -161,10 +162,7 @@ def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
 
 def _session(model: onnx.ModelProto) -> Any:
     """A session of a one-node model. Errors: those in REFUSED."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
+    options = quiet_options(1, optimized=False)
     return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
@@ -185,8 +183,11 @@ def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:
         return [None] * len(outputs)
     shapes: list[_Shape | None] = [list(o.shape) for o in session.get_outputs()]
     if any(not isinstance(s, int) for shape in shapes for s in shape or ()) or not all(shapes):
-        # onnxruntime reports an unknown rank as it reports a scalar.
-        shapes = _run(session, model.graph) or [shape or None for shape in shapes]
+        # onnxruntime reports an unknown rank as it reports a scalar. The sizes of results of a
+        # custom op may depend on any value.
+        node = model.graph.node[0]
+        tried = _run(session, model.graph) if is_known(node.op_type, node.domain) else None
+        shapes = tried or [shape or None for shape in shapes]
     made = iter(zip(session.get_outputs(), shapes, strict=True))
     types = [_type(*next(made)) if name else None for name in outputs]
     for i in _GROWN.get(model.graph.node[0].op_type, ()):

@@ -22,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+from onnxpar.base.custom_ops import use_libraries
 from onnxpar.base.near_names import did_you_mean
 from onnxpar.base.progress_line import progress_line
 from onnxpar.calibration.host import host_topology
@@ -85,6 +86,8 @@ class LayoutOptions(TypedDict, total=False):
                     has a scale; default: that of the model
     strict          True: an op without a sharding rule is an error
     plugin          modules with passes and sharding rules of your own, or files x.py
+    libraries       custom-op libraries for onnxruntime, which this process then uses in all of its
+                    sessions, such as libcustom.so
     verify          check the invariants after every pass (the commands always do)
     """
 
@@ -109,6 +112,7 @@ class LayoutOptions(TypedDict, total=False):
     kv_dtype: Literal["float32", "float16", "int8"] | None
     strict: bool
     plugin: Sequence[str]
+    libraries: Sequence[str | os.PathLike[str]]
     verify: bool
 
 
@@ -145,6 +149,7 @@ DEFAULTS: Mapping[str, Any] = {
     "find_states": True,
     "strict": False,
     "plugin": (),
+    "libraries": (),
     "place": (),
     "passes": (),
     "verify": False,
@@ -187,6 +192,7 @@ def options_of(
         asked = _with_context(asked, strategy, hints)
     for module in asked.get("plugin", ()):
         load_plugin(module)
+    use_libraries(asked.get("libraries", ()))
     added = asked.get("passes", ())
     mesh, bucket_mb = asked.get("mesh"), asked.get("bucket_mb")
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import onnx_graphsurgeon as gs
 
 from onnxpar.errors import ModelError, OnnxparError, StrategyError
 from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.model.custom_shapes import Shape, ShapeFunction, register_shapes
 from onnxpar.rules.lowering_interface import Local as Local
 from onnxpar.rules.lowering_interface import Lowering as Lowering
 from onnxpar.rules.lowering_interface import Step as Step
-from onnxpar.rules.notation import RuleTextError, Spec, Var, expr_vars, parse_rule, spec_text
+from onnxpar.rules.notation import (
+    Expr,
+    Prod,
+    RuleTextError,
+    Spec,
+    Var,
+    expr_vars,
+    parse_rule,
+    spec_text,
+)
 
 FIRST = frozenset({0})
 """Operand 0 alone, for `Rule.linear` and `Rule.monotone`."""
@@ -175,12 +187,21 @@ _NO_EMPTY_PARTS: dict[tuple[str, str], tuple[str, ...]] = {}
 
 
 def rule(
-    *ops: str, domain: str = "", ranks_known: bool = True, replace: bool = False
+    *ops: str,
+    domain: str = "",
+    ranks_known: bool = True,
+    replace: bool = False,
+    shapes: ShapeFunction | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Registers a rule for one or more ops: `@rule("Sin Cos", "Tan")`.
 
     With `ranks_known`, the rule function is called only for nodes whose tensors all have a known
     number of dimensions. Errors: StrategyError if an op already has a rule and `replace` is False.
+
+    If neither onnxruntime nor the model says which shapes the results of a custom op have, the
+    text of a plugin's rule does: `b f -> b f`. If it cannot, as in `b f -> b g`, give `shapes`, a
+    function from the node, whose operands have shapes of numbers, to the shape of each result. Both
+    are called at several sizes if sizes are open.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -194,6 +215,8 @@ def rule(
             _RULES[domain, op] = function
             if not ranks_known:
                 _ANY_RANK.add((domain, op))
+            if not _is_own(function):
+                register_shapes(domain, op, partial(_result_shapes, function, shapes))
         return function
 
     return register
@@ -279,10 +302,47 @@ def rule_of(node: gs.Node) -> Rule:
     return _with_kernel(_called(function, node), domain, node.op)
 
 
+def _is_own(function: RuleFunction) -> bool:
+    return function.__module__.startswith(f"{__name__.partition('.')[0]}.")
+
+
+def _result_shapes(
+    function: RuleFunction, shapes: ShapeFunction | None, node: gs.Node
+) -> Sequence[Shape]:
+    """The shapes of a custom op's results: those of `shapes`, else those that the text of the rule
+    gives. Errors: StrategyError."""
+    try:
+        if shapes is not None:
+            given = list(shapes(node))
+            if len(given) != len(node.outputs):
+                raise ValueError(f"{len(given)} shapes for {len(node.outputs)} results")
+            return given
+        found = function(node)
+    except OnnxparError:
+        raise
+    except Exception as error:
+        raise _failed(function, node, error, ", or give @rule(..., shapes=function)") from error
+    return [
+        None if spec is None else [_size(expr, found.sizes) for expr in spec]
+        for spec in found.outputs
+    ]
+
+
+def _size(expr: Expr, sizes: Mapping[str, Size]) -> Size:
+    """The size of a dimension, from the sizes of factors; None if one is unknown."""
+    if isinstance(expr, Var):
+        return sizes[expr.name]
+    parts = [_size(child, sizes) for child in expr.children]
+    if None in parts:
+        return None
+    known = [part for part in parts if part is not None]
+    return math.prod(known) if isinstance(expr, Prod) else sum(known)
+
+
 def _called(function: RuleFunction, node: gs.Node) -> Rule:
     """Calls a rule function for a node; returns the node's rule. Errors: StrategyError if a
     plugin's function fails."""
-    if function.__module__.startswith(f"{__name__.partition('.')[0]}."):
+    if _is_own(function):
         try:
             return function(node)
         except Misfit as error:
@@ -292,12 +352,17 @@ def _called(function: RuleFunction, node: gs.Node) -> Rule:
     except OnnxparError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        if isinstance(found, Rule):
-            return found
-        reason = f"it returned {type(found).__name__}, not a Rule"
-    raise StrategyError(
+        raise _failed(function, node, error) from error
+    if not isinstance(found, Rule):
+        raise _failed(function, node, TypeError(f"it returned {type(found).__name__}, not a Rule"))
+    return found
+
+
+def _failed(
+    function: RuleFunction, node: gs.Node, error: Exception, remedy: str = ""
+) -> StrategyError:
+    """The error for a function of a plugin that fails."""
+    return StrategyError(
         f"the rule {function.__module__}.{function.__name__} fails on {node.op} '{node.name}': "
-        f"{reason}; correct the plugin"
+        f"{type(error).__name__}: {error}; correct the plugin{remedy}"
     )

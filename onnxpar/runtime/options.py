@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxpar.base.custom_ops import libraries
 from onnxpar.runtime.cores import BINDINGS
 
 CACHE = 256 << 20
@@ -152,8 +154,11 @@ class SessionSpec:
         more fields of this class.
 
         Initializers, dimension overrides and custom-op libraries that were added to `options` are
-        lost, because onnxruntime does not reveal them; pass the libraries again as `libraries`.
+        lost, because onnxruntime does not reveal them; pass the libraries again as `libraries`,
+        to which those are added that this process uses (`use_libraries`).
         """
+        own = others.pop("libraries", ())
+        others["libraries"] = [*dict.fromkeys([*libraries(), *map(os.path.abspath, own)])]
         if options is None:
             return SessionSpec(**others)
         fields = {name: _plain(getattr(options, name)) for name in _present(options)}

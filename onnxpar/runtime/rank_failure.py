@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxpar.base.custom_ops import remedy
 from onnxpar.runtime.log import NODE_FAILED, describe
 
 if TYPE_CHECKING:  # ranks need onnx only after a failure
@@ -50,7 +51,7 @@ def load_text(error: Exception, file: Path) -> str:
     text = f"onnxruntime does not load {file.name}: {error}"
     if is_damaged(file):
         return f"{text}; the folder is damaged: write it again with `onnxpar shard`"
-    return text
+    return text + remedy(text)
 
 
 def is_damaged(file: Path) -> bool:

@@ -444,7 +444,7 @@ class InferenceSession(Session):
         spec = SessionSpec.of(
             sess_options,
             config=dict(config or {}),
-            libraries=[os.fspath(library) for library in libraries],
+            libraries=libraries,
             providers=providers,
             provider_options=provider_options,
             disabled_optimizers=list(disabled_optimizers or ()),

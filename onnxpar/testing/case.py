@@ -13,6 +13,7 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.custom_ops import quiet_options
 from onnxpar.ir.paged_attention import COMPUTE
 from onnxpar.runtime.library import library_path
 
@@ -153,10 +154,7 @@ def compiled(graph: gs.Graph) -> Program:
     )
     model = gs.export_onnx(copy, do_type_check=False).SerializeToString()
     if model not in _SESSIONS or any("seed" in node.attrs for node in graph.nodes):
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 4
+        options = quiet_options(1, optimized=False)
         if any(node.domain == COMPUTE for node in graph.nodes):
             options.register_custom_ops_library(str(library_path()))
         _SESSIONS[model] = ort.InferenceSession(model, options, ["CPUExecutionProvider"])

@@ -18,6 +18,7 @@ import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from onnxpar.base.custom_ops import quiet_options
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.value import Builder
 from onnxpar.testing.case import Case
@@ -63,10 +64,7 @@ class Program:
     def __init__(self, graph: gs.Graph, reference: bool) -> None:
         self.outputs = [t.name for t in graph.outputs]
         model = gs.export_onnx(graph, do_type_check=False)
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 4
-        options.intra_op_num_threads = 1
+        options = quiet_options(1, optimized=False)
         self.session: Any
         try:
             if reference and any(node.op in _EXPANDED for node in graph.nodes):

@@ -8,15 +8,17 @@ into halves must give wrong results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from os import PathLike
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.custom_ops import use_libraries
 from onnxpar.layout.layout import ReduceOp, neutral
 from onnxpar.model.shapes_by_onnxruntime import REFUSED
 from onnxpar.testing.case import Case
@@ -38,9 +40,10 @@ class Proof:
     missed: list[str]
 
 
-def prove(case: Case, every: int = 1) -> Proof:
+def prove(case: Case, every: int = 1, libraries: Iterable[str | PathLike[str]] = ()) -> Proof:
     """Tests the splits that the rule of the case allows, all or one of `every` so many, and tries
-    splits that it forbids."""
+    splits that it forbids. `libraries` are the files of the custom ops of the case."""
+    use_libraries(libraries)
     oracle = Oracle(case)
     cuts = {(cut.factor, cut.kind): cut for cut in oracle.cuts()}.values()
     oracles = [oracle, *(Oracle(case, cut) for cut in cuts)]

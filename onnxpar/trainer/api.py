@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
+from onnxpar.base.custom_ops import use_libraries
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.grad.trained import Weights
 from onnxpar.ir.training_spec import Step
@@ -79,6 +80,7 @@ def grad(
     weights: str | os.PathLike[str] | None = None,
     untie: bool = False,
     dims: Mapping[str, int | str] | None = None,
+    libraries: Sequence[str | os.PathLike[str]] = (),
     devices: int | None = None,
     mesh: str | Mesh | None = None,
     preset: str | None = None,
@@ -139,6 +141,7 @@ def grad(
     weights     a safetensors file, or a folder of some: values of the weights whose names they have
     untie       True to give each node that reads a shared scale or bias vector its own copy
     dims        sizes of symbolic dimensions, by symbol: numbers, or other symbols as text
+    libraries   custom-op libraries for onnxruntime
     preset      "manual" if the model is one rank's program with collectives; then the step is one,
                 too, for `devices` ranks or a `mesh` ("dp=2,tp=4" or a Mesh), with tensors sharded
                 as in `strategy`
@@ -183,6 +186,7 @@ def grad(
     )
     mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     how = Strategy.given(strategy)
+    use_libraries(libraries)
     source = Options(devices=devices, mesh=mesh, preset=preset, strategy=how, dims=dims)
     of_groups = [Group.parse(text) for text in group]
     options = StepOptions(optimizer, clip_norm, accumulate, of_groups, decay_all, ema)
@@ -231,6 +235,7 @@ def train(
     threads: int | None = None,
     bind: str = BINDINGS[0],
     ranks_per_numa: int | None = None,
+    libraries: Sequence[str | os.PathLike[str]] = (),
     timeout: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
     start_ranks: StartRanks | None = None,
@@ -284,6 +289,7 @@ def train(
     table_cache  most bytes of their rows that a rank keeps in memory; default: 256 MiB
     threads, bind, ranks_per_numa  threads of each rank, and the cores that it runs on, as in
                 `InferenceSession`
+    libraries   custom-op libraries for onnxruntime
     timeout     limit of every wait for a rank, in seconds
     log_dir     a folder for the output of each rank, under rank.N/
     start_ranks  starts the ranks elsewhere than on this host, such as `onnxpar.ray.Actors`
@@ -294,6 +300,7 @@ def train(
     finite.
     """
     # Long for the list of parameters and their descriptions, which editors show.
+    use_libraries(libraries)
     folder = None if checkpoint is None else Path(checkpoint)
     falling = Schedule(schedule, warmup, min_lr, lr_power, lr_step_size, lr_gamma, decay_steps)
     order = (epochs, lr, falling, seed, shuffle)
