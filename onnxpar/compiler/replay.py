@@ -182,7 +182,8 @@ def _samples(model: Model, factors: GraphFactors, others: Sequence[Variant]) -> 
 
 def _factors(model: Model, graph: gs.Graph) -> GraphFactors:
     in_bodies = model.sizes is None
-    return analyse(graph, model.states, in_bodies, model.whole, model.on_host, model.growing)
+    known = (model.whole, model.on_host, model.growing, model.called.in_file)
+    return analyse(graph, model.states, in_bodies, *known)
 
 
 def _analysed(model: Model, number: int) -> Variant:

@@ -28,6 +28,7 @@ READ = {
     "eval": "the file of --eval",
     "compare": "the file of --compare",
     "weights": "the weights of --weights",
+    "libraries": "a library of --library",
 }
 """Options that name a file to read, and words for it."""
 WRITTEN = {
@@ -80,8 +81,9 @@ def _read(options: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
 def _files(options: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Path]]:
     for name in names:
         value = options.get(name)
-        if _is_path(value):
-            yield name, Path(value)
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if _is_path(each):
+                yield name, Path(each)
 
 
 def _is_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:

@@ -38,6 +38,7 @@ def analyse(
     whole: Whole | None = None,
     on_host: Collection[str] = (),
     growing: Collection[tuple[str, int]] = (),
+    in_file: Mapping[str, str] | None = None,
 ) -> GraphFactors:
     """Refines every dimension of the graph to atoms; with `in_bodies`, also the dimensions in
     bodies of control flow.
@@ -45,9 +46,11 @@ def analyse(
     `pairs` are tensors whose dimensions correspond although no op connects them (state pairs);
     dimensions whose sizes differ (a cache that grows) stay separate, and so do those in `growing`,
     by input and axis, whose sizes differ at other open sizes. `whole` maps the first result
-    of a node to the factors that the node must not split. `on_host` is for the result.
+    of a node to the factors that the node must not split. `on_host` and `in_file` are for the
+    result.
     """
-    return _Analysis(graph, pairs, in_bodies, whole or {}, growing).run(frozenset(on_host))
+    found = _Analysis(graph, pairs, in_bodies, whole or {}, growing).run()
+    return replace(found, on_host=frozenset(on_host), in_file=in_file or {})
 
 
 class _Analysis:
@@ -68,7 +71,7 @@ class _Analysis:
         self.joined: list[Joined] = []
         self.atoms = Atoms()
 
-    def run(self, on_host: frozenset[str]) -> GraphFactors:
+    def run(self) -> GraphFactors:
         self._join_all(self.graph)
         for a, b in self.pairs:
             both = zip(self.dims.get(a) or (), self.dims.get(b) or (), strict=False)
@@ -84,7 +87,7 @@ class _Analysis:
                 tensors[tensor.name] = self._tensor(self._dims(tensor) or [])
         fused = fused_tensors(self.graph) | attribute_weights(self.graph)
         ops = _with_chosen(self.graph, self._ops(tensors, fused), tensors)
-        return GraphFactors(tensors, ops, fused=fused, on_host=on_host)
+        return GraphFactors(tensors, ops, fused=fused)
 
     def _ops(self, tensors: Mapping[str, TensorFactors], fused: frozenset[str]) -> list[OpFactors]:
         """The factors of all nodes.

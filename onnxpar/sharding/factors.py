@@ -176,6 +176,7 @@ class GraphFactors:
     fused       tensors between nodes that onnxruntime fuses, and weights in attributes; they are
                 never resharded
     on_host     tables that stay in files, and the results that replace them
+    in_file     the names in the file of tensors that the loader has renamed
 
     `in_convolutions` has the names of nodes that onnxruntime runs inside convolutions, `lifetimes`
     the bytes written while a tensor lives, by its name.
@@ -186,10 +187,18 @@ class GraphFactors:
     open_atoms: frozenset[int] = frozenset()
     fused: frozenset[str] = frozenset()
     on_host: frozenset[str] = frozenset()
+    in_file: Mapping[str, str] = field(default_factory=dict)
 
     def op(self, name: str) -> OpFactors:
         """The factors of the node of that name. Errors: KeyError."""
         return self._by_name[name]
+
+    @property
+    def file_names(self) -> dict[str, str]:
+        """The names of tensors by the names that these have in the file, where no tensor has such a
+        name now."""
+        renamed = ((old, new) for new, old in self.in_file.items() if new in self.tensors)
+        return {old: new for old, new in renamed if old not in self.tensors}
 
     def find(self, name: str) -> OpFactors | None:
         """The factors of the node of that name; None if there is no such node."""
@@ -249,7 +258,7 @@ class GraphFactors:
         leaves = [leaf for op in self.ops for leaf in op.leaves]
         atoms = frozenset(x.atom for x in leaves if sizes.get(x.atom, x.size) != x.size)
         tensors = {name: replace(t, open=_open(t, atoms)) for name, t in self.tensors.items()}
-        return GraphFactors(tensors, self.ops, atoms, self.fused, self.on_host)
+        return replace(self, tensors=tensors, open_atoms=atoms)
 
 
 def _parts(dim: Dim) -> list[tuple[int, ...]]:

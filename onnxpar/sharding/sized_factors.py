@@ -46,8 +46,7 @@ def at_sizes(factors: GraphFactors, sizes: Sizes) -> GraphFactors:
     """The factors with these sizes of atoms in their trees. Leaves keep their old sizes, so that
     the same leaves can be split."""
     tensors = {name: _tensor(tensor, sizes) for name, tensor in factors.tensors.items()}
-    ops = [_op(op, sizes) for op in factors.ops]
-    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused, factors.on_host)
+    return replace(factors, tensors=tensors, ops=[_op(op, sizes) for op in factors.ops])
 
 
 def is_hidden(rule: Rule, other: OpFactors) -> bool:
@@ -107,7 +106,7 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
         if [dim.size for dim in tensor.dims] != own_sizes:
             return None  # a segment of one element, which is no leaf, has none in `other`
     ops = [_at(op, own, sizes) for op, own in zip(base.ops, other.ops, strict=True)]
-    return GraphFactors(tensors, ops, base.open_atoms, other.fused, other.on_host)
+    return replace(other, tensors=tensors, ops=ops, open_atoms=base.open_atoms)
 
 
 def _at(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
@@ -170,7 +169,7 @@ def priced(factors: GraphFactors, each: Iterable[tuple[Sizes, float]]) -> GraphF
         replace(op, priced=tuple((w, at.ops[i]) for w, at in sized))
         for i, op in enumerate(factors.ops)
     ]
-    return GraphFactors(tensors, ops, factors.open_atoms, factors.fused, factors.on_host)
+    return replace(factors, tensors=tensors, ops=ops)
 
 
 def _tensor(tensor: TensorFactors, sizes: Sizes) -> TensorFactors:

@@ -41,11 +41,12 @@ def annotations_of(
             earlier = of_nodes.get(op.node.name)
             of_nodes[op.node.name] = annotation if earlier is None else _joined(earlier, annotation)
     stacks, tensors = known.stacks, sharding.factors.tensors
+    file_names = sharding.factors.file_names
     for pattern, entry in strategy.tensors.items():
-        names = [*tensors, *stacks.names(str(pattern), tensors)]
+        names = [*tensors, *file_names, *stacks.names(str(pattern), tensors)]
         for name in matching(str(pattern), names, "tensor", strategy.source):
-            own, given = name, entry
-            if name not in tensors:
+            own, given = file_names.get(name, name), entry
+            if own not in tensors:
                 own = stacks.of[name]
                 given = stacks.add(name, entry, len(tensors[own].dims))
             if given is not None:

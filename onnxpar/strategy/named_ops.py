@@ -65,13 +65,15 @@ def _modules(op: OpFactors) -> list[str]:
 
 
 def readers_of_sources(factors: GraphFactors) -> dict[str, list[OpFactors]]:
-    """The nodes that read each weight and each input of the graph, by its name."""
+    """The nodes that read each weight and each input of the graph, by its name, and by that in the
+    file."""
     readers: dict[str, list[OpFactors]] = {}
     for op in factors.ops:
         for tensor in op.node.inputs:
             if tensor.name in factors.tensors and not tensor.inputs:
                 readers.setdefault(tensor.name, []).append(op)
-    return readers
+    file_names = factors.file_names
+    return readers | {old: readers[new] for old, new in file_names.items() if new in readers}
 
 
 def _matches(pattern: str, names: Iterable[str]) -> bool:

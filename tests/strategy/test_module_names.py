@@ -44,6 +44,28 @@ def test_names_of_the_file(tmp_path: Path) -> None:
         onnxpar.plan(MODELS / "bert.dynamo.static.onnx", mesh="rows=2", strategy=entry)
 
 
+@pytest.mark.parametrize("export", ["dynamo.static", "legacy.static"])
+def test_tensors_by_names_of_the_file(export: str) -> None:
+    """Weights and results whose names the loader changed."""
+    path = MODELS / f"bert.{export}.onnx"
+    called = load(path).called.in_file
+    tensors = {t.name: t for t in load(path).graph.tensors().values()}
+    renamed = {new: old for new, old in called.items() if new in tensors and tensors[new].shape}
+    query = (QUERY, "layer.1/attention/self/query/MatMul_output")
+    names = [name for name in renamed if any(part in name for part in query)]
+    assert names
+    for name in names:
+        split = [None] * (len(tensors[name].shape) - 1)
+        both = [
+            onnxpar.plan(
+                path, mesh="rows=2", configuration="none", strategy={"tensors": {key: [*split, 2]}}
+            )
+            for key in (name, renamed[name])
+        ]
+        assert both[0].to_json() == both[1].to_json()
+        assert both[0].collectives or any("rows" in w.layout for w in both[0].weights)
+
+
 def test_a_training_step_keeps_the_names(tmp_path: Path) -> None:
     """It is read again after its nodes and tensors were named, also those that are computed again;
     what it says of them, such as its gradients, stays true."""
