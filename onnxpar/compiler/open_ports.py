@@ -64,6 +64,8 @@ def opened_port(port: Port, ctx: PassContext) -> Port:
             for tree, own in zip(trees, shapes, strict=True):
                 tree["dims"][axis] = {"size": -1 if is_free else own[axis]}
     shape, tree = (_merged(x, sizes, port.name) for x in (shapes, trees))
+    if any(s != -1 and _has_unknown(dim) for s, dim in zip(shape, tree["dims"], strict=True)):
+        raise _no_formula(port.name, sizes)
     if tree == trees[0]:
         return port
     return replace(port, open=OpenPort([None if s == -1 else s for s in shape], tree))
@@ -94,8 +96,18 @@ def _merged(values: Sequence[Any], sizes: OpenSizes, name: str) -> Any:
         return [_merged(column, sizes, name) for column in columns]
     size = sizes.formula(values) if isinstance(first, int) and is_alike else None
     if size is None:
-        raise StrategyError(
-            f"the sizes of '{name}' are not sums and products of open sizes; fix these with "
-            f"{sizes.flags}"
-        )
+        raise _no_formula(name, sizes)
     return str(size)
+
+
+def _has_unknown(dim: Any) -> bool:
+    """True if a part of a dimension that several factors make up has no size."""
+    parts = [each for kind in ("concat", "product") for each in dim.get(kind, ())]
+    return any(part.get("size") == -1 or _has_unknown(part) for part in parts)
+
+
+def _no_formula(name: str, sizes: OpenSizes) -> StrategyError:
+    return StrategyError(
+        f"the sizes of '{name}' are not sums and products of open sizes; fix these with "
+        f"{sizes.flags}"
+    )

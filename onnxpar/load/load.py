@@ -18,6 +18,7 @@ from onnxpar.canonicalize.embedding_bags import add_up_bags
 from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_part
 from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
+from onnxpar.canonicalize.inference import infer
 from onnxpar.canonicalize.kept_bounds import keep_bounds
 from onnxpar.canonicalize.kept_ranges import keep_ranges
 from onnxpar.canonicalize.listed_tensors import read_listed
@@ -54,7 +55,6 @@ from onnxpar.ir.subgraphs import all_nodes
 from onnxpar.ir.tensors import Whole
 from onnxpar.ir.training_spec import Step
 from onnxpar.ir.used_names import check_names, names_in, names_of
-from onnxpar.load.inference import infer
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.model.annotations import Configuration, read_annotations
 from onnxpar.model.checker import MIN_IR, blaming, check_bound, check_references, check_standard

@@ -1,4 +1,4 @@
-"""Checks known indices against the size of the table that a node looks them up in."""
+"""Checks indices against the size of the tensor that a node looks them up in."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ _TABLES: Mapping[tuple[str, str], tuple[int, int, str]] = {
 that names the table's axis (none: the first axis)."""
 
 
-def reads_beyond(
-    node: NodeProto,
-    values: Mapping[str, Array],
-    sizes: Callable[[str], tuple[int | None, ...] | None],
-) -> bool:
+_OF_ELEMENTS = frozenset(("GatherElements", "Scatter", "ScatterElements"))
+"""Ops with an index for each element: along other axes, there are at most as many as elements."""
+Sizes = Callable[[str], tuple[int | None, ...] | None]
+
+
+def reads_beyond(node: NodeProto, values: Mapping[str, Array], sizes: Sizes) -> bool:
     """True if a node certainly looks up an index that is out of its table's range, by known values
     and sizes of tensors."""
+    if node.op_type in _OF_ELEMENTS and _has_too_many(node, sizes):
+        return True
     domain = "" if node.domain == "ai.onnx" else node.domain
     place = _TABLES.get((domain, node.op_type))
     if place is None or len(node.input) <= max(place[:2]):
@@ -39,9 +42,16 @@ def reads_beyond(
     return rows is not None and not (-rows <= indices.min() and indices.max() + length <= rows)
 
 
-def _positions(
-    node: NodeProto, indices: Array, sizes: Callable[[str], tuple[int | None, ...] | None]
-) -> int:
+def _has_too_many(node: NodeProto, sizes: Sizes) -> bool:
+    data, indices = sizes(node.input[0]), sizes(node.input[1])
+    if not data or not indices or len(data) != len(indices):
+        return False
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0) % len(data)
+    pairs = [pair for i, pair in enumerate(zip(data, indices, strict=True)) if i != axis]
+    return any(a is not None and b is not None and a < b for a, b in pairs)
+
+
+def _positions(node: NodeProto, indices: Array, sizes: Sizes) -> int:
     """Number of rows that an index reads: the length of the sequence if the index is the position
     of its first element, else 1."""
     shape = sizes(node.input[0]) or ()

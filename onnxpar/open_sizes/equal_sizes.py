@@ -101,6 +101,7 @@ def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place 
     if node.op_type not in _BROADCAST:
         yield from ((a, b, False) for a, b in _RULES.get(node.op_type, _none)(node, shapes))
         operands, skipped = _REPEATED.get(node.op_type, ((), 0))
+        operands = [i for i in operands if i < len(shapes)]
     yield from ((a, b, True) for a, b in _aligned(shapes, operands, skipped))
 
 
@@ -179,12 +180,15 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
     if not q or attributes.get("k_quant_type", b"NONE") != b"NONE":
         return
     heads, width = _heads(attributes, q, is_packed=not k)
-    of_values = width if not v or not heads else (v[-1] or 0) // (heads if len(v) == 3 else 1)
+    of_values = (v[-1] or 0) // heads if v and heads and len(v) == 3 else width
     first = _CACHES.get((node.domain, node.op_type), len(shapes))
-    for i, of_cache in ((first, width), (first + 1, of_values)):
+    for i, own, of_cache in ((first, 1, width), (first + 1, 2, of_values)):
         if i < len(shapes) and len(shapes[i] or ()) == 4:
             yield (0, 0), (i, 0)
-            yield from (((i, axis), n) for axis, n in ((1, heads), (3, of_cache)) if n)
+            if own < len(shapes) and len(shapes[own] or ()) == 4:
+                yield from (((i, axis), (own, axis)) for axis in (1, 3))
+            else:
+                yield from (((i, axis), n) for axis, n in ((1, heads), (3, of_cache)) if n)
 
 
 def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:
@@ -233,6 +237,9 @@ _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "MatMul": ((0, 1), 2),
     "MatMulInteger": ((0, 1), 2),
     "FusedMatMul": ((0, 1), 2),
+    "LayerNormalization": ((0, 1, 2), 0),
+    "RMSNormalization": ((0, 1), 0),
+    "SimplifiedLayerNormalization": ((0, 1), 0),
 }
 """The operands that an op broadcasts against each other, and the number of their last dimensions
 that it does not broadcast."""

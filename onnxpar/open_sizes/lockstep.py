@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TypeProto
 
+from onnxpar.canonicalize.inference import infer_bodies
 from onnxpar.ir.scopes import is_control
 from onnxpar.model.shapes import Walk, known_sizes
 from onnxpar.open_sizes.closed_forms import MOST, ClosedForms
@@ -276,6 +277,8 @@ class Lockstep:
         for i, walk in enumerate(walks):
             if forms is not None:
                 walk.know(node, results[i])
+            elif is_control(node):
+                infer_bodies(walk, node)
             else:
                 walk.infer(node)
         self._check(node)

@@ -212,12 +212,14 @@ def _state_lines(plan: Mapping[str, Any], full: bool) -> Iterator[str]:
 
 
 def shape_text(shape: Sequence[int | str | None] | None) -> str:
-    """Returns a shape as text: `8x16`, or `[batch, 16]` if a size is a symbol."""
+    """Returns a shape as text: `8x16`, or `[batch, 16]` if a size is a symbol; `?` is a
+    data-dependent size."""
     if shape is None:
         return "?"
+    sizes = ["?" if s is None else str(s) for s in shape]
     if any(isinstance(s, str) for s in shape):
-        return "[" + ", ".join(map(str, shape)) + "]"
-    return "x".join("?" if s is None else str(s) for s in shape) or "scalar"
+        return "[" + ", ".join(sizes) + "]"
+    return "x".join(sizes) or "scalar"
 
 
 def _collective_lines(

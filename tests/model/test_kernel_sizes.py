@@ -14,7 +14,7 @@ import pytest
 from agreement import TIMEOUT, options, run_unsplit
 from onnx import numpy_helper
 
-from onnxpar.load.inference import infer
+from onnxpar.canonicalize.inference import infer
 from onnxpar.model.shapes import Walk
 from onnxpar.pipeline import pipeline
 from onnxpar.runtime.threads import ThreadSession

@@ -12,7 +12,7 @@ import pytest
 from agreement import check_agrees, options
 from onnx import numpy_helper
 
-from onnxpar.load.inference import infer
+from onnxpar.canonicalize.inference import infer
 from onnxpar.load.load import load
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'

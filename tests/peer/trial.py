@@ -14,7 +14,7 @@ from peer.readers import Reader
 from peer.splits import Split, splits_of
 
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import InputError, OnnxparError, RankError
+from onnxpar.errors import InputError, OnnxparError, PassError, RankError
 from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.load.load import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
@@ -98,6 +98,8 @@ class Trials:
             self.bench.drop_worlds(split.ranks)
             kind = HANG if "imed out" in str(error) else CRASH
             return kind, f"{shapes_of(feeds)}: {error}"[:400]
+        except PassError:
+            return CRASH, last_lines()
         except OnnxparError as error:
             return REFUSED, str(error)[:400]
         except Exception:  # any other is a crash, which the report shows

@@ -16,7 +16,7 @@ from peer.open_cases import opened
 from peer.outcome import CRASH, HANG, REFUSED, UNFIT, Outcome
 from peer.trial import Bench, Trials, last_lines
 
-from onnxpar.errors import OnnxparError
+from onnxpar.errors import OnnxparError, PassError
 
 PATIENCE = 90.0
 """Seconds without a sign of life from a worker after which what it does is a hang."""
@@ -60,7 +60,8 @@ def _runs(form: PeerCase, bench: Bench, every: bool = True) -> Iterator[Step]:
         trials = Trials(form, bench)
         splits = [s for s in trials.splits() if every or (s.parts is None and len(s.places) == 1)]
     except Exception as error:  # the report shows it
-        kind = REFUSED if isinstance(error, OnnxparError) else CRASH
+        is_refusal = isinstance(error, OnnxparError) and not isinstance(error, PassError)
+        kind = REFUSED if is_refusal else CRASH
         detail = str(error)[:400] if kind == REFUSED else last_lines()
         failed = Outcome(form.name, "load", _ops(form.model), kind, detail)
         yield failed, lambda failed=failed: [failed]

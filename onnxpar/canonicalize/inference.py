@@ -37,6 +37,14 @@ def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
         _declare_bodies(node, walk)
 
 
+def infer_bodies(walk: Walk, node: NodeProto) -> None:
+    """Records the types of the results of an If, Loop or Scan that its bodies give for the operands
+    of a walk. Shapes that bodies declare are ignored; the node stays as it is."""
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    _Inference(walk).infer(copy)
+
+
 class _Inference:
     """Infers graphs and bodies into one walk."""
 
@@ -58,7 +66,7 @@ class _Inference:
                 continue
             values = self.walk.evaluate(node)
             if values is None:
-                self._infer(node)
+                self.infer(node)
                 if not is_body and self.walk.conflicts[-1:] == [node]:  # a body may never run
                     check_fits([self.walk], node)
                 kept.append(node)
@@ -82,7 +90,8 @@ class _Inference:
         self.walk.fold(node, values)
         return copies
 
-    def _infer(self, node: NodeProto) -> None:
+    def infer(self, node: NodeProto) -> None:
+        """Records the types of a node's results; infers its bodies in place."""
         if not is_control(node):
             self.walk.infer(node)
             return

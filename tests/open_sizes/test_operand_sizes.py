@@ -1,0 +1,107 @@
+"""Open sizes that an op's operands share in their own way: at each size that the unsplit runtime
+takes, ranks compute what it computes, or refuse the size by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from small_models import write_text
+
+import onnxpar
+from onnxpar.errors import InputError
+from onnxpar.runtime.threads import ThreadSession
+
+OF_ELEMENTS = """<ir_version: 8, opset_import: ["" : 18]>
+m (float[3,N] data, int64[2,3] at, float[2,3] updates) => (float[3,N] y)
+{{ y = {op} (data, at{more}) }}"""
+WIDTHS = """<ir_version: 11, opset_import: ["" : 23]>
+m (float[2,H,4,8] q, float[2,H,6,8] k, float[2,H,6,N] v, float[2,H,5,8] pk, float[2,H,5,N] pv)
+=> (float[2,H,4,N] y, float[2,H,11,8] nk, float[2,H,11,N] nv)
+{ y, nk, nv = Attention (q, k, v, , pk, pv) }"""
+LOOP = """<ir_version: 8, opset_import: ["" : 17]>
+m (float[N] x, int64 trips) => (float[] y, float[] z) <bool go = {1}> {
+  y, z = Loop (trips, go, x)
+    <body = b (int64 i, bool c, float[1] a) => (bool d, float[1] e, float[1] f)
+    { d = Identity (c)  t = Cast <to = 1> (i)  e = Add (a, t)  f = Mul (e, e) }> }"""
+
+
+def agrees(path: Path, split: dict[str, list[object]], feeds: list[dict[str, np.ndarray]]) -> int:
+    """Runs each on 3 ranks; returns how many were refused by name, the others being right."""
+    par, refused = path.with_suffix(".par"), 0
+    onnxpar.shard(path, par, strategy={"mesh": {"x": 3}, "tensors": split}, for_any_host=True)
+    whole = ort.InferenceSession(str(path))
+    with ThreadSession(par, timeout=60) as session:
+        for feed in feeds:
+            try:
+                got = session.run(None, feed)
+            except InputError as error:
+                assert "N=" in str(error), error
+                refused += 1
+                continue
+            for own, wanted in zip(got, whole.run(None, feed), strict=True):
+                np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-6)
+    return refused
+
+
+@pytest.mark.parametrize("op, more", [("ScatterElements", ", updates"), ("GatherElements", "")])
+@pytest.mark.parametrize("split", [{"data": [None, "x"]}, {"at": [None, "x"]}, {"data": ["x", 1]}])
+def test_indices_of_fewer_elements_than_the_tensor_has(
+    op: str, more: str, split: dict[str, list[object]], tmp_path: Path
+) -> None:
+    text = OF_ELEMENTS.format(op=op, more=more)
+    if op == "GatherElements":
+        text = text.replace("(float[3,N] y)", "(float[2,3] y)")
+    path = write_text(text, tmp_path / "m.onnx")
+    random = np.random.default_rng(0)
+    at = np.array([[1, 0, 2], [0, 2, 1]])
+    feeds = [
+        {"data": random.standard_normal((3, n), np.float32), "at": at}
+        | {"updates": random.standard_normal((2, 3), np.float32)}
+        for n in (3, 4, 5, 6, 11, 100)
+    ]
+    assert not agrees(path, split, feeds)
+
+
+@pytest.mark.parametrize("split", [{"q": [1, "x", 1, 1]}, {"v": [1, 1, 1, "x"]}])
+def test_values_and_their_cache_have_a_width_of_their_own(
+    split: dict[str, list[object]], tmp_path: Path
+) -> None:
+    path, random = write_text(WIDTHS, tmp_path / "m.onnx"), np.random.default_rng(0)
+
+    def drawn(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32)
+
+    feeds = [
+        {
+            **{"q": drawn(2, h, 4, 8), "k": drawn(2, h, 6, 8), "v": drawn(2, h, 6, n)},
+            **{"pk": drawn(2, h, 5, 8), "pv": drawn(2, h, 5, n)},
+        }
+        for h, n in ((3, 8), (3, 10), (1, 1), (2, 31), (7, 3), (4, 64))
+    ]
+    assert not agrees(path, split, feeds)
+
+
+def test_a_scale_of_one_row_is_refused_by_name(tmp_path: Path) -> None:
+    """It is repeated in the unsplit model, but a split for the other size would cut it."""
+    path = write_text(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        m (float[3,6] x, float[N,6] s, float[3,6] b) => (float[3,6] y)
+        { y = LayerNormalization <axis = 0> (x, s, b) }""",
+        tmp_path / "m.onnx",
+    )
+    random = np.random.default_rng(0)
+    feed = {name: random.standard_normal((3, 6), np.float32) for name in "xsb"}
+    assert not agrees(path, {"x": [None, "x"]}, [feed])
+    with pytest.raises(AssertionError, match=r"'s' was given float32 \[1, 6\]"):
+        agrees(path, {"x": [None, "x"]}, [feed | {"s": feed["s"][:1]}])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 100])
+def test_a_body_that_declares_another_size_than_it_gets(n: int, tmp_path: Path) -> None:
+    """onnxruntime warns, and computes with what it gets."""
+    path = write_text(LOOP, tmp_path / "m.onnx")
+    feeds = [{"x": np.linspace(-1, 1, n, dtype=np.float32), "trips": np.array(4)}]
+    assert not agrees(path, {"x": ["x"]}, feeds)
