@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -144,18 +144,28 @@ class Predicted:
     `compute` and `communication` add up the seconds of each node on the rank that is slowest in it,
     without the communication that compute hides; `session` is what a run takes beside the work of
     ranks, where that is known. `one_rank` is the time of the unsplit model on one rank, the fastest
-    if ranks differ, or in onnxruntime with all cores of a host, where that is known.
+    if ranks differ, or in onnxruntime with all cores of a host, where that is known; `on_rank` is
+    its time with the cores of one of the ranks. With `is_timed`, both are of runs on this host, and
+    `compute` takes so many times longer as they took longer than predicted.
     """
 
     compute: float
     communication: float
     one_rank: float
     session: float = 0.0
+    on_rank: float = 0.0
+    is_timed: bool = False
 
     @property
     def total(self) -> float:
         """All parts, one after the other."""
         return self.compute + self.communication + self.session
+
+    def timed(self, alone: float, on_rank: float) -> Predicted:
+        """Returns the times given those of runs of the unsplit model."""
+        longer = on_rank / self.on_rank if self.on_rank else 1.0
+        compute = self.compute * longer
+        return replace(self, compute=compute, one_rank=alone, on_rank=on_rank, is_timed=True)
 
     def to_json(self) -> dict[str, float]:
         """Returns the times in the form that plan.json has."""

@@ -58,6 +58,7 @@ from onnxpar.pipeline.predicted_times import (
 )
 from onnxpar.pipeline.request import model_digest
 from onnxpar.pipeline.run_passes import Watch, run_passes
+from onnxpar.pipeline.timed_plan import time_here
 from onnxpar.pipeline.write_bundle import check_chosen_ranks, write_bundle
 from onnxpar.search.meshes import BETTER
 from onnxpar.search.objective import Objective, OverLimit
@@ -92,8 +93,12 @@ def plan(
             made, ctx = _fitting(path, replace(options, page_size=0), watch, reckoning)
             if made.states:
                 made.notes.append(f"caches are not in pages, because {error.reason}")
+        topology = ctx.sharding.costs.topology
         if options.on_any_host and options.topology is None:
             made.predicted, made.costs = None, ANY_HOST
+        else:
+            time_here(made, Path(path), topology)
+        note_host(made, topology)
         return made, ctx
 
 
@@ -237,7 +242,6 @@ def _plan_once(
     if options.exposed:
         expose(made, ctx, options.exposed)
     note_unsplit(made, ctx.sharding)
-    note_host(made, ctx.sharding)
     if unread:
         names = ("input " if len(unread) == 1 else "inputs ") + ", ".join(map(repr, unread))
         made.notes.append(f"no node reads the {names}, but runs need a value")

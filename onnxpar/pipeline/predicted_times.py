@@ -13,6 +13,7 @@ from onnxpar.compiler.plan import Plan, Predicted, RankLoad
 from onnxpar.compiler.replay import replay_typical
 from onnxpar.compiler.summary import summarize
 from onnxpar.cost.cost import bytes_sent
+from onnxpar.cost.topology import Topology
 from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.reshards import is_reshard
@@ -52,6 +53,7 @@ def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
         sum(p.communication for p in each),
         predict_on_one(nodes, ctx.sharding),
         _session_seconds(graph, ctx),
+        predict_on_one(nodes, ctx.sharding, alone=False),
     )
 
 
@@ -130,9 +132,9 @@ def note_unsplit(made: Plan, sharding: ShardingState) -> None:
         )
 
 
-def note_host(made: Plan, sharding: ShardingState) -> None:
+def note_host(made: Plan, topology: Topology) -> None:
     """Adds notes to the plan if ranks of a host take turns, and if onnxruntime alone is faster."""
-    topology, found = sharding.costs.topology, made.predicted
+    found = made.predicted
     if found is None or made.mesh.size == 1:
         return
     if topology.turns > 1:
@@ -202,6 +204,7 @@ def reckon_typical(
         sum(c.weight * c.predicted.communication for c in each),
         sum(c.weight * c.predicted.one_rank for c in each),
         sum(c.weight * c.predicted.session for c in each),
+        sum(c.weight * c.predicted.on_rank for c in each),
     )
     sent = _bytes(made, ctx, [(c.weight, _sizes(c.sent)) for c in each], model.sizes.typical)
     layouts = {name: (found.before, found.after) for name, found in each[0].sent.items()}

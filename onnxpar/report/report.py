@@ -136,7 +136,8 @@ def _predicted_lines(
     yield f"predicted: {_ms(total)} ms a run ({parts})"
     if ranks > 1 and total:
         alone = "on the fastest rank alone" if differ else "unsplit"
-        yield f"{alone}: {_ms(one)} ms; {ranks} ranks are {_gain(one / total)}"
+        how = " (measured)" if predicted.get("is_timed") else ""
+        yield f"{alone}: {_ms(one)} ms{how}; {ranks} ranks are {_gain(one / total)}"
 
 
 def _gain(times: float) -> str:

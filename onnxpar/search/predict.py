@@ -41,12 +41,12 @@ def predict(graph: gs.Graph, sharding: ShardingState) -> Prediction:
     return Prediction(sum(p.compute for p in each), sum(p.communication for p in each))
 
 
-def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState) -> float:
-    """Seconds of the nodes if one rank computes everything, the one with the fastest device, or one
-    that has all cores of a host."""
+def predict_on_one(nodes: Iterable[gs.Node], sharding: ShardingState, alone: bool = True) -> float:
+    """Seconds of the nodes if one rank computes everything: the one with the fastest device or, if
+    it is `alone`, one that has all cores of a host."""
     times = repetitions(list(nodes))
     costs = sharding.costs
-    if costs.topology.alone is not None:
+    if alone and costs.topology.alone is not None:
         topology = replace(costs.topology, device=costs.topology.alone)
         sharding = replace(sharding, costs=Costs(topology, sharding.mesh))
     ranks: dict[Device, int | None] = {}

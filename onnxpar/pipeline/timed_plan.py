@@ -1,0 +1,45 @@
+"""Gives a plan for this host the times of runs of the unsplit model here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from onnxpar.calibration.host import MEASURED
+from onnxpar.calibration.unsplit_runs import LONGEST, time_unsplit
+from onnxpar.compiler.plan import Plan
+from onnxpar.cost.topology import Topology
+from onnxpar.errors import OnnxparError
+from onnxpar.runtime.feeds import make_feeds
+from onnxpar.symbols.symbols import Polynomial
+
+MOST_BYTES = 256 << 20
+"""Most bytes of weights of a model that is run to make a plan."""
+
+
+def time_here(made: Plan, path: Path, topology: Topology) -> None:
+    """Runs the unsplit model at the plan's typical sizes, and corrects the predicted times, if the
+    topology is that of this host and the model is small and fast. Not for training steps, whose
+    states cannot be random."""
+    told = made.predicted
+    if told is None or topology.origin != MEASURED or made.step is not None:
+        return
+    if sum(weight.bytes for weight in made.weights) > MOST_BYTES or told.one_rank > LONGEST:
+        return
+    try:
+        feeds = make_feeds(list(_specs(made)), made.ranges)
+    except OnnxparError:  # an input that cannot be random
+        return
+    found = time_unsplit(path, feeds, made.mesh.size)
+    if found is not None:
+        made.predicted = told.timed(found.alone, found.beside * topology.turns)
+
+
+def _specs(made: Plan) -> Iterator[tuple[str, str, list[Any]]]:
+    """Yields the name, the dtype and the typical shape of each input."""
+    sizes = made.typical[0][0] if made.typical else {}
+    for port in (each for each in made.inputs if not each.has_default):
+        shape = port.shape if port.open is None else port.open.shape
+        numbers = [Polynomial.parse(s).at(sizes) if isinstance(s, str) else s for s in shape or ()]
+        yield port.name, port.dtype or port.type, numbers

@@ -1,0 +1,81 @@
+"""A plan for this host has the times of runs of the unsplit model here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onnxpar
+from onnxpar.calibration.host import MEASURED
+from onnxpar.calibration.unsplit_runs import UnsplitRuns, time_unsplit
+from onnxpar.compiler.plan import Plan, Predicted
+from onnxpar.cost.topology import Topology
+from onnxpar.pipeline import timed_plan
+from onnxpar.training import grad
+
+MODELS = Path(__file__).parents[2] / "models"
+BERT = MODELS / "bert.dynamo.dynamic.onnx"
+FOUND = UnsplitRuns(7e-3, 11e-3)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Topology:
+    """The topology of a host that was measured; runs of unsplit models take FOUND."""
+    found = replace(Topology.default(), origin=MEASURED)
+    monkeypatch.setattr(timed_plan, "time_unsplit", lambda *_: FOUND)
+    return found
+
+
+def planned(topology: Topology, path: Path = BERT, devices: int = 2) -> Plan:
+    return onnxpar.plan(path, devices=devices, topology=topology)
+
+
+def test_the_work_of_ranks_takes_as_much_longer_as_a_run() -> None:
+    told = Predicted(4.0, 3.0, 6.0, 2.0, on_rank=8.0)
+    assert told.timed(1.0, 16.0) == Predicted(8.0, 3.0, 1.0, 2.0, 16.0, is_timed=True)
+    unknown = Predicted(4.0, 3.0, 6.0)
+    assert unknown.timed(1.0, 16.0).compute == 4.0
+
+
+def test_a_plan_for_this_host(host: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, other = planned(host).predicted, planned(Topology.default()).predicted
+    assert timed is not None and other is not None and not other.is_timed
+    assert timed.one_rank == FOUND.alone and timed.is_timed
+    assert timed.compute == pytest.approx(other.compute * FOUND.beside / other.on_rank)
+    assert timed.communication == other.communication and timed.session == other.session
+    assert "unsplit: 7.000 ms (measured)" in str(planned(host))
+    assert "(measured)" not in str(planned(Topology.default()))
+    monkeypatch.setattr(timed_plan, "MOST_BYTES", 100)
+    assert planned(host).predicted == other
+
+
+def test_it_runs_at_the_typical_sizes(host: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def time(_: object, feeds: dict[str, np.ndarray], ranks: int) -> None:
+        shapes.extend(value.shape for value in feeds.values())
+        assert ranks == 3
+
+    monkeypatch.setattr(timed_plan, "time_unsplit", time)
+    made = onnxpar.plan(BERT, devices=3, topology=host, typical="batch=5,seq=7")
+    assert set(shapes) == {(5, 7)} and made.predicted is not None and not made.predicted.is_timed
+
+
+def test_a_training_step_is_not_run(host: Topology, tmp_path: Path) -> None:
+    step = tmp_path / "step.onnx"
+    grad(MODELS / "bert.legacy.training.onnx", step, loss="mse", optimizer="sgd")
+    made = planned(host, step).predicted
+    assert made is not None and not made.is_timed
+
+
+def test_runs_are_timed_alone_and_at_once() -> None:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    feeds = {name: np.ones((3, 5), np.int64) for name in names}
+    found = time_unsplit(BERT, feeds, 2)
+    assert found is not None and 0 < found.alone < 1 and 0 < found.beside < 1
+    assert time_unsplit(BERT, feeds, 2) is found
+    assert time_unsplit(BERT, {**feeds, "no_such": feeds["input_ids"]}, 2) is None
+    assert time_unsplit(MODELS / "README.md", feeds, 2) is None
