@@ -74,7 +74,7 @@ GRAD = "grad m.onnx --loss mse --optimizer sgd -o"
         "run m.par --inputs in.npz --outputs out --profile out",
         "train m.par --data in.npz --lr 1 --profile in.npz",
         "train m.par --data shards --lr 1 --profile shards/x/0.npy",
-        "run m.par --library lib.so --outputs lib.so",
+        "run m.par --inputs in.npz --library lib.so --outputs lib.so",
         "train m.par --data in.npz --eval ./shards --lr 1 --csv shards/x/0.npy",
         "checkpoint merge checkpoints m.onnx -o m.onnx",
     ],
