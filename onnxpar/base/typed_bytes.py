@@ -14,7 +14,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ml_dtypes
@@ -101,6 +101,8 @@ def _write(parts: list[bytes], value: Any, where: str, depth: int) -> None:
         _write_bytes(parts, b"b", bytes(value))
     elif kind in (np.ndarray, np.memmap) or isinstance(value, np.generic):
         _write_array(parts, value, where)
+    elif kind is list and _is_table(value):
+        _write_table(parts, value, where, depth)
     elif kind in (list, tuple):
         parts += [b"l" if kind is list else b"t", _COUNT.pack(len(value))]
         for index, item in enumerate(value):
@@ -117,6 +119,30 @@ def _write(parts: list[bytes], value: Any, where: str, depth: int) -> None:
         )
 
 
+def _is_table(rows: list[Any]) -> bool:
+    """True for several dicts with the same keys, in the same order, and at least one."""
+    if len(rows) < 2 or type(rows[0]) is not dict or not rows[0]:
+        return False
+    keys = list(rows[0])
+    if any(type(row) is not dict or list(row) != keys for row in rows):
+        return False
+    return _are_plain(key for row in rows for key in row)
+
+
+def _are_plain(keys: Iterable[Any]) -> bool:
+    """True for keys of types of which no two values are equal, as 1, True and 1.0 are."""
+    return {*map(type, keys)} <= {str, int}
+
+
+def _write_table(parts: list[bytes], rows: list[dict[Any, Any]], where: str, depth: int) -> None:
+    """Writes the keys once, and then all values, as an array if they are floats."""
+    parts += [b"m", _COUNT.pack(len(rows))]
+    _write(parts, list(rows[0]), where, depth + 1)
+    values = [value for row in rows for value in row.values()]
+    is_array = all(type(value) is float for value in values)
+    _write(parts, np.array(values) if is_array else values, where, depth + 1)
+
+
 def _write_bytes(parts: list[bytes], letter: bytes, data: bytes) -> None:
     parts += [letter, _COUNT.pack(len(data)), data]
 
@@ -128,8 +154,8 @@ def _write_array(parts: list[bytes], value: Any, where: str) -> None:
         items = array.reshape(-1).tolist()
         if not all(type(item) is str for item in items):
             raise TypeError(f"{where[:200]} has objects other than str; give {ALLOWED}")
-        texts = [item.encode("utf-8", "surrogatepass") for item in items]
-        data = b"".join(part for text in texts for part in (_COUNT.pack(len(text)), text))
+        lengths = np.array([len(item) for item in items], "<u8")
+        data = lengths.tobytes() + "".join(items).encode("utf-8", "surrogatepass")
     else:
         if array.dtype.kind in "US":
             name = array.dtype.newbyteorder("<").str
@@ -164,13 +190,14 @@ class _Reader:
             b"i": lambda _: int.from_bytes(self._sized(_INT_BYTES), "little", signed=True),
             b"f": lambda _: _FLOAT.unpack(self._take(_FLOAT.size))[0],
             b"c": lambda _: complex(*_COMPLEX.unpack(self._take(_COMPLEX.size))),
-            b"s": lambda _: self.text(),
+            b"s": lambda _: str(self._sized(), "utf-8", "surrogatepass"),
             b"b": lambda _: bytes(self._sized()),
             b"a": lambda _: self._array(),
             b"g": lambda _: self._scalar(),
             b"l": self._list,
             b"t": lambda depth: tuple(self._list(depth)),
             b"d": self._dict,
+            b"m": self._table,
         }
 
     def value(self, depth: int) -> Any:
@@ -202,10 +229,6 @@ class _Reader:
             raise ValueError(f"{size} bytes where at most {longest} can be")
         return self._take(size)
 
-    def text(self) -> str:
-        """Reads a text, without a letter for its type."""
-        return str(self._sized(), "utf-8", "surrogatepass")
-
     def _list(self, depth: int) -> list[Any]:
         count = self._count()
         if count > len(self._rest):
@@ -227,6 +250,20 @@ class _Reader:
         if len(found) != count:
             raise ValueError("a dict has a key twice")
         return found
+
+    def _table(self, depth: int) -> list[dict[Any, Any]]:
+        count, keys, values = self._count(), self.value(depth + 1), self.value(depth + 1)
+        if type(keys) is not list or not _are_plain(keys) or len({*keys}) < max(len(keys), 1):
+            raise ValueError("a table without keys, or with a key twice")
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if type(values) is not list or len(values) != count * len(keys):
+            raise ValueError(f"a table of {count} rows has another number of values")
+        width = len(keys)
+        return [
+            dict(zip(keys, values[i : i + width], strict=True))
+            for i in range(0, len(values), width)
+        ]
 
     def _array(self) -> Array:
         name, ndim = str(self._sized(_DIMENSIONS), "ascii"), self._count()
@@ -260,10 +297,14 @@ def _numbers(dtype: np.dtype[Any], count: int, data: memoryview) -> Array:
 
 
 def _texts(count: int, data: memoryview) -> Array:
-    if count * _COUNT.size > len(data):
+    size = count * _COUNT.size
+    if size > len(data):
         raise ValueError("the bytes end before the array")
-    reader = _Reader(data)
+    text = str(data[size:], "utf-8", "surrogatepass")
+    lengths = np.frombuffer(data[:size], "<u8")
+    if (lengths > len(text)).any() or int(lengths.sum()) != len(text):
+        raise ValueError("the texts of an array have other lengths")
+    ends = np.cumsum(lengths).tolist()
     array = np.empty(count, object)
-    array[:] = [reader.text() for _ in range(count)]
-    reader.end()
+    array[:] = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return array

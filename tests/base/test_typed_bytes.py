@@ -62,8 +62,15 @@ KEYS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | 
 KEYS |= st.binary() | st.tuples(st.integers(), st.text())
 LEAVES = KEYS | st.floats() | st.complex_numbers() | arrays() | texts()
 LEAVES |= arrays().filter(lambda a: a.size > 0).map(lambda a: a.reshape(-1)[0])
+KEYS_OF_ROWS = st.lists(st.sampled_from(["a", "b", 1, 2, True, 1.0, None]), unique=True, max_size=3)
+TABLES = KEYS_OF_ROWS.flatmap(
+    lambda keys: st.lists(
+        st.fixed_dictionaries({k: st.floats() | LEAVES for k in keys}), max_size=4
+    )
+)
+"""Dicts with the same keys, as classifiers return them."""
 VALUES = st.recursive(
-    LEAVES,
+    LEAVES | TABLES,
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
@@ -100,6 +107,35 @@ def test_arrays_of_every_type(dtype: str) -> None:
 )
 def test_what_else_there_is(value: Any) -> None:
     assert same(of_bytes(to_bytes(value)), value)
+
+
+@pytest.mark.parametrize("keys", [["a", "bc", ""], [7, -1], ["a", 1], [1.5], [True], [None]])
+@pytest.mark.parametrize("items", [[0.25, float("nan"), -0.0], [1, 2, 3], ["x", 1.0, None]])
+def test_maps_with_the_same_keys(keys: list[Any], items: list[Any]) -> None:
+    rows = [{key: items[(i + k) % 3] for k, key in enumerate(keys)} for i in range(5)]
+    assert same(of_bytes(to_bytes(rows)), rows)
+    if all(type(key) in (str, int) for key in keys):
+        assert to_bytes(rows)[:1] == b"m"
+    mixed = [{1: 0.5}, {True: 0.5}, {1.0: 0.5}]
+    assert same(of_bytes(to_bytes(mixed)), mixed)
+
+
+def test_a_table_takes_memory_in_proportion_to_its_bytes() -> None:
+    """It has a key and as many values as rows."""
+    whole = to_bytes([{"a": 0.5}, {"a": 0.25}])
+    count, keys, values = whole[1:9], to_bytes(["a"]), to_bytes(np.array([0.5, 0.25]))
+    assert whole == b"m" + count + keys + values
+    for bad in (
+        b"m" + (1 << 40).to_bytes(8, "little") + keys + values,
+        b"m" + count + to_bytes([]) + to_bytes([]),
+        b"m" + count + to_bytes(["a", "a"]) + to_bytes([1, 2, 3, 4]),
+        b"m" + count + to_bytes([b"a"]) + values,
+        b"m" + count + to_bytes("a") + values,
+        b"m" + count + keys + to_bytes("ab"),
+        whole[:-1],
+    ):
+        with pytest.raises(ValueError):
+            of_bytes(bad)
 
 
 def test_other_byte_orders_and_dicts_become_ours() -> None:
