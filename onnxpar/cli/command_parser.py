@@ -83,7 +83,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def _check_names(self, args: Sequence[str]) -> None:
         """Reports an unknown flag or command before argparse reports what is missing."""
-        for arg in args:
+        left = iter(args)
+        for arg in left:
             if arg == "--":
                 return
             if not arg:
@@ -98,6 +99,9 @@ class CommandParser(argparse.ArgumentParser):
             name = arg.partition("=")[0]
             if not self._is_flag(name):
                 self.error(f"there is no {name}{self._hint(name)}{self._remedy(args)}")
+            action = self._option_string_actions.get(arg)
+            if self.commands is not None and action is not None and action.nargs is None:
+                next(left, None)  # the value of the option is no command
 
     def _remedy(self, args: Sequence[str]) -> str:
         """Returns a hint for a command that runs another one, whose flags follow `--`."""

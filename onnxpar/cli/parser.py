@@ -12,6 +12,7 @@ from onnxpar.calibration.measure import MOST_RANKS
 from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
+from onnxpar.cli.completion import SHELLS, PrintCompletion
 from onnxpar.cli.generate_command import add_generate
 from onnxpar.cli.grad_parser import add_grad
 from onnxpar.cli.launch_command import add_launch
@@ -49,6 +50,14 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=versions_text())
+    top.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print a script with which a shell completes commands, options and files: write it "
+        "to ~/.local/share/bash-completion/completions/onnxpar, or for zsh to a file _onnxpar in "
+        "a folder of fpath",
+    )
     to = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _shard(to)
     _plan(to)

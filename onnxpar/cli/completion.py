@@ -1,0 +1,51 @@
+"""The option that prints a script for a shell, which completes commands, options and files.
+
+The script is static: a shell that starts Python at each TAB would wait more than a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+SHELLS = "bash", "zsh"
+_FILE = re.compile(r"FILE|NPZ|PATH|TRACE|.*\.onnx")
+_FOLDER = re.compile(r"DIR|.*\.par")
+"""The metavars of arguments whose values are files, which may be folders, and of those whose values
+are folders."""
+
+
+class PrintCompletion(argparse.Action):
+    """Prints the script for a shell and ends the command. The status is 2 if the package that
+    writes scripts is missing."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{option_string} needs shtab: pip install 'onnxpar[completion]'")
+        for action in _actions(parser):
+            metavar = action.metavar if isinstance(action.metavar, str) else ""
+            if _FOLDER.fullmatch(metavar):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+            elif _FILE.fullmatch(metavar):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """All arguments of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
