@@ -29,6 +29,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ["ONNXPAR_MEASURE"] = "0"  # costs do not depend on the machine; commands inherit this
+os.environ.pop("FORCE_COLOR", None)  # tests read texts; commands inherit this, too
 os.fsync = lambda fd: None  # no test cuts the power; test_kills.py counts the calls
 
 MEDIA = "shared-memory", "gloo"

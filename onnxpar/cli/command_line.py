@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from onnxpar.base.interrupts import STATUSES, Terminated
 from onnxpar.base.log import LOG
+from onnxpar.cli.colours import coloured
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
 from onnxpar.cli.generate_command import add_generate
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
     """Returns the text of a warning, without its place in the code."""
-    return f"onnxpar: warning: {message}\n"
+    return coloured(f"onnxpar: warning: {message}\n", sys.stderr)
 
 
 def _status_of(argv: Sequence[str] | None) -> int:
@@ -94,9 +95,8 @@ class _Lines(logging.Formatter):
     """Messages as the lines of a command on standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return (
-            f"onnxpar: {'warning: ' * (record.levelno >= logging.WARNING)}{super().format(record)}"
-        )
+        kind = "warning: " * (record.levelno >= logging.WARNING)
+        return coloured(f"onnxpar: {kind}{super().format(record)}", sys.stderr)
 
 
 @contextmanager

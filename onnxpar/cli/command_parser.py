@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from onnxpar.cli.colours import coloured
 from onnxpar.cli.config_file import FLAG, with_options_of_file
 from onnxpar.errors import InputError
 
@@ -138,7 +139,8 @@ class CommandParser(argparse.ArgumentParser):
         elif message.startswith("argument "):
             message = message.removeprefix("argument ")
         text = f"{command}: {message}" if command else message
-        self.exit(2, f"onnxpar: error: {' '.join(text.split())}; see `{self.prog} --help`\n")
+        line = f"onnxpar: error: {' '.join(text.split())}; see `{self.prog} --help`\n"
+        self.exit(2, coloured(line, sys.stderr))
 
 
 class Group(argparse._ArgumentGroup):

@@ -22,6 +22,7 @@ from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
 from onnxpar.checking.check import Check, Way, check_model
 from onnxpar.cli.arguments import dims_of, states_of
+from onnxpar.cli.colours import coloured
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.errors import InputError, StrategyError
@@ -146,7 +147,7 @@ def _explain(args: argparse.Namespace, options: Options) -> int:
 def _print(
     result: Candidates | Check | Comparison | SavedPlan | StrategyCosts, as_json: bool
 ) -> int:
-    print(json_text(result.to_json(), 1) if as_json else result)
+    print(json_text(result.to_json(), 1) if as_json else coloured(str(result), sys.stdout))
     return 0
 
 
@@ -222,7 +223,7 @@ def _plan_options(args: argparse.Namespace) -> Options:
 
 
 def _print_plan(made: Plan, full: bool = True) -> None:
-    print("\n".join(plan_lines(made.to_json(), full)))
+    print(coloured("\n".join(plan_lines(made.to_json(), full)), sys.stdout))
 
 
 def _is_terminal() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from onnxpar.base.interrupts import STATUSES, end_now, is_deferred, raise_for
+from onnxpar.cli.colours import coloured
 from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
 from onnxpar.files.own_folder import OwnFolder, remove_all, remove_left
 from onnxpar.files.write_file import cause
@@ -50,7 +51,7 @@ def report(error: BaseException) -> None:
 
         traceback.print_exception(error)
     line = error_line(error)
-    print(f"onnxpar: error: {line}", file=sys.stderr)
+    print(coloured(f"onnxpar: error: {line}", sys.stderr), file=sys.stderr)
     report_failure(line)
 
 

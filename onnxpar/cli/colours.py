@@ -1,0 +1,33 @@
+"""Colours of what people read on a terminal; the words stay the same."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TextIO
+
+_RED, _GREEN, _YELLOW = 31, 32, 33
+_COLOURED = {
+    _RED: r"(?<=^onnxpar: )error:|^the outputs differ|^the first that differs|^.*  too large$",
+    _GREEN: r"^all outputs agree",
+    _YELLOW: r"(?<=^onnxpar: )warning:|^(?:warning|note):",
+}
+"""What is coloured, in any line."""
+
+
+def coloured(text: str, stream: TextIO) -> str:
+    """Returns a text with colours if the stream shows them, else the text as it is."""
+    if not _shows_colours(stream):
+        return text
+    for colour, words in _COLOURED.items():
+        text = re.sub(words, rf"\033[{colour}m\g<0>\033[0m", text, flags=re.MULTILINE)
+    return text
+
+
+def _shows_colours(stream: TextIO) -> bool:
+    """True for a terminal that knows colours, unless the user decides otherwise."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return os.environ.get("TERM") != "dumb" and stream.isatty()
