@@ -272,7 +272,9 @@ def output_of(model: Source) -> Path:
     folder. Errors: InputError for a model in memory, which has no name."""
     if not isinstance(model, (str, os.PathLike)):
         raise InputError("a model in memory has no name; give the folder to write to as output")
-    return Path(f"{Path(model).stem or 'model'}.par")
+    path = Path(model)
+    name = path.stem if path.is_file() else path.name  # of a folder, `Llama-3.2-1B`
+    return Path(f"{name or 'model'}.par")
 
 
 def _plan_options(

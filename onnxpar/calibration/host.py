@@ -24,6 +24,7 @@ from onnxpar.base.progress_line import progress_line
 from onnxpar.base.version import version_of
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import OnnxparError, RankError, StrategyError
+from onnxpar.files.user_cache import user_cache
 from onnxpar.files.write_file import make_folders, unread, whole_file
 from onnxpar.runtime.cores import Core, own_cores
 from onnxpar.runtime.launch import launched_rank
@@ -76,9 +77,8 @@ def _host_topology(place: Path | None, shard: Shard | None = None) -> Topology |
 
 def place_of(cores: Sequence[Core]) -> Path | None:
     """Returns the file of the topology; None if the user has no folder for caches."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~/.cache"))
-    if not folder.is_absolute():  # there is no home
+    folder = user_cache()
+    if folder is None:
         return None
     about = (
         FORMAT,
@@ -91,7 +91,7 @@ def place_of(cores: Sequence[Core]) -> Path | None:
         os.environ.get("ONNXPAR_LINK", ""),
     )
     digest = hashlib.sha256(repr(about).encode()).hexdigest()[:12]
-    return folder / "onnxpar" / f"host-{digest}.yaml"
+    return folder / f"host-{digest}.yaml"
 
 
 def _processor() -> str:

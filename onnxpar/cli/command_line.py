@@ -68,9 +68,13 @@ def _status_of(argv: Sequence[str] | None) -> int:
     try:
         with _ends_of_imports():
             args = arguments(sys.argv[1:] if argv is None else argv)
-            refuse_overwriting(vars(args))
-            apply_to_process(args)
             with _logged(args):
+                if "given_model" in args:  # the commands in QUICK have none
+                    from onnxpar.model.model_folder import model_at
+
+                    args.model = model_at(args.given_model)
+                refuse_overwriting(vars(args))
+                apply_to_process(args)
                 status = int(args.command(args))
     except BrokenPipeError:
         status = 0

@@ -10,7 +10,6 @@ from onnxpar.cli.rank_options import add_library
 from onnxpar.errors import OnnxparError
 from onnxpar.layout.mesh import MOST_RANKS, Mesh
 from onnxpar.lowering.compression import THRESHOLD
-from onnxpar.model.model_folder import model_at
 from onnxpar.passes.fuse_all_reduces import FUSIONS
 from onnxpar.passes.overlap_collectives import OVERLAPS
 from onnxpar.presets.presets import PRESETS
@@ -22,8 +21,8 @@ Options = argparse._ActionsContainer
 
 
 class GivenModel(argparse.Action):
-    """Stores the path that the user gives as `given_model`, and that of the ONNX file as `model`.
-    Errors: ModelError for a folder without a model that is meant."""
+    """Stores the path that the user gives as `given_model`, whose ONNX file takes the place of
+    `model` once messages are shown."""
 
     def __call__(
         self,
@@ -33,13 +32,14 @@ class GivenModel(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if values is not None:
-            namespace.given_model, namespace.model = Path(values), model_at(Path(values))
+            namespace.given_model = namespace.model = Path(values)
 
 
 def add_model(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Adds the model, and the options that decide its layouts."""
     what = "an ONNX model, or a folder of a language model (of GenAI, Optimum or transformers.js), "
-    what += "also of an encoder-decoder"
+    what += "also of an encoder-decoder; with onnxpar[hf] also a folder of Transformers, or a name "
+    what += "on the hub of Hugging Face, which is exported first"
     what += "; or a file that --dump wrote" if nargs else ""
     to.add_argument("model", metavar="model.onnx", action=GivenModel, nargs=nargs, help=what)
     _add_ranks(to.add_argument_group("ranks"))

@@ -17,7 +17,8 @@ from onnxpar.ir.stored import stored_tensors
 from onnxpar.model.model_folder import model_at
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
-"""A model file, a folder of a language model, the bytes of a model, or a ModelProto."""
+"""A model file, a folder of a language model, a name on the hub of Hugging Face, the bytes of a
+model, or a ModelProto."""
 
 
 @contextmanager

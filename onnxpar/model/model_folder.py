@@ -17,6 +17,7 @@ from typing import Any
 from onnxpar.errors import ModelError
 from onnxpar.files.bundle_names import CARRIED, CONFIG, GENAI, POOLING
 from onnxpar.files.read_bounded import read_bounded
+from onnxpar.model.hugging_face import export_command, exported, is_on_hub, task_of
 
 _PLACES = {POOLING: "1_Pooling/config.json"}
 """Where those are beside a model that have another name there: a sharded model has no folders."""
@@ -26,27 +27,27 @@ _ENCODER = "encoder_model.onnx"
 _MERGED = "decoder_model_merged.onnx"
 _FIRST, _LATER = "decoder_model.onnx", "decoder_with_past_model.onnx"
 _SINGLE = re.compile(r"encoder|embed|vision|speech|vocoder")
-_HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.onnx)(?<!\.par)")
-"""The name of a model on the hub of Hugging Face."""
 
 
-def _export(model: str, flag: str, output: str) -> str:
-    """The commands that export a model of Hugging Face to a folder, of which one suffices."""
+def _export(model: str, flag: str, output: str, task: tuple[str, ...] = ()) -> str:
+    """What exports a model of Hugging Face, of which one suffices."""
     return (
+        f"this command does so after pip install 'onnxpar[hf]'. By hand, to a folder: "
         f"`python -m onnxruntime_genai.models.builder {flag} {model} -o {output} -p fp32 -e cpu` "
-        f"for a language model (pip install onnxruntime-genai), or `optimum-cli export onnx "
-        f"--model {model} {output}` for any (pip install optimum-onnx)"
+        f"for a language model (pip install onnxruntime-genai), or "
+        f"`{export_command(('--model', model, *task), output)}` for any (pip install optimum-onnx)"
     )
 
 
 def model_at(path: Path) -> Path:
-    """Returns the ONNX file of a folder; any other path, and that of a sharded model, as it is.
-    Errors: ModelError."""
+    """Returns the ONNX file of a folder, or of a model of Hugging Face, which is exported; any
+    other path, and that of a sharded model, as it is. Errors: ModelError."""
+    path = exported(path)
     is_folder = path.is_dir() and not (path / "plan.json").exists()
-    if not path.exists() and _HUB.fullmatch(str(path)) and not path.parent.exists():
+    if is_on_hub(path):
         raise ModelError(
-            f"there is no file {path}; if it is a model on the hub of Hugging Face, export it "
-            f"first: {_export(str(path), '-m', path.name)}"
+            f"there is no file {path}; if it is a model on the hub of Hugging Face, it must be "
+            f"exported: {_export(str(path), '-m', path.name)}"
         )
     return decoder_in(path) if is_folder else path
 
@@ -70,8 +71,8 @@ def decoder_in(folder: Path) -> Path:
         return decoders[0]
     if not files and (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} has a model of Hugging Face, but not as ONNX; export it first: "
-            f"{_export(str(folder), '-i', f'{folder.name}-onnx')}"
+            f"{folder} has a model of Hugging Face, but not as ONNX; it must be exported: "
+            f"{_export(str(folder), '-i', f'{folder.name}-onnx', ('--task', task_of(folder)))}"
         )
     if not files:
         raise ModelError(f"{folder} is a folder without an .onnx file; give an .onnx file")

@@ -12,6 +12,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
 from onnxpar.files.bundle_names import ENCODER_PART
 from onnxpar.load.load import unseen
+from onnxpar.model.hugging_face import exported
 from onnxpar.model.model_folder import encoder_decoder_in
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.options import Options, wanted_mesh
@@ -21,9 +22,10 @@ def decoder_by_default(model: object, options: Options) -> Options:
     """Returns the options for the decoder, if the model is the folder of an encoder-decoder; else
     the options as they are. Errors: ModelError if files are missing; StrategyError if pages are
     asked for."""
-    if not isinstance(model, (str, os.PathLike)) or not Path(model).is_dir():
+    folder = exported(Path(model)) if isinstance(model, (str, os.PathLike)) else None
+    if folder is None or not folder.is_dir() or (folder / "plan.json").exists():
         return options
-    if (Path(model) / "plan.json").exists() or encoder_decoder_in(Path(model)) is None:
+    if encoder_decoder_in(folder) is None:
         return options
     asked = {"page-size": options.page_size, "kv-dtype": options.kv_dtype}
     for flag, value in asked.items():

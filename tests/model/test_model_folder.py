@@ -43,7 +43,7 @@ def test_the_decoder_of_a_folder(names: list[str], wanted: str, tmp_path: Path) 
     [
         (
             ["config.json"],
-            "not as ONNX; export it first: `python -m onnxruntime_genai.models.builder -i ",
+            "not as ONNX; it must be exported: .*`python -m onnxruntime_genai.models.builder -i ",
         ),
         (["a.onnx", "b.onnx"], "none of its 2 .onnx files is called .*such as .*a.onnx"),
         (["vision_encoder.onnx"], "give an .onnx file, such as .*vision_encoder.onnx"),

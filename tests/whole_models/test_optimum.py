@@ -6,7 +6,7 @@ Needs the extra `optimum`; the models are made and exported here, offline.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import onnxpar
+from onnxpar.cli.command_line import main
 
 ENDS = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 1}
 
@@ -104,6 +107,40 @@ def test_generate(
         length = {"max_new_tokens": 12, "pad_token_id": 1}
         found.append(model.generate(ids, attention_mask=mask, **length, **WAYS[way]))
     assert torch.equal(*found) and found[0].shape[1] > ids.shape[1]
+
+
+def saved_llama(folder: Path) -> None:
+    llama().save_pretrained(folder)
+
+
+def saved_t5(folder: Path) -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = T5Config(**sizes, vocab_size=128, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+
+
+def saved_bert(folder: Path) -> None:
+    bert().save_pretrained(folder)
+
+
+@pytest.mark.parametrize("save", [saved_llama, saved_t5, saved_bert])
+def test_folders_of_transformers(
+    save: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They are exported when they are first used."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    save(Path("small-1.5"))
+    devices = ["small-1.5", "--devices", "2", "--preset", "tensor-parallel"]
+    assert main(["shard", *devices]) == 0
+    assert "exporting small-1.5" in capsys.readouterr().err
+    assert main(["check", *devices]) == 0
+    told = capsys.readouterr()
+    assert "all outputs agree" in told.out and "exporting" not in told.err
+    assert Path("small-1.5.par", "plan.json").is_file()
 
 
 def test_classes(tmp_path: Path) -> None:
