@@ -9,8 +9,10 @@ from typing import Any
 
 import onnx
 import onnx_graphsurgeon as gs
+from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
+from onnx import parser as onnx_text
 
 from onnxpar.base.names import Names
 from onnxpar.canonicalize.bodies_for_training import add_bodies
@@ -66,6 +68,9 @@ from onnxpar.open_sizes.typical import Typical, check_closed
 
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """Dtypes from which shapes are computed."""
+
+_NO_MODEL = (DecodeError, json_format.ParseError, text_format.ParseError, onnx_text.ParseError)
+"""What onnx raises for a file that is none, by its format: binary, or a text, by its name."""
 
 Show = Callable[[str, onnx.ModelProto | gs.Graph], None]
 """Called after each rewrite of the loader, with its name and the model or graph that it leaves."""
@@ -361,7 +366,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
         raise ModelError(f"{path} is {_kind_of_folder(path)}") from None
     except OSError as error:
         raise ModelError(cannot_read(path, error)) from None
-    except (DecodeError, ValueError) as error:
+    except (*_NO_MODEL, ValueError) as error:
         raise ModelError(
             f"{path}: not an ONNX model, or truncated ({error}); export or copy it again"
         ) from None

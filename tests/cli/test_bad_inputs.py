@@ -564,3 +564,14 @@ def test_an_index_out_of_range(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         assert main(arguments) == 2
         error = capfd.readouterr().err
         assert error == f"onnxpar: error: {told}, in node 'found'\n", error
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "json", "textproto", "onnxtxt"])
+def test_a_file_that_is_no_model_in_each_format_of_onnx(
+    suffix: str, tmp_path: Path, capsys: Capture
+) -> None:
+    """The format is that of the name's end, so that a config.json is read as a model."""
+    file = tmp_path / f"config.{suffix}"
+    file.write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert main(["plan", str(file), "--devices", "2"]) == 2
+    assert f"error: {file}: not an ONNX model" in capsys.readouterr().err
