@@ -32,6 +32,7 @@ PACKAGES = ("optimum-onnx", "transformers", "torch")
 """The exporter, and what else decides what it writes."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.onnx)(?<!\.par)")
 """The name of a model on the hub of Hugging Face."""
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """Files of a model on the hub, which may have its weights in other formats, too."""
 _TASKS = {
@@ -160,4 +161,7 @@ def export_command(arguments: Sequence[str], output: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
+    """The last line that names an exception, which may go on below it, else the last one; empty if
+    there is none."""
+    lines = [line.strip() for line in reversed(text.splitlines()) if line.strip()]
+    return next(filter(_EXCEPTION.match, lines), next(iter(lines), ""))

@@ -36,8 +36,9 @@ FAILS = """
 import pathlib, sys
 pathlib.Path(sys.argv[-1], "model.onnx").touch()
 print("it is downloaded")
-sys.exit("Traceback\\nValueError: no such architecture\\n")
+sys.exit("Traceback\\nValueError: no such architecture\\n\\nUpdate it.\\n")
 """
+COMPLAINS = "raise SystemExit('no space')"
 SAYS_NOTHING = "import os; os.kill(os.getpid(), 9)"
 Install = Callable[[str], Path]
 
@@ -93,7 +94,12 @@ def test_a_model_is_exported_once_and_again_after_a_change(folder: Path, install
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [(FAILS, "ValueError: no such architecture"), (SAYS_NOTHING, "status -9"), ("", "status 0")],
+    [
+        (FAILS, "ValueError: no such architecture"),
+        (COMPLAINS, "no space"),
+        (SAYS_NOTHING, "status -9"),
+        ("", "status 0"),
+    ],
 )
 def test_a_failure_leaves_nothing(
     program: str, said: str, folder: Path, install: Install, tmp_path: Path
