@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ class Report:
             lines += ["", *MOVED, *(_moved_line(r, self.moved) for r in self.rows if is_far(r))]
             lines += [_loose_line(n, m) for n, m in self.moved.items() if m > LARGE]
         if self.times is not None:
-            lines += ["", self.times.text()]
+            lines += ["", *wrap(self.times.text(), COLUMNS, subsequent_indent="  ")]
         return "\n".join(line if line.startswith("warning") else line[:COLUMNS] for line in lines)
 
 
