@@ -30,6 +30,8 @@ EXPORTER = ("-m", "optimum.commands.optimum_cli", "export", "onnx")
 """The arguments of Python that run the exporter."""
 PACKAGES = ("optimum-onnx", "transformers", "torch")
 """The exporter, and what else decides what it writes."""
+PATIENCE = 3600.0
+"""Longest wait, in seconds, for another process that exports the same model."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(?<!\.onnx)(?<!\.par)")
 """The name of a model on the hub of Hugging Face."""
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")
@@ -116,7 +118,7 @@ def _exported(folder: Path, name: str) -> Path:
         told = f"{folder} with {PACKAGES[0]} {version_of(PACKAGES[0])} to {place}"
         LOG.info(f"exporting {told}, which later commands read")
         # Another process may export the same model, and its files are as good.
-        with writing(place), FolderLock(place.parent, patience=float("inf")):
+        with writing(place), FolderLock(place.parent, patience=PATIENCE):
             if not place.is_dir():
                 with new_folder(place, lambda old: None) as new:
                     _export(folder, new)
