@@ -139,7 +139,10 @@ def _ends_of_imports() -> Iterator[None]:
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments. For a correct command in QUICK, does not import what others need."""
+    """Parses the arguments; `help COMMAND` is `COMMAND --help`. For a correct command in QUICK,
+    does not import what others need."""
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     add = QUICK.get(argv[0]) if argv else None
     if add is not None:
         with suppress(_Wrong):

@@ -119,6 +119,9 @@ class CommandParser(argparse.ArgumentParser):
         ]
         if having:
             return f"; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+        if not name.startswith("--"):
+            flags = [flag for flag in self._option_string_actions if flag.startswith(f"-{name}")]
+            return f" (did you mean {' or '.join(flags)}?)" if flags else ""
         return nearest(name, self._option_string_actions)
 
     def _is_flag(self, name: str) -> bool:

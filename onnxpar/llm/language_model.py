@@ -146,7 +146,7 @@ def _role(port: Port, path: Path) -> str:
     raise ModelError(
         f"{path}: a language model's decoder has token ids, an attention mask, position ids and a "
         f"cache as inputs, but {port.name!r} ({port.expects()}) is none of these; export a decoder "
-        "alone, with a cache"
+        "alone, with a cache, or use `onnxpar run` for a model of another kind"
     )
 
 

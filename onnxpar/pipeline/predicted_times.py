@@ -18,7 +18,7 @@ from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
-from onnxpar.ir.tensors import numel, shape_bytes, tensor_shape
+from onnxpar.ir.tensors import numel, shape_bytes
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
 from onnxpar.search.predict import compute_by_rank, predict_nodes, predict_on_one
@@ -88,9 +88,9 @@ def _value_seconds(ports: Sequence[gs.Tensor], ctx: PassContext) -> float:
         return 0.0
     shapes = [ctx.layouts[t.name].shape for t in ports if t.name in ctx.layouts]
     rows = max((shape[0] for shape in shapes if shape), default=1)
-    made = [next((n for n in t.inputs if n.op == "ZipMap"), None) for t in values]
-    maps = [tensor_shape(node.inputs[0]) for node in made if node is not None]
-    objects = sum(numel(shape) for shape in maps if shape) + rows * made.count(None)
+    zipped = [n.inputs[0].name for t in values for n in t.inputs if n.op == "ZipMap"]
+    maps = [ctx.layouts[name].shape for name in zipped if name in ctx.layouts]
+    objects = sum(map(numel, maps)) + rows * (len(values) - len(zipped))
     return VALUES_SECONDS + objects * OBJECT_SECONDS
 
 

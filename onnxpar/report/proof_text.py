@@ -23,7 +23,7 @@ def proof_text(proof: Mapping[str, Any]) -> str:
     kind = "strategy" if proof["complete"] else "strategy that it compared"
     others = f"{kind} on {meshes}{within}"
     hidden = ", with sums of gradients between hosts hidden" if proof.get("hides_sums") else ""
-    count = f"{_ms(seconds)} by the count of the search{hidden}"
+    count = f"{_ms(seconds)} of compute and communication by its own count{hidden}"
     share = seconds / bound - 1
     if share < -_SAME:
         return f"faster than every {others}: {count}; those take at least {_ms(bound)}"

@@ -28,6 +28,11 @@ _KINDS = ("input", "state", "output")
 _PORT_HEADS = ("dtype", "shape", "layout")
 
 
+def _type_text(port: Mapping[str, Any]) -> str:
+    """Returns the dtype of a tensor, or onnxruntime's type of any other value."""
+    return str(port["dtype"] or port["type"])
+
+
 def _each(rows: Sequence[Any], heads: Sequence[str]) -> Iterator[str]:
     """Returns the heads of columns of bytes, with "each" if rows are joined."""
     return (f"{head} each" if len(rows) > MANY else head for head in heads)
@@ -41,7 +46,7 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield f"{plan['model']} over {plan['ranks']} ranks (mesh {mesh}{preset})"
     yield ""
     rows = [
-        (p["name"], kind, p["dtype"], shape_text(p["shape"]), p["layout_text"] or "whole")
+        (p["name"], kind, _type_text(p), shape_text(p["shape"]), p["layout_text"] or "whole")
         for kind, p in _ports(plan)
     ]
     each = [grouped([row for row in rows if row[1] == kind]) for kind in _KINDS]
@@ -65,8 +70,12 @@ def plan_lines(plan: Mapping[str, Any], full: bool = True) -> Iterator[str]:
     yield (
         f"{ranks}: {_stored(plan)}s {size_text(memory['weights_per_rank'])}, "
         + (f"{kept} {size_text(states)}, " if states else "")
-        + f"activations at most {size_text(memory['activations_per_rank'])}, "
-        f"{flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
+        + f"activations at most {size_text(memory['activations_per_rank'])}"
+        + (
+            f", {flops['per_rank']:,} FLOPs of {flops['model']:,}{_balance(flops)}"
+            if flops["model"]
+            else ""
+        )
     )
     if on_host := plan.get("on_host"):
         size = size_text(on_host["bytes_per_rank"])

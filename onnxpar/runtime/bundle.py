@@ -340,7 +340,8 @@ def read_plan(folder: Path) -> bytes:
     file = folder / PLAN
     if not file.is_file():
         raise ModelError(
-            f"{folder} is not a sharded model: it has no plan.json; see `onnxpar shard`"
+            f"{folder} is not a sharded model: it has no plan.json; `onnxpar shard {folder} "
+            "--devices N` writes one, if this is the folder of a language model"
         )
     try:
         return read_bounded(file)

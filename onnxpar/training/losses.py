@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.near_names import nearest
 from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder
 from onnxpar.ir.tensors import is_float
@@ -87,9 +88,11 @@ def check_loss(
     names = ", ".join(outputs)
     if kind not in LOSSES:
         if kind not in outputs:
+            near = nearest(kind, LOSSES)
             raise StrategyError(
-                f"loss {kind!r}: give one of {', '.join(LOSSES)}, or an output of the model that "
-                f"is the loss itself; the outputs are {names}"
+                f"loss {kind!r}: {f'did you mean {near!r}? ' if near else ''}give one of "
+                f"{', '.join(LOSSES)}, or an output of the model that is the loss itself; the "
+                f"outputs are {names}"
             )
         if output is not None:
             raise StrategyError(

@@ -12,8 +12,9 @@ import onnxpar
 from onnxpar.calibration.host import MEASURED
 from onnxpar.calibration.unsplit_runs import UnsplitRuns, time_unsplit
 from onnxpar.compiler.plan import Plan, Predicted
-from onnxpar.cost.topology import Topology
+from onnxpar.cost.topology import Link, Topology
 from onnxpar.pipeline import timed_plan
+from onnxpar.pipeline.predicted_times import OBJECT_SECONDS, VALUES_SECONDS
 from onnxpar.training import grad
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -79,3 +80,17 @@ def test_runs_are_timed_alone_and_at_once() -> None:
     assert time_unsplit(BERT, feeds, 2) is found
     assert time_unsplit(BERT, {**feeds, "no_such": feeds["input_ids"]}, 2) is None
     assert time_unsplit(MODELS / "README.md", feeds, 2) is None
+
+
+@pytest.mark.parametrize("samples", [1, 500])
+def test_strings_and_maps_take_a_session_longer(samples: int, host: Topology) -> None:
+    """A ZipMap makes an object of each number, and a label is a text."""
+    path = MODELS / "ml" / "forest_classifier.onnx"
+    timed = replace(host, session=Link(2e-5, 1e12))
+    made = onnxpar.plan(path, devices=2, topology=timed, typical=f"X_0={samples}").predicted
+    assert made is not None
+    objects = samples * (3 + 1)
+    assert made.session == pytest.approx(2e-5 + VALUES_SECONDS + objects * OBJECT_SECONDS, rel=0.01)
+    numbers = MODELS / "ml" / "xgboost_regressor.onnx"
+    plain = onnxpar.plan(numbers, devices=2, topology=timed).predicted
+    assert plain is not None and plain.session == pytest.approx(2e-5, rel=0.01)

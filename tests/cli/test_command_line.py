@@ -36,6 +36,7 @@ WRONG = {
     "flag of another": ("shard m.onnx --devices 2 --html p.html", "no --html; plan has it; see"),
     "flag of others": ("annotate m.onnx --each", "there is no --each"),
     "letter": ("shard m.onnx -x", "there is no -x"),
+    "first letter": ("shard m.onnx -t 2", "there is no -t (did you mean --topology or --typical"),
     "first flag": ("--devices 2 shard m.onnx", "there is no --devices"),
     "two flags in one": ("shard m.onnx --d 2", "--devices, --dataset-strategy, --dim, --dump"),
     "command": ("shrad m.onnx", "there is no command 'shrad' (did you mean shard?)"),
@@ -45,6 +46,15 @@ WRONG = {
     "no value": ("train s.par --data", "--data: expected one argument"),
     "too many": ("plan a.onnx b.onnx", "unexpected argument 'b.onnx'"),
 }
+
+
+def test_help_is_a_command_too(capsys: Capture) -> None:
+    told = []
+    for arguments in (["help", "shard"], ["shard", "--help"], ["help"], ["--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(arguments)
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] != told[2] == told[3]
 
 
 @pytest.mark.parametrize("case", WRONG)

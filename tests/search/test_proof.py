@@ -99,7 +99,10 @@ def test_strategies_left_out_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_words() -> None:
     proof = {"seconds": 2e-3, "bound": 1.5e-3, "axes": 2, "memory": None, "complete": True}
-    others, count = "strategy on a mesh of one or two axes", "2.000 ms by the count of the search"
+    others, count = (
+        "strategy on a mesh of one or two axes",
+        "2.000 ms of compute and communication by its own count",
+    )
     slower = (
         f"at most 33.33% slower than the fastest {others}: {count}; none takes less than 1.500 ms"
     )
