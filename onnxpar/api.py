@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import onnx
 import onnx_graphsurgeon as gs
 
 import onnxpar.report.candidate_lines
@@ -38,8 +40,10 @@ from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one
 from onnxpar.report.compare_trace import PlannedNode, planned_nodes
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
+from onnxpar.report.pass_steps import PassSteps
 from onnxpar.report.report_page import explained_of, write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
+from onnxpar.report.walk import Walk
 from onnxpar.runtime.bundle import Bundle, with_encoder
 from onnxpar.runtime.trace import read_trace
 
@@ -114,13 +118,14 @@ def make_plan(
         {**options, "model": model, "save_strategy": save_strategy, "dump": dump, "html": html}
     )
     saver, explainer = saver_of(save_strategy, asked), Explainer()
+    steps = PassSteps() if html is not None else None
     with model_file(model) as path:
-        shown, watch = watched(asked, saver, dump)
-        made, _ = pipeline.plan(path, shown, watch, explainer.begin)
+        shown, watch = watched(asked, saver, dump, steps)
+        made, ctx = pipeline.plan(path, shown, watch, explainer.begin)
     saver.write()
     made = _with_steps(made, explainer, asked)
-    if html is not None:
-        write_page(html, explained_of(made), None)
+    if html is not None and steps is not None:
+        write_page(html, explained_of(made), None, Walk.of(steps, ctx))
     return made
 
 
@@ -342,18 +347,26 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
     return replace(comparing.compare_trace(recorded, made, nodes), sizes=sizes_text(sizes))
 
 
-def watched(options: Options, saver: Saver, dump: File | None) -> tuple[Options, Watch]:
-    """Returns the options, extended so that the loader dumps its rewrites, and a function to call
-    after each pass, which dumps the graph and lets `saver` read the strategy."""
+def watched(
+    options: Options, saver: Saver, dump: File | None, steps: PassSteps | None = None
+) -> tuple[Options, Watch]:
+    """Returns the options, extended so that the loader shows its rewrites, and a function to call
+    after each pass, which dumps the graph, collects its steps and lets `saver` read the
+    strategy."""
     dumps = None if dump is None else Dump(dump)
+    seers = [seer for seer in (dumps, steps) if seer is not None]
+
+    def show(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
+        for seer in seers:
+            seer.loading(name, graph)
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        if dumps is not None:
-            with options.times.of(DUMP):
-                dumps.watch(step, model, ctx)
+        with options.times.of(DUMP) if seers else nullcontext():
+            for seer in seers:
+                seer.watch(step, model, ctx)
         saver.watch(step, model, ctx)
 
-    return (options if dumps is None else replace(options, show=dumps.loading)), watch
+    return (replace(options, show=show) if seers else options), watch
 
 
 def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:

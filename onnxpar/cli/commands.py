@@ -37,10 +37,10 @@ from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.digest_lines import sum_lines, verified_text
-from onnxpar.report.explain import explain
 from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
+from onnxpar.report.walk import walk
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.bundle_files import ranks_text
 
@@ -133,8 +133,8 @@ def _explain(args: argparse.Namespace, options: Options) -> int:
     if args.candidates:
         _print(compare_strategies(args.model, options, args.html), args.json)
     else:
-        explained = explain(args.model, options)
-        write_page(args.html, explained, None)
+        explained, seen = walk(args.model, options)
+        write_page(args.html, explained, None, seen)
         if args.json:
             print(explained.plan.text())
         else:

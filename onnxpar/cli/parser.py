@@ -164,8 +164,9 @@ def _plan(to: Any) -> None:
         "--html",
         metavar="FILE",
         help="write a self-contained page: nodes by block with layouts, reshards and their costs, "
-        "and the time and memory of a rank. With --candidates, it also has the candidates, and "
-        "shows the fastest one (or the one that --preset or --search names)",
+        "the time and memory of a rank, what each pass did to the graph, and the graph of each "
+        "rank. With --candidates, it has the candidates instead of passes and ranks, and shows the "
+        "fastest one (or the one that --preset or --search names)",
     )
     plan.add_argument(
         "--json", action="store_true", help="print the plan, --compare or --candidates as JSON"

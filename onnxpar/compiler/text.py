@@ -31,12 +31,12 @@ def graph_text(graph: gs.Graph, ctx: PassContext) -> str:
 def _lines(graph: gs.Graph, ctx: PassContext) -> Iterator[str]:
     mesh = ctx.sharding.mesh
     yield f"mesh {mesh}"
-    yield from _annotation_lines(ctx)
+    yield from annotation_lines(ctx)
     stored = [f"const  {_typed(t, ctx)}{_value(t, ctx)}" for t in constants(graph)]
     yield from _graph_lines(graph, ctx, stored)
 
 
-def _annotation_lines(ctx: PassContext) -> Iterator[str]:
+def annotation_lines(ctx: PassContext) -> Iterator[str]:
     """One line per annotation, with the number of its round; none once anything is split."""
     if ctx.layouts or any(map(any, (*ctx.sharding.tensors.values(), *ctx.sharding.ops.values()))):
         return
@@ -72,7 +72,7 @@ def _graph_lines(graph: gs.Graph, ctx: PassContext, stored: Iterable[str]) -> It
         results = ", ".join(_typed(t, ctx) for t in node.outputs if t.name)
         operands = ", ".join(t.name or "_" for t in node.inputs)
         op = node.op if node.domain in (None, "") else f"{node.domain}.{node.op}"
-        yield f"{results} = {op}({operands}){_attributes(node, ctx)}"
+        yield f"{results} = {op}({operands}){attributes_text(node, ctx)}"
         for body in subgraphs(node):
             yield f"  {body.name}:"
             yield from (f"    {line}" for line in _graph_lines(body, ctx, ()))
@@ -105,20 +105,26 @@ def _value(tensor: gs.Constant, ctx: PassContext) -> str:
     return f" = {tensor._values.tolist()}" if small else ""
 
 
-def _attributes(node: gs.Node, ctx: PassContext) -> str:
+def attributes_text(node: gs.Node, ctx: PassContext | None, rank: int | None = None) -> str:
+    """The attributes of a node in braces; nothing without any. Those that depend on the rank, if a
+    context tells them, are marked, or are those of the given rank."""
     shown: Mapping[str, Any] = node.attrs
     if is_reshard(node):
         shown = {"axes": reshard_of(node).axes}
+    varying = {} if ctx is None else ctx.lowered.per_rank.attributes
+    if rank is not None:
+        own = {k: varying[node.name, k](rank) for k in shown if (node.name, k) in varying}
+        shown = {k: v for k, v in {**shown, **own}.items() if v is not None}
+        varying = {}
     parts = [
-        f"{key}={_attribute(value, ctx)}"
-        + ("/rank" if (node.name, key) in ctx.lowered.per_rank.attributes else "")
+        f"{key}={_attribute(value, ctx)}" + ("/rank" if (node.name, key) in varying else "")
         for key, value in sorted(shown.items())
     ]
     return " {" + ", ".join(parts) + "}" if parts else ""
 
 
-def _attribute(value: Any, ctx: PassContext) -> str:
-    if isinstance(value, tuple) and value and isinstance(value[0], Axis):
+def _attribute(value: Any, ctx: PassContext | None) -> str:
+    if ctx is not None and isinstance(value, tuple) and value and isinstance(value[0], Axis):
         return ".".join(ctx.sharding.mesh.text(a) for a in value)
     if isinstance(value, tuple) and value and isinstance(value[0], OpFactors):
         return "(" + ", ".join(op.node.name for op in value) + ")"

@@ -28,12 +28,15 @@ def note_origins(node: gs.Node, members: Iterable[gs.Node]) -> None:
     """Records the global nodes of all members for a node that takes their place."""
     origins: dict[str, None] = {}
     for member in members:
-        source = vars(member).get("onnx_source")
-        origins |= dict.fromkeys(_noted(source) if source is not None else ()) or {
-            member.name: None
-        }
+        origins |= dict.fromkeys(lowered_from(member))
     node.onnx_source = NodeProto()
     node.onnx_source.metadata_props.add(key=_KEY, value=_END.join(origins))
+
+
+def lowered_from(node: gs.Node) -> list[str]:
+    """The names of all global nodes that a node of the lowered graph was created for."""
+    source = vars(node).get("onnx_source")
+    return (_noted(source) if source is not None else []) or [node.name]
 
 
 def origin_of(node: NodeProto) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -31,6 +32,7 @@ from onnxpar.search.repeats import runs
 UPDATE = "update"
 """The block of the optimizer's nodes; their names start with this word."""
 NODE, COLLECTIVE, CUT = "node", "collective", "cut"
+T = TypeVar("T")
 _NUMBERED = re.compile(r"(.*?(?:^|[./])\d+)[./]")
 
 
@@ -103,7 +105,8 @@ class Explained:
             if last is not None and _alike(last.steps, steps):
                 found[-1] = replace(last, last=name, times=last.times + 1)
             elif name in ("", UPDATE):
-                found += (Block(name, name, times, part) for part, times in _repeated(steps))
+                parts = repeated(steps, _sign)
+                found += (Block(name, name, times, tuple(part)) for part, times in parts)
             else:
                 found.append(Block(name, name, 1, steps))
         yield from found
@@ -138,11 +141,16 @@ class Explainer:
 def explain(path: str | Path, options: Options) -> Explained:
     """Plans a model like the command `plan`, and returns the plan with predicted steps. Errors:
     OnnxparError; StrategyError for a manual program."""
-    if options.preset == MANUAL:
-        raise StrategyError("the time of a manual program cannot be predicted; use `run --profile`")
+    refuse_manual(options)
     explainer = Explainer()
     plan, _ = pipeline.plan(path, options, reckoning=explainer.begin)
     return explainer.explained(plan)
+
+
+def refuse_manual(options: Options) -> None:
+    """Errors: StrategyError for a manual program."""
+    if options.preset == MANUAL:
+        raise StrategyError("the time of a manual program cannot be predicted; use `run --profile`")
 
 
 def _weighted(each: Iterable[tuple[float, Iterable[Step]]]) -> Iterator[list[tuple[float, Step]]]:
@@ -254,11 +262,13 @@ def _alike(some: Iterable[Step], others: Iterable[Step]) -> bool:
     return [_sign(step) for step in some] == [_sign(step) for step in others]
 
 
-def _repeated(steps: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], int]]:
-    """Divides steps without a block name into parts; yields each part with the number of its
-    repetitions."""
+def repeated(
+    steps: Sequence[T], sign: Callable[[T], Hashable]
+) -> Iterator[tuple[Sequence[T], int]]:
+    """Divides steps into parts; yields each part with the number of its repetitions in a row, which
+    have the same signs."""
     numbers: dict[Hashable, int] = {}
-    signs = [numbers.setdefault(_sign(step), len(numbers)) for step in steps]
+    signs = [numbers.setdefault(sign(step), len(numbers)) for step in steps]
     done = 0
     for start, end, period in sorted(runs(np.array(signs), 0)):
         if start > done:

@@ -48,7 +48,7 @@ _COLLECTIVE_HEADS = (
 )
 
 
-class _Room:
+class Room:
     """The number of characters that are left for rows of a section."""
 
     def __init__(self, left: int) -> None:
@@ -65,7 +65,7 @@ class _Room:
 def tensors(plan: Plan) -> Iterator[str]:
     """Yields the section of tensors: a block each for inputs, states, outputs and weights."""
     yield "<h2>Tensors</h2>"
-    room = _Room(TENSORS_ROOM)
+    room = Room(TENSORS_ROOM)
     follows = dict(plan.states)
     kinds = {
         "inputs": [p for p in plan.inputs if p.name not in follows],
@@ -74,27 +74,27 @@ def tensors(plan: Plan) -> Iterator[str]:
     }
     for kind, ports in kinds.items():
         rows = [row("", _port(port, plan.mesh)) for port in ports]
-        title = f"<b>{_counted(len(rows), kind)}</b>"
+        title = f"<b>{counted(len(rows), kind)}</b>"
         if kind == "states":
             title += ", which ranks can keep between runs"
-        yield from _folded(title, kind, _PORT_HEADS, rows, room, len(rows) <= FEW)
+        yield from folded(title, kind, _PORT_HEADS, rows, room, len(rows) <= FEW)
     rows = []
     for weight in plan.weights:
-        cells = [_code(weight.name), (escape(weight.dtype), ""), (shape_text(weight.shape), "")]
+        cells = [code(weight.name), (escape(weight.dtype), ""), (shape_text(weight.shape), "")]
         sizes = (number(size_text(s)) for s in (weight.bytes, weight.bytes_per_rank))
-        rows.append(row("", [*cells, _code(weight.layout), *sizes]))
-    title = f"<b>{_counted(len(rows), 'weights')}</b>"
-    yield from _folded(title, "weights", _WEIGHT_HEADS, rows, room, len(rows) <= FEW)
+        rows.append(row("", [*cells, code(weight.layout), *sizes]))
+    title = f"<b>{counted(len(rows), 'weights')}</b>"
+    yield from folded(title, "weights", _WEIGHT_HEADS, rows, room, len(rows) <= FEW)
 
 
 def _port(port: Port, mesh: Mesh) -> Iterator[Cell]:
-    yield _code(port.name)
+    yield code(port.name)
     yield escape(port.dtype or port.type), ""
     yield escape(shape_text(port.shape if port.open is None else port.open.shape)), ""
-    yield _code("" if port.layout is None else port.layout.text(mesh))
+    yield code("" if port.layout is None else port.layout.text(mesh))
 
 
-def _counted(count: int, kind: str) -> str:
+def counted(count: int, kind: str) -> str:
     """Returns `1 input` or `3 inputs`; `kind` is the plural."""
     return f"{count} {kind if count != 1 else kind.removesuffix('s')}"
 
@@ -109,10 +109,10 @@ def nodes(explained: Explained) -> Iterator[str]:
         "<code>a@1</code> is tensor <code>a</code> in its new layout. Blocks that repeat are "
         "listed once.</p>"
     )
-    room = _Room(NODES_ROOM)
+    room = Room(NODES_ROOM)
     for place, block in enumerate(explained.blocks()):
         rows = [row(step.kind if step.kind != NODE else "", _cells(step)) for step in block.steps]
-        yield from _folded(_title(block), "", _NODE_HEADS, rows, room, place < OPEN)
+        yield from folded(_title(block), "", _NODE_HEADS, rows, room, place < OPEN)
 
 
 def _title(block: Block) -> str:
@@ -124,23 +124,24 @@ def _title(block: Block) -> str:
     seconds = sum(step.predicted.total for step in block.steps)
     own = sum(step.kind == COLLECTIVE for step in block.steps)
     count = len(block.steps) - own
-    counts = [times + _counted(count, "nodes")]
+    counts = [times + counted(count, "nodes")]
     if own:
-        counts.append(_counted(own, "collectives"))
+        counts.append(counted(own, "collectives"))
     what, took = " and ".join(counts), f", {ms_text(seconds)} ms{each}"
     return f"<b>{escape(name)}</b>: {what}{took}" if name else f"<b>{what}</b>{took}"
 
 
 def _cells(step: Step) -> Iterator[Cell]:
     yield "&nbsp;" * 4 * step.depth + escape(step.op), ""
-    yield _code(step.name)
-    yield _operands(step.operands), "operands"
-    yield _operands(step.results), "operands"
+    yield code(step.name)
+    yield operands_html(step.operands), "operands"
+    yield operands_html(step.results), "operands"
     yield number(f"{step.predicted.total * 1e3:.4f}")
     yield number(size_text(step.sent) if step.sent else "")
 
 
-def _operands(tensors: Iterable[Operand]) -> str:
+def operands_html(tensors: Iterable[Operand]) -> str:
+    """Returns a line for each tensor: its name, its shape and its layout."""
     return "<br>".join(
         f"<code>{escape(t.name)} <i>{escape(t.shape)}</i> <span>{escape(t.layout)}</span></code>"
         for t in tensors
@@ -164,21 +165,21 @@ def collectives(explained: Explained) -> Iterator[str]:
     for entry in entries:
         within = seconds.pop(entry.name, None) or seconds.pop(entry.name.split("::")[0], None)
         cells = [
-            _code(entry.tensor),
+            code(entry.tensor),
             (escape(entry.kind), ""),
             (f"<code>{escape(entry.before)} → {escape(entry.after)}</code>", ""),
-            number(f"{_counted(entry.groups, 'groups')} of {len(entry.group)}"),
+            number(f"{counted(entry.groups, 'groups')} of {len(entry.group)}"),
             number(size_text(entry.bytes)),
             number("" if within is None else f"{within * 1e3:.4f}"),
         ]
         rows.append(row("", cells))
-    title = f"<b>{_counted(len(rows), 'collectives')}</b>"
-    room = _Room(COLLECTIVES_ROOM)
-    yield from _folded(title, "collectives", _COLLECTIVE_HEADS, rows, room, True)
+    title = f"<b>{counted(len(rows), 'collectives')}</b>"
+    room = Room(COLLECTIVES_ROOM)
+    yield from folded(title, "collectives", _COLLECTIVE_HEADS, rows, room, True)
 
 
-def _folded(
-    title: str, name: str, heads: Iterable[Cell], rows: Sequence[str], room: _Room, is_open: bool
+def folded(
+    title: str, name: str, heads: Iterable[Cell], rows: Sequence[str], room: Room, is_open: bool
 ) -> Iterator[str]:
     """Yields a table that can be collapsed and that the search box filters; nothing without
     rows."""
@@ -217,7 +218,8 @@ def number(text: str) -> Cell:
     return text, "n"
 
 
-def _code(text: str) -> Cell:
+def code(text: str) -> Cell:
+    """Returns a cell with a name or a layout; an empty one without text."""
     return f"<code>{escape(text)}</code>" if text else "", ""
 
 

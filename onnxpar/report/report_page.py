@@ -1,5 +1,5 @@
 """The plan as one self-contained HTML page: it loads nothing from elsewhere, and works without its
-script, which only filters the tables."""
+scripts, which only filter the tables and choose the rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from onnxpar.report.charts import memory_curve, timeline
 from onnxpar.report.explain import Explained
 from onnxpar.report.layout_key import layout_key
 from onnxpar.report.page_tables import collectives, ms_text, nodes, number, row, table, tensors
+from onnxpar.report.pass_tables import passes
 from onnxpar.report.proof_text import proof_text
+from onnxpar.report.rank_tables import rank_tables
 from onnxpar.report.report import load_rows, size_text
+from onnxpar.report.walk import Walk
 
 _SEARCH = (
     '<form class="search" role="search" hidden><label>Filter the tables '
@@ -30,31 +33,41 @@ _SEARCH = (
 
 
 def write_page(
-    path: str | os.PathLike[str], explained: Explained, candidates: Candidates | None
+    path: str | os.PathLike[str],
+    explained: Explained,
+    candidates: Candidates | None,
+    walk: Walk | None = None,
 ) -> None:
-    """Writes the page of a plan, and of candidates if given; an error leaves no half-written file.
-    Errors: OnnxparError."""
+    """Writes the page of a plan, and of candidates and the walk through its passes if given; an
+    error leaves no half-written file. Errors: OnnxparError."""
     path = Path(path)
     if not path.parent.is_dir():
         raise OnnxparError(f"{path.parent}: no such folder for the page")
-    text = page(explained, candidates)
+    text = page(explained, candidates, walk)
     with whole_file(path) as file:
         file.write(text)
 
 
-def page(explained: Explained, candidates: Candidates | None = None) -> str:
-    """Returns the page of a plan, with a table of candidates if given."""
+def page(
+    explained: Explained, candidates: Candidates | None = None, walk: Walk | None = None
+) -> str:
+    """Returns the page of a plan, with a table of candidates and the walk through its passes if
+    given."""
     plan = explained.plan
+    scripts = [_part("search.js"), *([_part("rank.js")] if walk is not None else ())]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(plan.model)} over {plan.mesh.size} ranks</title>\n"
         f"<style>{_part('document.css')}</style>\n</head>\n<body>\n"
-        f"{core(explained, candidates)}\n<script>{_part('search.js')}</script>\n</body>\n</html>\n"
+        f"{core(explained, candidates, walk)}\n<script>{''.join(scripts)}</script>\n"
+        "</body>\n</html>\n"
     )
 
 
-def core(explained: Explained, candidates: Candidates | None = None) -> str:
+def core(
+    explained: Explained, candidates: Candidates | None = None, walk: Walk | None = None
+) -> str:
     """Returns the page without the tags of a document, for a notebook."""
     parts = [
         *_header(explained),
@@ -73,6 +86,9 @@ def core(explained: Explained, candidates: Candidates | None = None) -> str:
         *_section(nodes(explained)),
         *_section(collectives(explained)),
     ]
+    if walk is not None:
+        parts += _section(passes(walk.steps))
+        parts += _section(rank_tables(explained, walk.ranks))
     return _block(parts)
 
 

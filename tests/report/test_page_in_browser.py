@@ -17,6 +17,7 @@ from small_models import HEAD, write_text
 from onnxpar.pipeline.options import Options
 from onnxpar.report.explain import COLLECTIVE, CUT, NODE, Explained, explain
 from onnxpar.report.report_page import page, write_page
+from onnxpar.report.walk import walk
 from onnxpar.strategy.strategy import Strategy
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
@@ -52,6 +53,17 @@ def file(explained: Explained, tmp_path_factory: pytest.TempPathFactory) -> Path
     path = tmp_path_factory.mktemp("written") / "r.html"
     write_page(path, explained, None)
     return path
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with passes and ranks, of which the second holds less."""
+    folder = tmp_path_factory.mktemp("walked")
+    text = "m (float[4,6] x, float[6,5] w) => (float[4,5] y) { h = MatMul(x, w) y = Relu(h) }"
+    split = Strategy.of({"mesh": {"tp": 2}, "shard": {"MatMul_h": [[1, 1], [1, 2]]}})
+    explained, seen = walk(write_text(HEAD + text, folder / "m.onnx"), Options(strategy=split))
+    write_page(folder / "r.html", explained, None, seen)
+    return folder / "r.html"
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +167,8 @@ def test_what_is_touched_is_large_enough(tab: Browser, file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
-def test_contrast(tab: Browser, file: Path, blocks: Path, dark: bool) -> None:
-    for each in (file, blocks):
+def test_contrast(tab: Browser, file: Path, blocks: Path, walked: Path, dark: bool) -> None:
+    for each in (file, blocks, walked):
         tab.open(each, dark=dark)
         tab.run("document.querySelectorAll('details').forEach(it => it.open = true)")
         paper = colour(tab.run("getComputedStyle(document.body).backgroundColor"))[:3]
@@ -166,7 +178,7 @@ def test_contrast(tab: Browser, file: Path, blocks: Path, dark: bool) -> None:
         for text, inks, papers in found:
             behind = over(papers, paper)
             assert contrast(over(inks, behind), behind) >= TEXT_CONTRAST, text
-        kinds = (("rect.compute", "rect.communication", "path.memory"), ())[each == blocks]
+        kinds = ("rect.compute", "rect.communication", "path.memory") if each == file else ()
         for kind in kinds:
             drawn = f"getComputedStyle(document.querySelector('{kind}'))"
             ink = colour(tab.run(f"{drawn}.{'stroke' if 'path' in kind else 'fill'}"))
@@ -174,7 +186,7 @@ def test_contrast(tab: Browser, file: Path, blocks: Path, dark: bool) -> None:
 
 
 _COLOURS = """[...document.querySelectorAll(
-    "td, th, p, dt, dd, b, i, code, summary, label, h1, h2")].map(it => {
+    "td, th, p, dt, dd, b, i, code, summary, label, h1, h2, ins, del")].map(it => {
     const inks = [getComputedStyle(it).color], papers = [];
     let opacity = 1;
     for (let at = it; at; at = at.parentElement) {
@@ -316,6 +328,22 @@ def test_search_in_thousands_of_rows(tab: Browser, tmp_path: Path) -> None:
     assert tab.run(told).endswith("(40 found)")
     said, rows = searched(tab, "n3999")
     assert said == "1 of 4,000 rows" and len(rows) == 1
+
+
+def test_a_chosen_rank(tab: Browser, walked: Path) -> None:
+    """Its parts are shown, and the sections fit a phone."""
+    tab.open(walked, PHONE)
+    tab.run("document.querySelectorAll('details').forEach(it => it.open = true)")
+    assert tab.run("document.documentElement.scrollWidth") == PHONE
+    shown = "document.querySelector('#rank-0').innerText"
+    assert "w 6x3 [:, 0:3]" in tab.run(shown)
+    choose = """(() => { const choice = document.querySelector(".rank select");
+        choice.value = "1"; choice.dispatchEvent(new Event("change")); })()"""
+    tab.run(choose)
+    assert "w 6x2 [:, 3:5]" in tab.run(shown) and "h 4x2" in tab.run(shown)
+    assert tab.run("document.querySelector('.rank select').getBoundingClientRect().height") >= 44
+    _, rows = searched(tab, "changed MatMul")
+    assert rows and all("changed" in row and "MatMul" in row for row in rows)
 
 
 def test_without_scripts(tab: Browser, explained: Explained, file: Path) -> None:

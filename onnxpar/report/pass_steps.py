@@ -1,0 +1,198 @@
+"""Records what each pass did to the graph: the nodes that it added, removed and changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import Pass, PassContext
+from onnxpar.compiler.text import annotation_lines, attributes_text, layout_of
+from onnxpar.ir.reshards import is_reshard, operands_of
+from onnxpar.ir.stored import nodes_of
+from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.layout.layout import Layout
+from onnxpar.load.load import Model
+from onnxpar.report.explain import Operand
+
+ADDED, REMOVED, CHANGED, KEPT = "added", "removed", "changed", "unchanged"
+
+
+@dataclass(frozen=True)
+class NodeText:
+    """A node between two passes, as text. Operands and results have no shapes, and no layout where
+    they are whole; `attributes` are in braces."""
+
+    name: str
+    op: str
+    operands: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    attributes: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """A node before and after a pass; one of the two is None for a node that was added or
+    removed."""
+
+    before: NodeText | None
+    after: NodeText | None
+
+    @property
+    def kind(self) -> str:
+        """ADDED, REMOVED, CHANGED or KEPT."""
+        if self.before is None or self.after is None:
+            return ADDED if self.before is None else REMOVED
+        return KEPT if self.before == self.after else CHANGED
+
+
+@dataclass(frozen=True)
+class PassStep:
+    """What a pass did: its nodes in the order of the graph, the `asked` layouts that are new, a
+    line each, and whether nodes that were there before are in another order."""
+
+    name: str
+    changes: tuple[Change, ...]
+    asked: tuple[str, ...] = ()
+    reordered: bool = False
+
+    def count(self, kind: str) -> int:
+        """The number of nodes of a kind."""
+        return sum(change.kind == kind for change in self.changes)
+
+    @property
+    def is_idle(self) -> bool:
+        """True for a pass that changed nothing."""
+        return not (self.reordered or self.asked or self.count(KEPT) < len(self.changes))
+
+
+class PassSteps:
+    """Collects the steps of a plan's passes. `loading` is called after each rewrite of the loader,
+    `watch` after each pass; where a plan is made again, its steps replace those before."""
+
+    def __init__(self) -> None:
+        self.steps: list[PassStep] = []
+        self._nodes: dict[str, NodeText] = {}
+        self._asked: set[str] = set()
+        self._layouts: dict[Layout, str] = {}
+
+    def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
+        """Adds a rewrite of the loader."""
+        if isinstance(graph, gs.Graph):
+            self._add(name, _Texts(None, {}).nodes(graph))
+            return
+        if name == "read":
+            self.steps, self._nodes, self._asked, self._layouts = [], {}, set(), {}
+        self._add(name, map(_of_proto, nodes_of(graph.graph)))
+
+    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
+        """Adds a pass."""
+        asked = [line for line in annotation_lines(ctx) if line not in self._asked]
+        self._asked.update(asked)
+        self._add(step.name, _Texts(ctx, self._layouts).nodes(model.graph), tuple(asked))
+
+    def _add(self, name: str, nodes: Iterable[NodeText], asked: tuple[str, ...] = ()) -> None:
+        before, self._nodes = self._nodes, {node.name: node for node in nodes}
+        if name != "read":
+            changes = list(_changes(before, self._nodes))
+            self.steps.append(PassStep(name, tuple(changes), asked, _moved(before, changes)))
+
+
+def _changes(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> Iterator[Change]:
+    """Yields all nodes, in the order of the graph after a pass; those that it removed stand behind
+    the nodes that they followed."""
+    was = _same(before, after)
+    stay = {old.name for old in was.values()}
+    behind: dict[str, list[NodeText]] = {"": []}
+    last = ""
+    for node in before.values():
+        if node.name in stay:
+            behind[last := node.name] = []
+        else:
+            behind[last].append(node)
+    yield from (Change(node, None) for node in behind[""])
+    for node in after.values():
+        old = was.get(node.name)
+        yield Change(old, node)
+        if old is not None:
+            yield from (Change(follower, None) for follower in behind[old.name])
+
+
+def _same(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> dict[str, NodeText]:
+    """Returns the node that each node was before a pass, by name: the node of the same name, or
+    else that of the same first result, or, if a pass renamed both, that in the same place."""
+    was = {name: before[name] for name in after if name in before}
+    gone = {n.results[0].name: n for n in before.values() if n.name not in was and n.results}
+    new = [n for n in after.values() if n.name not in was and n.results]
+    found = {n.name: gone.pop(n.results[0].name) for n in new if n.results[0].name in gone}
+    rest = [n for n in new if n.name not in found]
+    if [n.op for n in rest] == [n.op for n in gone.values()]:
+        found |= {n.name: old for n, old in zip(rest, gone.values(), strict=True)}
+    return was | found
+
+
+def _moved(before: Mapping[str, NodeText], changes: Iterable[Change]) -> bool:
+    """True if nodes that were there before a pass are in another order after it."""
+    places = {name: place for place, name in enumerate(before)}
+    found = [places[c.before.name] for c in changes if c.before is not None and c.after is not None]
+    return found != sorted(found)
+
+
+class _Texts:
+    """The texts of a graph's nodes after a pass; without a context, all tensors are whole. The text
+    of each tensor is made once, and that of each layout, which is kept in `layouts`."""
+
+    def __init__(self, ctx: PassContext | None, layouts: dict[Layout, str]) -> None:
+        self._ctx, self._layouts = ctx, layouts
+        self._tensors: dict[str, Operand] = {}
+
+    def nodes(self, graph: gs.Graph) -> Iterator[NodeText]:
+        """Yields the texts of the graph's nodes and of those of its subgraphs."""
+        return map(self._node, nodes_within(graph.nodes))
+
+    def _node(self, node: gs.Node) -> NodeText:
+        if is_reshard(node):
+            operands = [Operand(t.name, "", self._text(a)) for t, a, _ in operands_of(node)]
+        else:
+            operands = self._named(node.inputs)
+        attributes, results = attributes_text(node, self._ctx), tuple(self._named(node.outputs))
+        return NodeText(node.name, node.op, tuple(operands), results, attributes)
+
+    def _named(self, tensors: Iterable[gs.Tensor]) -> list[Operand]:
+        names = [tensor.name for tensor in tensors if tensor.name]
+        for name in names:
+            if name not in self._tensors:
+                layout = None if self._ctx is None else layout_of(name, self._ctx)
+                self._tensors[name] = Operand(name, "", self._text(layout))
+        return [self._tensors[name] for name in names]
+
+    def _text(self, layout: Layout | None) -> str:
+        if layout is None or self._ctx is None or layout.is_whole:
+            return ""
+        if layout not in self._layouts:
+            self._layouts[layout] = layout.text(self._ctx.sharding.mesh)
+        return self._layouts[layout]
+
+
+def _of_proto(node: onnx.NodeProto) -> NodeText:
+    """Returns the text of a node of a model; one without a name has that of its first result."""
+    operands, results = (
+        tuple(Operand(n, "", "") for n in p if n) for p in (node.input, node.output)
+    )
+    given = sorted(node.attribute, key=lambda a: a.name)
+    attributes = ", ".join(f"{a.name}={_value(a)}" for a in given)
+    name = node.name or next((n for n in node.output if n), "")
+    return NodeText(name, node.op_type, operands, results, f" {{{attributes}}}" if given else "")
+
+
+def _value(attribute: onnx.AttributeProto) -> str:
+    if attribute.ref_attr_name:
+        return f"@{attribute.ref_attr_name}"
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, (onnx.TensorProto, onnx.GraphProto)):
+        return f"<{value.name}>"
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return str(list(value) if isinstance(value, Sequence) else value)

@@ -1,0 +1,124 @@
+"""The graph of each rank beside that of the model: the nodes that ranks run for each node, with the
+shapes and the parts of tensors that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.plan import open_shape
+from onnxpar.compiler.text import attributes_text
+from onnxpar.ir.origin import lowered_from
+from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.layout.dims import Dim, runs
+from onnxpar.layout.layout import Layout
+from onnxpar.layout.mesh import Mesh
+from onnxpar.report.report import shape_text
+
+MOST = 64
+"""The largest number of ranks whose graphs are shown."""
+SPANS = 4
+"""The largest number of ranges of a dimension that are shown."""
+Texts = tuple[str, ...]
+"""A text for each rank, or a single one if it is the same for all."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What ranks hold of a tensor: `shapes` of their parts, and `spans` of the elements of a stored
+    one or an input in each dimension; its `layout`, if it is split."""
+
+    name: str
+    shapes: Texts
+    spans: Texts
+    layout: str
+
+
+@dataclass(frozen=True)
+class RankNode:
+    """A node that every rank runs; `attributes` are in braces."""
+
+    name: str
+    op: str
+    operands: tuple[Part, ...]
+    results: tuple[Part, ...]
+    attributes: Texts
+
+
+@dataclass(frozen=True)
+class RankGraph:
+    """The nodes of `ranks` by the names of the model's nodes that they are for, in the order in
+    which they run."""
+
+    ranks: int
+    nodes: dict[str, list[RankNode]]
+
+
+def rank_graph(ctx: PassContext) -> RankGraph:
+    """Returns the graphs of the first ranks, after the last pass."""
+    ranks = range(min(ctx.sharding.mesh.size, MOST))
+    parts = _Parts(ctx, ranks)
+    found: dict[str, list[RankNode]] = {}
+    for graph in (ctx.model.graph, *ctx.lowered.programs.values()):
+        for node in nodes_within(graph.nodes):
+            varies = any((node.name, key) in ctx.lowered.per_rank.attributes for key in node.attrs)
+            own = ranks if varies else ranks[:1]
+            attributes = _alike(attributes_text(node, ctx, rank) for rank in own)
+            operands, results = map(parts.of, (node.inputs, node.outputs))
+            made = RankNode(node.name, node.op, operands, results, attributes)
+            found.setdefault(lowered_from(node)[0], []).append(made)
+    return RankGraph(len(ranks), found)
+
+
+class _Parts:
+    """What ranks hold of tensors; computed once for each layout."""
+
+    def __init__(self, ctx: PassContext, ranks: Iterable[int]) -> None:
+        self._ctx, self._mesh, self._ranks = ctx, ctx.sharding.mesh, list(ranks)
+        self._shapes: dict[Layout, Texts] = {}
+        self._spans: dict[Dim, Texts] = {}
+        self._fed = {t.name for t in ctx.model.graph.inputs}
+
+    def of(self, tensors: Iterable[gs.Tensor]) -> tuple[Part, ...]:
+        """Returns the parts of tensors; those of open sizes have no shapes."""
+        return tuple(self._part(tensor) for tensor in tensors if tensor.name)
+
+    def _part(self, tensor: gs.Tensor) -> Part:
+        layout = self._ctx.layouts.get(tensor.name)
+        is_stored = isinstance(tensor, gs.Constant)
+        if self._ctx.model.sizes is not None and not is_stored:
+            text = "" if layout is None else layout.text(self._mesh)
+            return Part(tensor.name, ("",), ("",), text)
+        if layout is None:
+            return Part(tensor.name, (shape_text(tensor.shape),), ("",), "")
+        if layout not in self._shapes:
+            shapes = (layout.local_shape(self._mesh, rank) for rank in self._ranks)
+            self._shapes[layout] = _alike(shape_text(open_shape(shape)) for shape in shapes)
+        is_held = (is_stored or tensor.name in self._fed) and not layout.is_whole
+        spans = self._held(layout) if is_held else ("",)
+        return Part(tensor.name, self._shapes[layout], spans, layout.text(self._mesh))
+
+    def _held(self, layout: Layout) -> Texts:
+        """Returns the elements that each rank holds, as indices in Python are written."""
+        for dim in layout.dims:
+            if dim not in self._spans:
+                self._spans[dim] = tuple(_span(dim, self._mesh, rank) for rank in self._ranks)
+        dims = [self._spans[dim] for dim in layout.dims]
+        return _alike(f"[{', '.join(each)}]" for each in zip(*dims, strict=True))
+
+
+def _span(dim: Dim, mesh: Mesh, rank: int) -> str:
+    found = runs(dim, mesh, rank)
+    if found == [(0, dim.size)]:
+        return ":"
+    told = "+".join(f"{start}:{start + length}" for start, length in found[:SPANS])
+    return f"{told}+..." if len(found) > SPANS else told or "0:0"
+
+
+def _alike(texts: Iterable[str]) -> Texts:
+    """Returns a single text if all are equal."""
+    found = tuple(texts)
+    return found[:1] if len(set(found)) == 1 else found

@@ -1,0 +1,36 @@
+"""A plan with all that leads to it: the steps of its passes, and the graphs of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.options import Options
+from onnxpar.report.explain import Explained, Explainer, refuse_manual
+from onnxpar.report.pass_steps import PassStep, PassSteps
+from onnxpar.report.rank_graph import RankGraph, rank_graph
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The steps of a plan's passes in order, and the graphs of its ranks."""
+
+    steps: tuple[PassStep, ...]
+    ranks: RankGraph
+
+    @staticmethod
+    def of(passes: PassSteps, ctx: PassContext) -> Walk:
+        """Returns what was collected of a plan, whose context is given."""
+        return Walk(tuple(passes.steps), rank_graph(ctx))
+
+
+def walk(path: str | Path, options: Options) -> tuple[Explained, Walk]:
+    """Plans a model like the command `plan`; returns the plan with its predicted steps, and the
+    steps of its passes. Errors: OnnxparError; StrategyError for a manual program."""
+    refuse_manual(options)
+    explainer, passes = Explainer(), PassSteps()
+    given = replace(options, show=passes.loading), passes.watch, explainer.begin
+    plan, ctx = pipeline.plan(path, *given)
+    return explainer.explained(plan), Walk.of(passes, ctx)
