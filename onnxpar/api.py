@@ -40,6 +40,7 @@ from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one
 from onnxpar.report.compare_trace import PlannedNode, planned_nodes
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
+from onnxpar.report.node_data import write_node_data
 from onnxpar.report.pass_steps import PassSteps
 from onnxpar.report.report_page import explained_of, write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
@@ -105,27 +106,32 @@ def make_plan(
     save_strategy: File | None = None,
     dump: File | None = None,
     html: File | None = None,
+    node_data: File | None = None,
     time_passes: PassTimes | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
     """Returns the plan that `shard` follows with the same options; no model is written.
 
     Printing the plan shows the text of `onnxpar plan`; a notebook shows the plan's page, which is
-    also written to the file `html` if it is given. Errors: OnnxparError.
+    also written to the file `html` if it is given. `node_data` is a folder to write files for
+    Model Explorer to, each with a value of each node. Errors: OnnxparError.
     """
     asked = _plan_options(model, options, "plan", time_passes)
     refuse_overwriting(
         {**options, "model": model, "save_strategy": save_strategy, "dump": dump, "html": html}
     )
     saver, explainer = saver_of(save_strategy, asked), Explainer()
-    steps = PassSteps() if html is not None else None
+    steps = PassSteps() if html is not None or node_data is not None else None
     with model_file(model) as path:
         shown, watch = watched(asked, saver, dump, steps)
         made, ctx = pipeline.plan(path, shown, watch, explainer.begin)
-    saver.write()
-    made = _with_steps(made, explainer, asked)
-    if html is not None and steps is not None:
-        write_page(html, explained_of(made), None, Walk.of(steps, ctx))
+        saver.write()
+        made = _with_steps(made, explainer, asked)
+        walked = None if steps is None else Walk.of(steps, ctx)
+        if html is not None:
+            write_page(html, explained_of(made), None, walked)
+        if node_data is not None and walked is not None:
+            write_node_data(node_data, explained_of(made), walked)
     return made
 
 

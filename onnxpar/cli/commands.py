@@ -37,6 +37,7 @@ from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.digest_lines import sum_lines, verified_text
+from onnxpar.report.node_data import write_node_data
 from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
@@ -101,7 +102,7 @@ def plan(args: argparse.Namespace) -> int:
         return _print(strategy_costs(args.model, args.costs, options), args.json)
     if args.compare:
         return _print(compare_with_trace(args.model, options, args.compare), args.json)
-    if args.candidates or args.html:
+    if args.candidates or args.html or args.node_data:
         return _explain(args, replace(options, verify=False))
     saver = saver_of(args.save_strategy, options)
     made, _ = pipeline.plan(args.model, *watched(options, saver, args.dump))
@@ -119,28 +120,33 @@ def _check_one_result(args: argparse.Namespace) -> None:
     """Raises StrategyError if options of `plan` ask for several results."""
     others = [("--costs", args.costs), ("--compare", args.compare)]
     others += [("--candidates", args.candidates), ("--html", args.html)]
+    others += [("--node-data", args.node_data)]
     given = [flag for flag, value in others if value]
     for flag, value in (("--save-strategy", args.save_strategy), ("--dump", args.dump)):
         if value and given:
             raise StrategyError(f"{flag} does not go with {given[0]}; leave one of them out")
-    if len(given) > 1 and given != ["--candidates", "--html"]:
+    if len(given) > 1 and given not in (["--candidates", "--html"], ["--html", "--node-data"]):
         raise StrategyError(f"{given[0]} does not go with {given[1]}; leave one of them out")
 
 
 def _explain(args: argparse.Namespace, options: Options) -> int:
-    """Runs `plan --candidates` and `plan --html`: prints the predicted time of each strategy, or
-    the plan, and writes a page."""
+    """Runs `plan --candidates`, `plan --html` and `plan --node-data`: prints the predicted time of
+    each strategy, or the plan, and writes a page and node data."""
     if args.candidates:
         _print(compare_strategies(args.model, options, args.html), args.json)
     else:
         explained, seen = walk(args.model, options)
-        write_page(args.html, explained, None, seen)
+        if args.html:
+            write_page(args.html, explained, None, seen)
+        if args.node_data:
+            write_node_data(args.node_data, explained, seen)
         if args.json:
             print(explained.plan.text())
         else:
             _print_plan(explained.plan, full=False)
-    if args.html and not args.json:
-        print(f"written to {args.html}")
+    for place in filter(None, (args.html, args.node_data)):
+        if not args.json:
+            print(f"written to {place}")
     return 0
 
 

@@ -130,7 +130,8 @@ def _plan(to: Any) -> None:
   onnxpar plan model.onnx --devices 8
   onnxpar plan model.onnx --devices 8 --candidates      # all strategies that apply, compared
   onnxpar plan model.onnx --devices 8 --html plan.html
-  onnxpar plan model.onnx --devices 8 --costs '*/fc1'   # every strategy of some nodes"""
+  onnxpar plan model.onnx --devices 8 --costs '*/fc1'   # every strategy of some nodes
+  onnxpar plan model.onnx --devices 8 --node-data plan  # layouts and costs, for Model Explorer"""
     text = "show the plan that shard would follow; no model is written"
     parser = _command(to, "plan", text, commands.plan, examples)
     add_model(parser)
@@ -167,6 +168,13 @@ def _plan(to: Any) -> None:
         "the time and memory of a rank, what each pass did to the graph, and the graph of each "
         "rank. With --candidates, it has the candidates instead of passes and ranks, and shows the "
         "fastest one (or the one that --preset or --search names)",
+    )
+    plan.add_argument(
+        "--node-data",
+        metavar="DIR",
+        help="write files for Google's Model Explorer, each with a value of each node of the "
+        "model: layouts, the collectives before it, predicted milliseconds, bytes that a rank "
+        "sends, and bytes of the weights that a rank holds",
     )
     plan.add_argument(
         "--json", action="store_true", help="print the plan, --compare or --candidates as JSON"

@@ -70,9 +70,11 @@ class PassStep:
 
 class PassSteps:
     """Collects the steps of a plan's passes. `loading` is called after each rewrite of the loader,
-    `watch` after each pass; where a plan is made again, its steps replace those before."""
+    `watch` after each pass; where a plan is made again, its steps replace those before. `makers`
+    are, by tensor, the nodes that make it in the graph that the loader leaves."""
 
     def __init__(self) -> None:
+        self.makers: dict[str, str] = {}
         self.steps: list[PassStep] = []
         self._nodes: dict[str, NodeText] = {}
         self._asked: set[str] = set()
@@ -82,6 +84,7 @@ class PassSteps:
         """Adds a rewrite of the loader."""
         if isinstance(graph, gs.Graph):
             self._add(name, _Texts(None, {}).nodes(graph))
+            self.makers = {t.name: node.name for node in graph.nodes for t in node.outputs}
             return
         if name == "read":
             self.steps, self._nodes, self._asked, self._layouts = [], {}, set(), {}

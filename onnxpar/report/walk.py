@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxpar.compiler.pass_ import PassContext
+from onnxpar.load.load import Model
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
 from onnxpar.report.explain import Explained, Explainer, refuse_manual
@@ -15,15 +17,18 @@ from onnxpar.report.rank_graph import RankGraph, rank_graph
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps of a plan's passes in order, and the graphs of its ranks."""
+    """The steps of a plan's passes in order, the graphs of its ranks, the model, and the `makers`:
+    by tensor, the node that makes it in the graph that passes get."""
 
     steps: tuple[PassStep, ...]
     ranks: RankGraph
+    model: Model
+    makers: Mapping[str, str]
 
     @staticmethod
     def of(passes: PassSteps, ctx: PassContext) -> Walk:
         """Returns what was collected of a plan, whose context is given."""
-        return Walk(tuple(passes.steps), rank_graph(ctx))
+        return Walk(tuple(passes.steps), rank_graph(ctx), ctx.model, dict(passes.makers))
 
 
 def walk(path: str | Path, options: Options) -> tuple[Explained, Walk]:
