@@ -117,7 +117,7 @@ def test_what_is_not_read_may_be_replaced(place: Path) -> None:
     assert main(["annotate", "bad.onnx", "--devices", "2", "-o", "a.onnx"]) == 2
 
 
-FOLDERS = {"dump", "log_dir", "checkpoint", "par", "table_dir", "tensorboard"}
+FOLDERS = {"dump", "node_data", "log_dir", "checkpoint", "par", "table_dir", "tensorboard"}
 """Options that name a folder."""
 
 
