@@ -15,6 +15,7 @@ from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
 from onnxpar.files.bundle_names import rank_name, suffix_of
 from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.ir.lazy_values import stacked_parts, stored_proto
+from onnxpar.ir.metadata import note_layouts
 from onnxpar.ir.stored import nodes_of, subgraphs_of
 from onnxpar.ir.subgraphs import constants
 from onnxpar.load.load import Model
@@ -105,6 +106,7 @@ class SplitRanks(Pass):
             templates[suffix] = _export(program, ctx.model)
             _drop_unread(templates[suffix].graph)
             _add_defaults(templates[suffix].graph, defaults)
+        _note_layouts([each.graph for each in templates.values()], ctx)
         shapes = OpenShapes(opened) if opened else None
         for rank in range(mesh.size):
             for suffix, each in templates.items():
@@ -220,6 +222,16 @@ def _export(graph: gs.Graph, source: Model) -> onnx.ModelProto:
     fuse_again(model.graph, source.fused)
     model.producer_name = model.producer_name or "onnxpar"
     return model
+
+
+def _note_layouts(graphs: Iterable[onnx.GraphProto], ctx: PassContext) -> None:
+    """Records the layouts of tensors that are not whole in the metadata of nodes and ports, for
+    people."""
+    mesh = ctx.sharding.mesh
+    split = {name: x.text(mesh) for name, x in ctx.layouts.items() if not x.is_whole}
+    for graph in graphs:
+        for holder in (*nodes_of(graph), *graph.input, *graph.output):
+            note_layouts(holder, split)
 
 
 def _instantiate(

@@ -19,6 +19,7 @@ from onnxpar.compiler.pass_ import PassContext
 from onnxpar.errors import OnnxparError, StrategyError
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.files.write_file import PREFIX, cause, new_file
+from onnxpar.ir.metadata import layouts_metadata
 from onnxpar.ir.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Axes
 from onnxpar.load.load import read_proto
@@ -156,8 +157,21 @@ def _annotate(
         metadata[AXES] = json.dumps([axes_text(a, mesh) for a in axes.values()])
     if parts:
         metadata[PARTS] = json.dumps(parts)
+    metadata |= _layouts(op, names, ctx)
     in_file = [replace(s, tensor=ctx.model.file_name(s.tensor)) for s in shardings]
     annotate_node(node, CONFIGURATION, in_file, metadata)
+
+
+def _layouts(op: OpFactors, names: list[str], ctx: PassContext) -> dict[str, str]:
+    """Returns metadata that say, for people, in which layouts a node reads and makes tensors; none
+    for a node that runs whole."""
+    found = [
+        (ctx.model.file_name(name), ctx.layouts.get(tensor.name))
+        for name, tensor in zip(names, (*op.node.inputs, *op.node.outputs), strict=True)
+    ]
+    told = [(n, "" if x is None or x.is_whole else x.text(ctx.sharding.mesh)) for n, x in found]
+    inputs = len(op.node.inputs)
+    return layouts_metadata(told[:inputs], told[inputs:])
 
 
 def _without_sizes(stated: TensorSharding, open_axes: set[tuple[str, int]]) -> TensorSharding:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import onnx_graphsurgeon as gs
-from onnx import NodeProto
+from onnx import NodeProto, ValueInfoProto
 
 _FILE_NAME = "onnxpar.name"
+_LAYOUT = "onnxpar.layout"
+"""The layouts of a node's tensors, or of a port, for people: viewers such as Netron show it."""
+Named = Sequence[tuple[str, str]]
+"""Tensors by name with their layouts."""
 
 
 def note_file_name(node: NodeProto) -> None:
@@ -22,6 +28,29 @@ def node_names(node: gs.Node) -> list[str]:
     """Returns a node's name, and the one that it has in its file if the loader gave it another."""
     name = metadata_of(node, _FILE_NAME)
     return [node.name, name] if name else [node.name]
+
+
+def layouts_metadata(operands: Named, results: Named) -> dict[str, str]:
+    """Returns metadata that say the layouts of those of a node's tensors that have one: `x [dp, -],
+    w [-, tp] -> y [dp, tp]`, or `x [-] sum(tp) -> whole`; none if no tensor has."""
+    sides = [", ".join(f"{n} {layout}" for n, layout in p if layout) for p in (operands, results)]
+    return {_LAYOUT: " -> ".join(side or "whole" for side in sides)} if any(sides) else {}
+
+
+def note_layouts(holder: NodeProto | ValueInfoProto, layouts: Mapping[str, str]) -> None:
+    """Records in the metadata of a node or a port the layouts of its tensors that `layouts` has, in
+    place of older ones."""
+    kept = [entry for entry in holder.metadata_props if entry.key != _LAYOUT]
+    if isinstance(holder, NodeProto):
+        sides = ([(n, layouts.get(n, "")) for n in p if n] for p in (holder.input, holder.output))
+        found = layouts_metadata(*sides)
+    else:
+        found = {_LAYOUT: layouts[holder.name]} if holder.name in layouts else {}
+    if len(kept) < len(holder.metadata_props):
+        del holder.metadata_props[:]
+        holder.metadata_props.extend(kept)
+    for key, value in found.items():
+        holder.metadata_props.add(key=key, value=value)
 
 
 def metadata_of(node: gs.Node | NodeProto, key: str) -> str | None:

@@ -24,13 +24,14 @@ from onnx import numpy_helper
 
 from onnxpar.base.arrays import Array
 from onnxpar.compiler.pass_ import Choices, Pass, PassContext, Request
-from onnxpar.compiler.text import graph_text
+from onnxpar.compiler.text import graph_text, layout_of
 from onnxpar.cost.cost import Costs
 from onnxpar.errors import ModelError, OnnxparError
 from onnxpar.files.write_file import new_file, writing
 from onnxpar.ir.lazy_values import StackedValues
+from onnxpar.ir.metadata import note_layouts
 from onnxpar.ir.reshards import is_reshard, reshard_of, set_reshard
-from onnxpar.ir.stored import check_stored, stored_tensors
+from onnxpar.ir.stored import check_stored, nodes_of, stored_tensors
 from onnxpar.ir.subgraphs import all_nodes, constants
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh
@@ -192,6 +193,7 @@ def _described(model: Model, ctx: PassContext) -> tuple[onnx.ModelProto, dict[st
     sharding = ctx.sharding
     if not ctx.facts:
         return proto, stacks
+    _note_layouts(proto.graph, ctx)
     state = {
         "mesh": encode(sharding.mesh),
         "topology": encode(sharding.costs.topology),
@@ -210,6 +212,16 @@ def _described(model: Model, ctx: PassContext) -> tuple[onnx.ModelProto, dict[st
     }
     proto.metadata_props.add(key=KEY, value=json.dumps(state))
     return proto, stacks
+
+
+def _note_layouts(graph: onnx.GraphProto, ctx: PassContext) -> None:
+    """Records the layouts of tensors that are not whole in the metadata of nodes, for people."""
+    nodes = list(nodes_of(graph))
+    names = {name for node in nodes for name in (*node.input, *node.output)}
+    known = {name: layout_of(name, ctx) for name in names}
+    split = {n: x.text(ctx.sharding.mesh) for n, x in known.items() if x and not x.is_whole}
+    for node in nodes:
+        note_layouts(node, split)
 
 
 @contextmanager
