@@ -14,7 +14,6 @@ from onnxpar.report.pass_steps import ADDED, CHANGED, KEPT, REMOVED, Change, Nod
 PASSES_ROOM = 900_000
 """The largest number of characters in the rows of all passes."""
 _HEADS = (
-    ("change", ""),
     ("op", ""),
     ("node", ""),
     ("inputs", ""),
@@ -31,8 +30,8 @@ def passes(steps: Sequence[PassStep]) -> Iterator[str]:
     yield "<h2>Passes, in the order in which they ran</h2>"
     marks = ", ".join(f'<span class="mark {k}">{k}</span>' for k in (ADDED, REMOVED, CHANGED))
     yield (
-        f"<p>What each pass did to the graph: nodes that it {marks}. What a node had before is "
-        "struck out. A tensor without a layout is whole on every rank.</p>"
+        f"<p>What each pass did to the graph: nodes that it {marks}. An arrow is between "
+        "what a node had before and after. A tensor without a layout is whole on every rank.</p>"
     )
     room = Room(PASSES_ROOM)
     for number, step in enumerate(steps):
@@ -63,7 +62,7 @@ def _asked_rows(asked: Iterable[str]) -> Iterator[str]:
             yield _again(counted(len(part), "requests"), times)
         for name, _, layout in part:
             what = f"<code>{escape(layout)}</code>"
-            cells = [("request", ""), ("", ""), code(name), ("", ""), (what, ""), ("", "")]
+            cells = [("request", ""), code(name), ("", ""), (what, ""), ("", "")]
             yield row(ADDED, cells)
 
 
@@ -117,8 +116,7 @@ def _row(change: Change) -> str:
     assert shown is not None
     old, new = before or shown, after or shown
     cells = [
-        (change.kind, ""),
-        (_text(old.op, new.op), ""),
+        (f"{_text(old.op, new.op)}<br>{change.kind}", ""),
         (f"<code>{_text(old.name, new.name)}</code>", ""),
         (_operands(old.operands, new.operands), "operands"),
         (_operands(old.results, new.results), "operands"),
@@ -149,8 +147,8 @@ def _attributes(old: NodeText, new: NodeText) -> str:
 
 
 def _text(old: str, new: str) -> str:
-    """Returns a text; where it changed, the old one struck out before the new one."""
+    """Returns a text; where it changed, the old one and the new one, with an arrow between them."""
     if old == new:
         return escape(new)
-    struck = f"<del>{escape(old)}</del> " if old else ""
-    return f"{struck}<ins>{escape(new)}</ins>" if new else struck
+    both = (f"<{tag}>{escape(t)}</{tag}>" for tag, t in (("del", old), ("ins", new)) if t)
+    return " → ".join(both)
