@@ -23,7 +23,7 @@ from onnxpar.calibration.measure import (
 from onnxpar.calibration.models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
 from onnxpar.cost.cost import messages
 from onnxpar.cost.device import Rate
-from onnxpar.cost.topology import Device, Level, Link, Topology
+from onnxpar.cost.topology import Device, Level, Link, Session, Topology
 
 BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
 """The floating-point operations of the three convolutions in a bottleneck."""
@@ -46,12 +46,14 @@ def fit(found: Measurements) -> Topology:
     return Topology((host,), device, alone=alone, session=session)
 
 
-def fit_session(times: Sequence[tuple[int, float]]) -> Link:
-    """Returns the time of a run without bytes, and the bytes per second, of a session that took
-    these seconds for so many bytes."""
-    (few, least), (many, most) = times
+def fit_session(times: Sequence[tuple[int, int, float]]) -> Session:
+    """Returns the session that took these seconds, given with numbers of ranks and of bytes: few
+    bytes on one rank, and on all, then many on all."""
+    (one, few, alone), (ranks, _, least), (_, many, most) = times
     bandwidth = min((many - few) / max(most - least, 1e-9), FASTEST)
-    return Link(_digits(max(least - few / bandwidth, 0.0)), _digits(bandwidth))
+    rank = max(least - alone, 0.0) / (ranks - one)
+    latency = max(least - rank * ranks - few / bandwidth, 0.0)
+    return Session(_digits(latency), _digits(bandwidth), _digits(rank))
 
 
 def fit_device(work: Work) -> Device:
@@ -168,8 +170,9 @@ def lines(found: Measurements, topology: Topology) -> Iterator[str]:
     both = zip(_seconds_of(found.work), _seconds_of(found.alone), strict=True)
     for (what, seconds), (_, alone) in both:
         yield f"{what:<30}{seconds * 1e6:>15.1f} us{alone * 1e6:>15.1f} us"
-    for size, seconds in found.session:
-        yield f"{f'a run of a session, {size >> 10} KiB':<30}{seconds * 1e6:>15.1f} us"
+    for count, size, seconds in found.session:
+        what = f"a run over {count} {'rank' if count == 1 else 'ranks'}, {size >> 10} KiB"
+        yield f"{what:<30}{seconds * 1e6:>15.1f} us"
     yield ""
     yield f"{'collective':<18}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
     for time in found.collectives:

@@ -36,7 +36,7 @@ MEASURED = "measured on this host"
 """The origin of the topology."""
 NEVER = "ONNXPAR_MEASURE"
 """The environment variable that is 0 where no command measures the host."""
-FORMAT = 5
+FORMAT = 6
 """Changes when other quantities are measured, or in another way."""
 SECONDS = 1.0
 """Duration of the measurement, beside the start of the ranks and of their sessions."""

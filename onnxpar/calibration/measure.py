@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -80,8 +80,9 @@ CHANNELS = (4, 8, 16, 32, 64)
 """Output channels of convolutions: of those that kernels compute at once, fewer take as long."""
 PASSED = (4 << 10, 4 << 20)
 """Bytes of the input of a session, and of its output."""
-SESSION_RUNS = 30
-"""Runs of a session for each of these."""
+SESSION_SECONDS = 0.2
+"""Duration of the runs of a session for each of these; the first half is not counted, in which the
+system finds a core for each process."""
 IN_RATED = 4
 """The number of ops in models of rated ops."""
 _numbers = count()
@@ -121,14 +122,14 @@ class Work:
 @dataclass(frozen=True)
 class Measurements:
     """All measurements, taken with `ranks` ranks of `threads` threads each; `alone` with one rank
-    of all cores. `session` has the seconds of runs of a session over all ranks that compute next to
-    nothing, by the bytes of its inputs and outputs."""
+    of all cores. `session` has numbers of ranks, the bytes of inputs and outputs, and the seconds
+    of runs that compute next to nothing."""
 
     ranks: int
     threads: int
     work: Work
     alone: Work
-    session: tuple[tuple[int, float], ...]
+    session: tuple[tuple[int, int, float], ...]
     collectives: tuple[CollectiveTime, ...]
 
 
@@ -182,7 +183,13 @@ def measure(
         each = _cases_of_work(folder, 1)
         _run_rounds(each, processes, parts[1], effort, start, lambda share: note(share * 0.3))
     alone, _ = _work_of(iter([case.seconds for case in each]))
-    session = () if shard is None else tuple(_session_times(ranks, timeout, shard))
+    few, many = PASSED
+    session: tuple[tuple[int, int, float], ...] = ()
+    if shard is not None:
+        session = (
+            *_session_times(1, [few], timeout, shard),
+            *_session_times(ranks, [few, many], timeout, shard),
+        )
     return Measurements(ranks, shares(ranks)[-1].threads, work, alone, session, found)
 
 
@@ -226,21 +233,25 @@ def _run_rounds(
             note(share)
 
 
-def _session_times(ranks: int, timeout: float, shard: Shard) -> Iterator[tuple[int, float]]:
-    """Yields the seconds of runs of a session whose ranks return what they are fed, by the bytes
-    that go in and out."""
+def _session_times(
+    ranks: int, sizes: Iterable[int], timeout: float, shard: Shard
+) -> Iterator[tuple[int, int, float]]:
+    """Yields the number of ranks, the bytes that go in and out, and the seconds of runs of a
+    session whose ranks return what they are fed."""
     with OwnFolder() as folder:
         onnx.save(models.negated(), folder / "model.onnx")
         shard(folder / "model.onnx", folder / "model.par", ranks)
         with InferenceSession(folder / "model.par", timeout=timeout) as session:
-            for size in PASSED:
+            for size in sizes:
                 x = np.zeros((ranks, size // 4 // ranks), np.float32)
-                taken = []
-                for _ in range(WARM_UP + SESSION_RUNS):
+                taken: list[float] = []
+                end = time.perf_counter() + SESSION_SECONDS
+                while len(taken) < 2 or time.perf_counter() < end:
                     begin = time.perf_counter()
                     session.run(None, {"X": x})
                     taken.append(time.perf_counter() - begin)
-                yield 2 * x.nbytes, float(np.quantile(taken[WARM_UP:], QUANTILE))
+                counted = taken[len(taken) // 2 :]
+                yield ranks, 2 * x.nbytes, float(np.quantile(counted, QUANTILE))
 
 
 def _of_groups(

@@ -32,6 +32,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Session:
+    """What a run of a session takes beside the work of ranks: `latency` seconds, `rank` more for
+    each rank, and the time of its inputs and outputs, of which `bandwidth` bytes are passed in a
+    second."""
+
+    latency: float
+    bandwidth: float
+    rank: float = 0.0
+
+    def of_ranks(self, ranks: int) -> Link:
+        """Returns what a run takes over so many ranks of a host."""
+        return Link(self.latency + self.rank * ranks, self.bandwidth)
+
+
+@dataclass(frozen=True)
 class Level:
     """A level of the topology, such as a host or a rack. A unit of it consists of `size` units of
     the next inner level (of ranks, in the innermost level), which communicate over links with this
@@ -64,6 +79,7 @@ ANY_HOST = "built-in constants, for a plan that is the same on every machine and
 _LINKED = tuple(kind.name for kind in KINDS.values() if kind.has_link)
 """Kinds of collectives for which a level may have links."""
 _LINK_UNITS = {"latency": "s", "bandwidth": "B/s"}
+_SESSION_UNITS = {"latency": "s", "rank": "s", "bandwidth": "B/s"}
 
 
 @dataclass(frozen=True)
@@ -75,8 +91,7 @@ class Topology:
     device   the device of every rank, unless `devices` are given
     devices  the device of each rank, if they differ
     alone    the device of the only rank of a host, which has all of its cores; None: `device`
-    session  what a run takes beside the work of ranks: the time to start it, and the bytes per
-             second of inputs and outputs; None: unknown
+    session  what a run takes beside the work of ranks; None: unknown
     turns    of how many ranks of a host one runs at a time, in `for_ranks`
     shares   the share of the work that each rank takes; empty: all take the same
     origin   where the quantities are from, in words
@@ -91,7 +106,7 @@ class Topology:
     devices: tuple[Device, ...] = ()
     shares: tuple[float, ...] = ()
     alone: Device | None = None
-    session: Link | None = None
+    session: Session | None = None
     turns: float = 1.0
     origin: str = field(default="the given topology", compare=False)
 
@@ -166,7 +181,7 @@ class Topology:
             tuple(levels),
             *devices_of(top, each),
             alone=None if alone is None else device_in(alone, f"{source}: alone"),
-            session=None if session is None else _link(session, f"{source}: session"),
+            session=None if session is None else _session(session, f"{source}: session"),
         )
 
     def for_ranks(self, ranks: int) -> Topology:
@@ -182,10 +197,15 @@ class Topology:
         if self.alone is not None and here < host.at_once:
             share = math.log(here) / math.log(host.at_once)
             device = self.alone.between(self.device, share)
-        woken = self.session.latency if self.session and turns > 1 else 0.0
+        woken = 0.0
+        if self.session is not None and turns > 1:
+            woken = self.session.of_ranks(host.at_once).latency
         links = {kind: _slowed(link, turns, woken) for kind, link in host.collectives.items()}
         own = _slowed(Link(host.latency, host.bandwidth), turns, woken)
-        session = self.session and _slowed(self.session, turns)
+        session = self.session
+        if session is not None:
+            run = session.of_ranks(here)
+            session = Session(run.latency, run.bandwidth / turns)
         level = Level(host.name, host.size, own.latency, own.bandwidth, links)
         return replace(self, levels=(level, *outer), device=device, session=session, turns=turns)
 
@@ -249,9 +269,9 @@ class Topology:
             lines += ["alone:  # one rank that has all cores of a host"]
             lines += [f"  {line}" for line in _device_lines(self.alone)]
         if self.session is not None:
-            latency = text_of(self.session.latency, "s")
-            bandwidth = text_of(self.session.bandwidth, "B/s")
-            lines.append(f"session: {{latency: {latency}, bandwidth: {bandwidth}}}  # of each run")
+            values = ((key, getattr(self.session, key)) for key in _SESSION_UNITS)
+            texts = (f"{key}: {text_of(value, _SESSION_UNITS[key])}" for key, value in values)
+            lines.append(f"session: {{{', '.join(texts)}}}  # of each run")
         return "\n".join(lines) + "\n"
 
 
@@ -316,6 +336,12 @@ def _sized(levels: Sequence[Level], own: Sequence[Listed], top: Listed, source: 
 def _link(data: Any, where: str) -> Link:
     entries = mapping(data, tuple(_LINK_UNITS), where)
     return Link(**{key: number(entries, key, unit, where) for key, unit in _LINK_UNITS.items()})
+
+
+def _session(data: Any, where: str) -> Session:
+    entries = {"rank": 0, **mapping(data, tuple(_SESSION_UNITS), where)}
+    values = {key: number(entries, key, unit, where) for key, unit in _SESSION_UNITS.items()}
+    return Session(**values)
 
 
 def _level(data: Any, where: str) -> Level:

@@ -114,7 +114,9 @@ def test_what_follows_the_formula_is_found_again() -> None:
         product, few, few + 0.4 * 4 * 768**2 / 8e9, bottleneck, copies, picks, 2e-6, NARROW, rated
     )
     alone = replace(work, product=work.product / 3 + 2e-6 * 2 / 3)
-    session = ((8192, 1e-4 + 8192 / 5e9), (8 << 20, 1e-4 + (8 << 20) / 5e9))
+    small, large = 8192, 8 << 20
+    runs = ((1, small), (4, small), (4, large))
+    session = tuple((n, size, 1e-4 + n * 2e-5 + size / 5e9) for n, size in runs)
     found = fit(Measurements(4, 1, work, alone, session, talk))
     (level,) = found.levels
     assert level.at_once == 4 and found.alone is not None and found.session is not None
@@ -122,6 +124,7 @@ def test_what_follows_the_formula_is_found_again() -> None:
     assert found.alone.convolution == found.device.convolution
     assert found.session.latency == pytest.approx(1e-4, rel=1e-3)
     assert found.session.bandwidth == pytest.approx(5e9, rel=1e-3)
+    assert found.session.rank == pytest.approx(2e-5, rel=1e-3)
     for kind, (latency, bandwidth) in links.items():
         assert level.link(kind).latency == pytest.approx(latency, rel=1e-3)
         assert level.link(kind).bandwidth == pytest.approx(bandwidth, rel=1e-3)
@@ -307,7 +310,8 @@ def test_ranks_that_are_left_over_wait() -> None:
 def test_the_table_has_every_case() -> None:
     talk = tuple(took(*case[:3], 1e-4, 1e9) for case in cases(2))
     work = Work(1e-3, 1e-3, 1e-3, 1e-3, (1e-3,) * 3, 1e-3, 1e-6, NARROW, MILLISECONDS)
-    found = Measurements(2, 1, work, work, ((8192, 1e-4), (8 << 20, 2e-3)), talk)
+    session = ((1, 8192, 8e-5), (2, 8192, 1e-4), (2, 8 << 20, 2e-3))
+    found = Measurements(2, 1, work, work, session, talk)
     table = list(lines(found, fit(found)))
     assert sum(line.endswith(("+0%", "-0%")) for line in table) == len(cases(2))
 

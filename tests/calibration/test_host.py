@@ -36,7 +36,7 @@ TALK = tuple(CollectiveTime(*case, 1e-5) for case in cases(2, QUICK))
 RATED = {kind: (1e-3,) * len(shapes) for kind, shapes in models.RATED.items()}
 COPIES = (1e-5, 1e-4, LARGE / 1e10)
 WORK = Work(1e-3, 1e-3, 1e-3, 1e-3, COPIES, 1e-3, 1e-6, (1e-4,) * 5, RATED)
-FOUND = Measurements(2, 1, WORK, WORK, ((8192, 1e-4), (8 << 20, 2e-3)), TALK)
+FOUND = Measurements(2, 1, WORK, WORK, ((1, 8192, 8e-5), (2, 8192, 1e-4), (2, 8 << 20, 2e-3)), TALK)
 
 
 class Fake:

@@ -12,9 +12,13 @@ import onnxpar
 from onnxpar.calibration.host import MEASURED
 from onnxpar.calibration.unsplit_runs import UnsplitRuns, time_unsplit
 from onnxpar.compiler.plan import Plan, Predicted
-from onnxpar.cost.topology import Link, Topology
+from onnxpar.cost.topology import Session, Topology
 from onnxpar.pipeline import timed_plan
-from onnxpar.pipeline.predicted_times import OBJECT_SECONDS, VALUES_SECONDS
+from onnxpar.pipeline.predicted_times import (
+    OBJECT_SECONDS,
+    VALUE_OF_RANK_SECONDS,
+    VALUE_SECONDS,
+)
 from onnxpar.training import grad
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -86,11 +90,12 @@ def test_runs_are_timed_alone_and_at_once() -> None:
 def test_strings_and_maps_take_a_session_longer(samples: int, host: Topology) -> None:
     """A ZipMap makes an object of each number, and a label is a text."""
     path = MODELS / "ml" / "forest_classifier.onnx"
-    timed = replace(host, session=Link(2e-5, 1e12))
+    timed = replace(host, session=Session(2e-5, 1e12))
     made = onnxpar.plan(path, devices=2, topology=timed, typical=f"X_0={samples}").predicted
     assert made is not None
     objects = samples * (3 + 1)
-    assert made.session == pytest.approx(2e-5 + VALUES_SECONDS + objects * OBJECT_SECONDS, rel=0.01)
+    values = 2 * (VALUE_SECONDS + 2 * VALUE_OF_RANK_SECONDS)
+    assert made.session == pytest.approx(2e-5 + values + objects * OBJECT_SECONDS, rel=0.01)
     numbers = MODELS / "ml" / "xgboost_regressor.onnx"
     plain = onnxpar.plan(numbers, devices=2, topology=timed).predicted
     assert plain is not None and plain.session == pytest.approx(2e-5, rel=0.01)

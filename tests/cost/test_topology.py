@@ -16,7 +16,7 @@ from onnxpar.api import make_plan
 from onnxpar.base.units import quantity, text_of
 from onnxpar.cli.command_line import main
 from onnxpar.cost.device import Rate
-from onnxpar.cost.topology import HOST, NETWORK, Device, Level, Link, Topology
+from onnxpar.cost.topology import HOST, NETWORK, Device, Level, Link, Session, Topology
 from onnxpar.errors import StrategyError
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
@@ -61,7 +61,7 @@ SHARED = Topology(
     (Level("host", 16, 1e-5, 1e9, {"AllReduce": Link(2e-5, 4e9)}, at_once=4), READ.levels[-1]),
     Device(3e10, 1e10, 2e-6, row=1e-9, ops={"Erf": Rate(0.0, 2e-10)}),
     alone=ALONE,
-    session=Link(1e-4, 5e9),
+    session=Session(4e-5, 5e9, 1e-5),
 )
 
 
@@ -104,6 +104,7 @@ LEVEL = {"name": "host", "size": 2, "latency": "1 us", "bandwidth": "1 GB/s"}
         ({"levels": [{**LEVEL, "at_once": 0}]}, "at_once is 0; it must be an integer"),
         ({"levels": [LEVEL], "alone": {"flop": 1}}, "alone: unknown key 'flop'; use flops"),
         ({"levels": [LEVEL], "session": {"latency": 1}}, "session: bandwidth is missing"),
+        ({"levels": [LEVEL], "session": {"rank": "x"}}, "session: "),
         (
             {"levels": [{**LEVEL, "size": None}, {**LEVEL, "name": "rack"}]},
             "level 'host' has no size, which only the outermost",
@@ -382,9 +383,10 @@ def test_more_ranks_than_a_host_runs_at_once_take_turns() -> None:
     those that wait must be woken."""
     found = SHARED.for_ranks(12)
     assert found.turns == 3 and found.levels[1] == SHARED.levels[1]
-    assert (found.levels[0].latency, found.levels[0].bandwidth) == pytest.approx((3e-4, 1e9 / 3))
+    host = found.levels[0]
+    assert (host.latency, host.bandwidth) == pytest.approx((3 * (4e-5 + 4 * 1e-5), 1e9 / 3))
     link = found.levels[0].link("AllReduce")
-    assert (link.latency, link.bandwidth) == pytest.approx((3e-4, 4e9 / 3))
+    assert (link.latency, link.bandwidth) == pytest.approx((3 * 8e-5, 4e9 / 3))
     slow = replace(SHARED, session=None).for_ranks(12).levels[0]
     assert slow.latency == pytest.approx(3e-5), "nobody knows how long it takes to wake them"
     device = found.device
@@ -392,7 +394,7 @@ def test_more_ranks_than_a_host_runs_at_once_take_turns() -> None:
         [1e10, 1e10 / 3, 6e-6, 3e-9]
     )
     assert device.ops["Erf"].element == pytest.approx(6e-10)
-    assert found.session is not None and found.session.latency == pytest.approx(3e-4)
+    assert found.session is not None and found.session.latency == pytest.approx(4e-5 + 12 * 1e-5)
     assert found.for_ranks(12) is found, "it is not slowed twice"
     assert SHARED.for_ranks(64).turns == 4, "of ranks on several hosts, 16 share one"
     assert replace(SHARED, levels=READ.levels).for_ranks(99).device == SHARED.device
@@ -415,7 +417,7 @@ def test_ranks_that_take_turns_and_what_does_not_pay_are_told(tmp_path: Path) ->
         (Level("host", None, 1e-5, 1e9, at_once=2),),
         device,
         alone=Device(1e12, 2e10, 1e-6),
-        session=Link(1e-3, 8e9),
+        session=Session(1e-3, 8e9, 1e-4),
     )
     size = 4 * 8 * 524288
     for ranks, turns in ((2, 1), (8, 4)):
@@ -424,7 +426,7 @@ def test_ranks_that_take_turns_and_what_does_not_pay_are_told(tmp_path: Path) ->
         assert found is not None
         assert found.one_rank == pytest.approx(1e-6 + 2 * size / 2e10)
         assert found.compute == pytest.approx(turns * (1e-6 + 2 * size / ranks / 1e10))
-        assert found.session == pytest.approx(turns * (1e-3 + 2 * size / 8e9))
+        assert found.session == pytest.approx(1e-3 + ranks * 1e-4 + turns * 2 * size / 8e9)
         assert found.total == found.compute + found.communication + found.session
         told = str(plan)
         assert f"and {found.session * 1e3:.3f} session" in told
