@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.calibration.host import MEASURED
-from onnxpar.calibration.unsplit_runs import LONGEST, time_unsplit
+from onnxpar.calibration.unsplit_runs import time_unsplit
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime.feeds import make_feeds
 from onnxpar.symbols.symbols import Polynomial
 
-MOST_BYTES = 256 << 20
-"""Most bytes of weights of a model that is run to make a plan."""
+MOST_BYTES, LONGEST = 256 << 20, 0.5
+"""Most bytes of weights of a model that is run to make a plan, and the longest predicted run, in
+seconds."""
 
 
 def time_here(made: Plan, path: Path, topology: Topology) -> None:
@@ -27,11 +26,7 @@ def time_here(made: Plan, path: Path, topology: Topology) -> None:
         return
     if sum(weight.bytes for weight in made.weights) > MOST_BYTES or told.one_rank > LONGEST:
         return
-    try:
-        feeds = make_feeds(list(_specs(made)), made.ranges)
-    except OnnxparError:  # an input that cannot be random
-        return
-    found = time_unsplit(path, feeds, made.mesh.size)
+    found = time_unsplit(path, list(_specs(made)), made.ranges, made.mesh.size)
     if found is not None:
         made.predicted = told.timed(found.alone, found.beside * topology.turns)
 

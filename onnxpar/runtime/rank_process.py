@@ -23,14 +23,19 @@ T = TypeVar("T")
 BOOT = """
 import sys
 sys.path[:] = filter(None, sys.path)
+from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 sys.modules["onnxpar"] = module_from_spec(find_spec("onnxpar"))
-from onnxpar.runtime.worker import main
-main()
+import_module("onnxpar.MODULE").main()
 """
-"""The script that starts a rank. It does not run `onnxpar/__init__.py`, which saves 0.4 s and the
-compiler's memory on each rank. It imports nothing from the working folder, as if PYTHONSAFEPATH of
-Python 3.11 were set."""
+"""The script that starts a module of this package in a process of its own. It does not run
+`onnxpar/__init__.py`, which saves 0.4 s and the compiler's memory on each rank. It imports nothing
+from the working folder, as if PYTHONSAFEPATH of Python 3.11 were set."""
+
+
+def command(module: str) -> list[str]:
+    """Returns the command that runs the `main` of a module of this package."""
+    return [sys.executable, "-c", BOOT.replace("MODULE", module)]
 
 
 @dataclass
@@ -59,12 +64,12 @@ class RankProcess:
             handed = [*ends, bell.fd, inputs, lasting, outputs]
             numbers = [os.getpid(), *handed, rank, bell.ranks, int(bell.spins)]
             process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, *map(str, numbers)],
+                [*command("runtime.worker"), *map(str, numbers)],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 stdout=log.stdout,
                 stderr=log.stderr,
-                env=_environment(),
+                env=environment(),
             )
         return RankProcess(process, work, control, outputs, log)
 
@@ -143,8 +148,8 @@ def call_in_lasting_thread(function: Callable[[], T], end: threading.Event) -> T
     return results.pop()
 
 
-def _environment() -> dict[str, str]:
-    """Returns the environment for a rank: that of this process, with its import path as
+def environment() -> dict[str, str]:
+    """Returns the environment for such a process: that of this one, with its import path as
     PYTHONPATH."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

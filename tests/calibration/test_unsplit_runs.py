@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from small_models import write_text
 
 import onnxpar
+from onnxpar.calibration import unsplit_runs
 from onnxpar.calibration.host import MEASURED
 from onnxpar.calibration.unsplit_runs import UnsplitRuns, time_unsplit
 from onnxpar.compiler.plan import Plan, Predicted
@@ -19,6 +20,7 @@ from onnxpar.pipeline.predicted_times import (
     VALUE_OF_RANK_SECONDS,
     VALUE_SECONDS,
 )
+from onnxpar.runtime.feeds import InputSpec
 from onnxpar.training import grad
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -58,15 +60,15 @@ def test_a_plan_for_this_host(host: Topology, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_runs_at_the_typical_sizes(host: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, ...]] = []
+    shapes: list[list[int]] = []
 
-    def time(_: object, feeds: dict[str, np.ndarray], ranks: int) -> None:
-        shapes.extend(value.shape for value in feeds.values())
+    def time(_: object, inputs: list[InputSpec], ranges: object, ranks: int) -> None:
+        shapes.extend(list(shape) for _, _, shape in inputs)
         assert ranks == 3
 
     monkeypatch.setattr(timed_plan, "time_unsplit", time)
     made = onnxpar.plan(BERT, devices=3, topology=host, typical="batch=5,seq=7")
-    assert set(shapes) == {(5, 7)} and made.predicted is not None and not made.predicted.is_timed
+    assert shapes == [[5, 7]] * 3 and made.predicted is not None and not made.predicted.is_timed
 
 
 def test_a_training_step_is_not_run(host: Topology, tmp_path: Path) -> None:
@@ -78,12 +80,28 @@ def test_a_training_step_is_not_run(host: Topology, tmp_path: Path) -> None:
 
 def test_runs_are_timed_alone_and_at_once() -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
-    feeds = {name: np.ones((3, 5), np.int64) for name in names}
-    found = time_unsplit(BERT, feeds, 2)
+    inputs = [(name, "int64", (3, 5)) for name in names]
+    found = time_unsplit(BERT, inputs, {}, 2)
     assert found is not None and 0 < found.alone < 1 and 0 < found.beside < 1
-    assert time_unsplit(BERT, feeds, 2) is found
-    assert time_unsplit(BERT, {**feeds, "no_such": feeds["input_ids"]}, 2) is None
-    assert time_unsplit(MODELS / "README.md", feeds, 2) is None
+    assert time_unsplit(BERT, inputs, {}, 2) is found
+    assert time_unsplit(BERT, [*inputs, ("no_such", "int64", (3,))], {}, 2) is None
+    assert time_unsplit(MODELS / "README.md", inputs, {}, 2) is None
+
+
+def test_a_kernel_that_ends_its_process_does_not_end_this_one(tmp_path: Path) -> None:
+    """Of random integers, some are 0."""
+    path = write_text(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        m (int32[4] x) => (int32[4] y) { y = Div (x, x) }""",
+        tmp_path / "m.onnx",
+    )
+    assert time_unsplit(path, [("x", "int32", (4,))], {}, 2) is None
+
+
+def test_a_run_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unsplit_runs, "PATIENCE", 0.01)
+    inputs = [(name, "int64", (2, 3)) for name in ("input_ids", "attention_mask", "token_type_ids")]
+    assert time_unsplit(BERT, inputs, {}, 2) is None
 
 
 @pytest.mark.parametrize("samples", [1, 500])
