@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put every outcome")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where each outcome goes")
     parser.add_argument(
         "--open",
         action="store_true",
@@ -84,10 +85,10 @@ def main() -> int:
     first, step = map(int, args.sample.split("/"))
     steps = partial(open_trials_of, sample=(first - 1, step)) if args.open else trials_of
     tried = try_cases(numbers, args.workers, steps)
-    for found in tqdm(tried, "cases", len(numbers), disable=None):
-        outcomes += found
-    if args.json:
-        args.json.write_text("\n".join(json.dumps(asdict(o)) for o in outcomes))
+    with open(args.json or os.devnull, "w", buffering=1) as file:
+        for found in tqdm(tried, "cases", len(numbers), disable=None):
+            outcomes += found
+            file.writelines(json.dumps(asdict(o)) + "\n" for o in found)
     if args.write:
         write_proofs(outcomes)
     print("\n".join(summary(outcomes)))
