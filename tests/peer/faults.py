@@ -31,3 +31,9 @@ def _die() -> None:
 
 def _block() -> None:
     time.sleep(3600)
+
+
+def silent_steps(number: int, bench: Bench) -> Iterator[Step]:
+    """Never comes to a step."""
+    time.sleep(60)
+    yield from faulty_steps(number, bench)

@@ -13,6 +13,8 @@ from peer.cases import Feeds, PeerCase, run_session, unsplit_session
 from peer.forms import forms
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 100)
+MOST = 1 << 18
+"""Most elements of the inputs at another size, so that a case takes seconds."""
 SYMBOL = "N"
 Places = tuple[tuple[str, int], ...]
 """Dimensions of inputs that are N."""
@@ -73,6 +75,8 @@ def _at_other_sizes(case: PeerCase, feeds: Feeds, places: Places) -> PeerCase | 
         return None
     for size in (feeds[name].shape[axis], *SIZES):
         fed = _resized(feeds, places, size)
+        if data and sum(np.size(value) for value in fed.values()) > MOST:
+            continue
         try:
             session = unsplit_session(_with_sizes(case.model, places, size))
             data.append((fed, run_session(session, fed)))

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from peer.cases import PeerCase, runnable
-from peer.faults import faulty_steps
+from peer.faults import faulty_steps, silent_steps
 from peer.forms import forms
 from peer.missed import missed_splits
 from peer.open_cases import SIZES, opened
@@ -116,3 +116,12 @@ def test_a_process_that_ends_or_blocks_is_counted() -> None:
         ("blocks", HANG),
         ("last", SPLIT),
     ]
+
+
+@pytest.mark.slow
+def test_a_case_that_comes_to_no_step_is_given_up() -> None:
+    worker = Worker(silent_steps, patience=2.0)
+    try:
+        assert [o.kind for o in worker.try_case(7)] == [HANG]
+    finally:
+        worker.close()

@@ -114,7 +114,7 @@ class Worker:
     def try_case(self, number: int) -> list[Outcome]:
         """All outcomes of a case, what ended the process included."""
         outcomes: list[Outcome] = []
-        done = 0
+        done, is_prepared = 0, False
         pipe = self._send(number, done)
         label = Outcome(f"case {number}", "start", "", "")
         while True:
@@ -122,14 +122,16 @@ class Worker:
             if what == "end":
                 return outcomes
             if what == "start":
-                label = content
+                label, is_prepared = content, True
             elif what == "done":
                 outcomes += content
                 done += 1
             else:
                 outcomes.append(Outcome(label.case, label.split, label.op, what, content))
                 self.close()
-                done += 1
+                if not is_prepared:  # and would not be again
+                    return outcomes
+                done, is_prepared = done + 1, False
                 pipe = self._send(number, done)
 
     def count(self) -> int:
