@@ -134,8 +134,10 @@ class Times:
 
 
 def _ms(seconds: float, predicted: float | None) -> str:
-    beside = "" if predicted is None else f" ({predicted * 1e3:.2f} predicted)"
-    return f"{seconds * 1e3:.2f} ms{beside}"
+    """The milliseconds of a run, beside the predicted ones; with a digit more of short runs."""
+    digits = 2 if seconds >= 1e-3 else 3
+    beside = "" if predicted is None else f" ({predicted * 1e3:.{digits}f} predicted)"
+    return f"{seconds * 1e3:.{digits}f} ms{beside}"
 
 
 @dataclass(frozen=True)

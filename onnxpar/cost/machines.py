@@ -12,7 +12,7 @@ from typing import Any
 
 from onnxpar.errors import StrategyError
 
-_NAME = re.compile(r"(?:(\d+)x)?(\d+)-core(?:,(.*))?")
+_NAME = re.compile(r"(?:(\d+)x)?(\d+)-?cores?(?:,(.*))?")
 _NETWORKS = {f"{gbits}GbE": gbits * 1e9 / 8 for gbits in (1, 10, 25, 50, 100, 200)}
 """Bytes per second of a host's network interface."""
 _TCP = {"latency": 50e-6, "share": 0.9}

@@ -20,7 +20,7 @@ def given(name: str, ranks: int | None) -> Topology:
     return topology
 
 
-@pytest.mark.parametrize("name", ["8x64-core,25GbE", "8x64-core, 25GbE"])
+@pytest.mark.parametrize("name", ["8x64-core,25GbE", "8x64 cores, 25GbE", "8x64core,25GbE"])
 @pytest.mark.parametrize(("ranks", "here"), [(512, 64), (8, 1), (12, 2), (None, 64), (4096, 512)])
 def test_ranks_are_spread_over_hosts_and_share_their_networks(
     name: str, ranks: int | None, here: int
