@@ -21,9 +21,10 @@ from onnxpar.checking.compare_each import compare_each, inner_tensors
 from onnxpar.checking.compare_training import compare_training, judge_compressed, judge_gradients
 from onnxpar.checking.finite_differences import compare_gradients
 from onnxpar.checking.replicas import compare_replicas, compare_trained_replicas
+from onnxpar.checking.unsplit import Unsplit
 from onnxpar.compiler.plan import Plan
 from onnxpar.compiler.ranges import Range, integer_ranges
-from onnxpar.errors import InputError, ModelError, OnnxparError
+from onnxpar.errors import InputError, ModelError, OnnxparError, RankError
 from onnxpar.files.own_folder import OwnFolder
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.layout import dim_axes
@@ -169,7 +170,15 @@ def _checked(
                 return compare_replicas(session, feeds, close)
             return compare(model, session, feeds, close=close, timed=True, tell=tell)
 
-        with InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir) as session:
+        def opened() -> InferenceSession:
+            try:
+                return InferenceSession(par, timeout=way.timeout, log_dir=way.log_dir)
+            except RankError:
+                if not is_manual:
+                    Unsplit(model).close()  # raises if that does not load either
+                raise
+
+        with opened() as session:
             first: Exception | None = None
             is_free = True
             for sizes in _sizes_to_try(made, bundle):
