@@ -63,6 +63,11 @@ class LoweringBuilder:
         """A constant that each rank computes from its number."""
         return rank_constant(self._fresh("constant"), value(0), value, self._per_rank)
 
+    @property
+    def opset(self) -> int:
+        """The opset of ONNX's own ops in the graph."""
+        return int(self._graph.opset)
+
     def add(self, op: str, inputs: Sequence[Any], **attrs: Any) -> gs.Variable:
         """Adds a node with one result. An operand may be an array, which becomes a constant; an
         attribute may be a function of the rank's view."""

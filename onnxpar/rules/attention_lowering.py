@@ -63,7 +63,7 @@ class AttentionLowering:
         node = build.local.node
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
-            visible = build.add("Where", [visible, mask, like(mask, least_of(mask))])
+            visible = build.add("Where", [visible, mask, like(mask, -np.inf)])
         operands = [build.input(i) for i in range(len(node.inputs))]
         operands += [gs.Variable.empty()] * (MASK + 1 - len(operands))
         operands[MASK] = visible
@@ -146,12 +146,10 @@ class AttentionLowering:
     def _attend_to_parts(self, build: Lowering) -> None:
         """Attends to the rank's keys, and combines the results of all ranks."""
         scores = self._scores(build)
-        least = least_of(build.local.node.inputs[0])
         largest = build.add("ReduceMax", [scores], axes=[3], keepdims=1)
         largest = build.all_reduce(largest, ["t"], "max")
-        sees = build.add("Greater", [largest, like(scores, least)])
-        powers = build.add("Exp", [build.add("Sub", [scores, largest])])
-        powers = build.add("Where", [sees, powers, like(scores, 0)])
+        least = like(scores, least_of(build.local.node.inputs[0]))
+        powers = powers_of(build, scores, build.add("Max", [largest, least]), least)
         part = build.add("ReduceSum", [powers], axes=[3], keepdims=1)
         value = self.by_head(build, 2)
         own = build.add("MatMul", [self._by_group(build, powers, _keys), value])
@@ -184,8 +182,8 @@ class AttentionLowering:
         if mask is not None:
             scores = build.add("Add", [scores, widen(build, mask)])
         if visible is not None:
-            least = like(scores, least_of(build.local.node.inputs[0]))
-            scores = build.add("Where", [visible, scores, least])
+            least = least_of(build.local.node.inputs[0])
+            scores = build.add("Where", [visible, scores, like(scores, hidden(build, least))])
         self._give(build, scores, mode == 2)
         return scores
 
@@ -260,6 +258,26 @@ class AttentionLowering:
 
         turned = build.add("Transpose", [x], perm=[0, 2, 1, 3])
         return build.add("Reshape", [turned, build.per_rank(shape)])
+
+
+_EVEN = 25
+"""The opset from which a query of which the mask gives all keys the least number attends to these
+evenly; before, to none, in onnxruntime."""
+
+
+def hidden(build: Lowering, least: float) -> float:
+    """The score of a key that a query does not see, for scores whose least number is `least`."""
+    return -np.inf if build.opset >= _EVEN else least
+
+
+def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any) -> gs.Tensor:
+    """The exponentials of the scores less the largest ones, which are at least the least number;
+    zero for queries that see no key."""
+    powers = build.add("Exp", [build.add("Sub", [scores, largest])])
+    if build.opset >= _EVEN:
+        return powers
+    sees = build.add("Greater", [largest, least])
+    return build.add("Where", [sees, powers, like(scores, 0)])
 
 
 def sees_by_place(attrs: Mapping[str, Any]) -> bool:

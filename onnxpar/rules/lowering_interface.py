@@ -76,6 +76,11 @@ class Lowering(Protocol):
         """The rank's shard of an operand of the node."""
         ...
 
+    @property
+    def opset(self) -> int:
+        """The opset of ONNX's own ops in the graph."""
+        ...
+
     def per_rank(self, value: Callable[[Local], Any]) -> gs.Tensor:
         """A constant that each rank computes from its own view."""
         ...

@@ -19,6 +19,7 @@ from onnxpar.rules.attention_lowering import (
     LENGTHS,
     MASK,
     AttentionLowering,
+    hidden,
     least_of,
     sees_by_place,
 )
@@ -257,8 +258,7 @@ class Block:
         return lambda local: len(queries[local.member("s")])
 
     def masked(self, scores: gs.Tensor) -> gs.Tensor:
-        """The scores with the mask added, and the least number where a query does not see a
-        key."""
+        """The scores with the mask added, and those of keys that a query does not see."""
         ring, build = self.ring, self.ring.build
         mask = self.mask(MASK) if MASK in ring.masks_of else None
         is_bool = mask is not None and dtype_of(mask) == np.bool_
@@ -271,7 +271,7 @@ class Block:
         visible = ring.op.visible(build, rows, columns, mask if is_bool else None)
         if visible is None:
             return scores
-        return build.add("Where", [visible, scores, like(scores, ring.least)])
+        return build.add("Where", [visible, scores, like(scores, hidden(build, ring.least))])
 
     def mask(self, operand: int) -> gs.Tensor:
         """What an operand says about the queries and keys that take part."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.rules.attention_lowering import AttentionLowering
+from onnxpar.rules.attention_lowering import AttentionLowering, powers_of
 from onnxpar.rules.communicate import finish, has_output, like, widen
 from onnxpar.rules.ring import Block, Ring, like_head
 from onnxpar.rules.rule import Lowering
@@ -72,10 +72,7 @@ class AttentionRing(Ring):
     def powers(self, scores: gs.Tensor, largest: gs.Tensor) -> gs.Tensor:
         """The exponentials of the scores less the largest ones; zero for queries that see no
         key."""
-        build = self.build
-        powers = build.add("Exp", [build.add("Sub", [scores, largest])])
-        sees = build.add("Greater", [largest, like(scores, self.least)])
-        return build.add("Where", [sees, powers, like(scores, 0)])
+        return powers_of(self.build, scores, largest, like(scores, self.least))
 
     def _attend(
         self, block: Block, query: gs.Tensor, pair: gs.Tensor, state: State | None

@@ -50,7 +50,7 @@ def test_one_host_needs_no_network() -> None:
         ("8x64-core", "give the network between the hosts, such as 8x64-core,25GbE"),
         ("8x64-core,40GbE", "it is one of 1GbE, 10GbE"),
         ("0x64-core,1GbE", "give numbers from 1 to 65,536"),
-        ("8x64cores", "there is no file 8x64cores"),
+        ("8x64-cor", "there is no file 8x64-cor"),
     ],
 )
 def test_mistakes(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
