@@ -26,7 +26,7 @@ _TOGETHER = 0.8
 """The share of the FLOP/s of all cores that one rank with a thread on each gets."""
 _MEMORY = 4e9
 """Bytes of memory for each core."""
-_SESSION = {"latency": 4e-6, "rank": 5e-6, "bandwidth": 10e9}
+_SESSION = {"latency": 2e-6, "rank": 7e-6, "bandwidth": 30e9}
 _MOST = 1 << 16
 
 
