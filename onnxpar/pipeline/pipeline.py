@@ -97,9 +97,7 @@ def plan(
         if options.on_any_host and options.topology is None:
             made.predicted, made.costs = None, ANY_HOST
         else:
-            options.objective.patience.tell("timing the unsplit model")
-            time_here(made, Path(path), topology)
-            options.objective.patience.tell("")
+            time_here(made, Path(path), topology, options.objective.patience.tell)
         note_host(made, topology)
         return made, ctx
 

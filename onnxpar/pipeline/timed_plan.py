@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,19 @@ MOST_BYTES, LONGEST = 256 << 20, 0.5
 seconds."""
 
 
-def time_here(made: Plan, path: Path, topology: Topology) -> None:
+def time_here(made: Plan, path: Path, topology: Topology, tell: Callable[[str], object]) -> None:
     """Runs the unsplit model at the plan's typical sizes, and corrects the predicted times, if the
     topology is that of this host and the model is small and fast. Not for training steps, whose
-    states cannot be random."""
+    states cannot be random. Calls `tell` with a text before, and with an empty one after the runs.
+    """
     told = made.predicted
     if told is None or topology.origin != MEASURED or made.step is not None:
         return
     if sum(weight.bytes for weight in made.weights) > MOST_BYTES or told.one_rank > LONGEST:
         return
+    tell("timing the unsplit model")
     found = time_unsplit(path, list(_specs(made)), made.ranges, made.mesh.size)
+    tell("")
     if found is not None:
         made.predicted = told.timed(found.alone, found.beside * topology.turns)
 
