@@ -103,6 +103,8 @@ def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place 
         operands, skipped = _REPEATED.get(node.op_type, ((), 0))
         operands = [i for i in operands if i < len(shapes)]
     yield from ((a, b, True) for a, b in _aligned(shapes, operands, skipped))
+    if (mask := _MASKS.get((node.domain, node.op_type), len(shapes))) < len(shapes):
+        yield from ((a, b, True) for a, b in _mask(node, shapes, mask))
 
 
 def _none(node: NodeProto, shapes: Shapes) -> Pairs:
@@ -191,6 +193,21 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
                 yield from (((i, axis), n) for axis, n in ((1, heads), (3, of_cache)) if n)
 
 
+def _mask(node: NodeProto, shapes: Shapes, mask: int) -> Pairs:
+    """A mask is repeated over the batch, the heads and the queries. How many keys it has is free:
+    it may be shorter than they are."""
+    query, shape = shapes[0], shapes[mask]
+    if not query or not shape:
+        return
+    heads = next((n for key in _HEADS if (n := _attributes(node).get(key))), None)
+    of_scores: dict[int, Place | int] = {2: (0, 2 if len(query) == 4 else 1), 4: (0, 0)}
+    if len(query) == 4:
+        of_scores[3] = (0, 1)
+    elif isinstance(heads, int):
+        of_scores[3] = heads
+    yield from (((mask, len(shape) - b), n) for b, n in of_scores.items() if b <= len(shape))
+
+
 def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:
     """Heads have the width of the caches; each token has a row and a position."""
     query, caches = shapes[QUERY], (KEYS, VALUES)
@@ -218,7 +235,7 @@ def _heads(attributes: Mapping[str, object], q: Shape, is_packed: bool) -> tuple
     `is_packed` if the first operand has queries, keys and values together."""
     own, shared = (
         next((n for key in keys if isinstance(n := attributes.get(key), int)), 0)
-        for keys in (("num_heads", "q_num_heads"), ("kv_num_heads",))
+        for keys in (_HEADS, ("kv_num_heads",))
     )
     shared, size = shared or own, q[-1] or 0
     if len(q) == 3 and own:
@@ -226,6 +243,15 @@ def _heads(attributes: Mapping[str, object], q: Shape, is_packed: bool) -> tuple
     return 0, size if len(q) == 4 else 0
 
 
+_HEADS = ("num_heads", "q_num_heads")
+_MASKS = {
+    ("", "Attention"): 3,
+    ("com.microsoft", "Attention"): 5,
+    ("com.microsoft", "GroupQueryAttention"): 10,
+    ("com.microsoft", "MultiHeadAttention"): 5,
+    ("com.microsoft", "DecoderMaskedMultiHeadAttention"): 4,
+}
+"""Position of the operand that is added to the scores, or masks them."""
 _CACHES = {
     ("", "Attention"): 4,
     ("com.microsoft", "GroupQueryAttention"): 3,

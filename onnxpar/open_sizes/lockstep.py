@@ -207,8 +207,9 @@ class Lockstep:
                 continue
             tie = solve_tie(first, second, self.symbols)
             if tie is not None:
-                self.is_certain = isinstance(other, int) or (
-                    not repeats and self._is_stored(node.input[place[0]], node.input[other[0]])
+                self.is_certain = not repeats and (
+                    isinstance(other, int)
+                    or self._is_stored(node.input[place[0]], node.input[other[0]])
                 )
                 return tie
             self.unsolved.append(Unsolved(node, first, second))
