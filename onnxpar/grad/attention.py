@@ -102,12 +102,13 @@ def _joined(v: Vjp, x: Value) -> Value:
 
 
 def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
-    """Returns the softmax of masked scores, with zeros in fully masked rows, and the mask (True:
-    visible), None if there is none."""
+    """Returns the softmax of masked scores, with zeros in rows that see no key, and the mask (True:
+    visible), None if there is none. A mask of numbers hides a key by minus infinity, before opset
+    25 also by the least number: a row of which all keys have it sees none (onnxruntime)."""
     dtype = scores.dtype
     precision = v.node.attrs.get("softmax_precision")
     scores = scores.cast(tensor_dtype_to_np_dtype(precision) if precision else dtype)
-    least = float(np.finfo(scores.dtype).min)
+    least = -np.inf if v.builder.graph.opset >= 25 else float(np.finfo(scores.dtype).min)
     visible = _positions(v, scores)
     mask = v.operand(_MASK)
     if mask is not None and mask.dtype != np.bool_:
@@ -117,8 +118,10 @@ def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
     if not seen:
         return scores.op("Softmax", axis=-1).cast(dtype), None
     both = seen[0] if len(seen) == 1 else seen[0].op("And", seen[1])
-    weights = both.where(scores, least).op("Softmax", axis=-1)
-    return both.where(weights, 0.0).cast(dtype), both
+    masked = both.where(scores, least)
+    if least == -np.inf:
+        masked = (masked.op("ReduceMax", np.array([-1]), keepdims=1) > least).where(masked, 0.0)
+    return both.where(masked.op("Softmax", axis=-1), 0.0).cast(dtype), both
 
 
 def _positions(v: Vjp, scores: Value) -> Value | None:

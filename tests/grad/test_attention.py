@@ -1,6 +1,7 @@
 """Gradients of attention and of rotary embeddings."""
 
 import numpy as np
+import onnx
 import pytest
 from numpy import array
 
@@ -17,6 +18,8 @@ SIDE_BY_SIDE = [(2, 3, 8), (2, 5, 4), (2, 5, 6)]
 CACHE = [(2, 2, 2, 2), (2, 2, 2, 3)]
 SEEN = RNG.random((3, 5)) < 0.6
 SEEN[1] = False
+HIDDEN = np.where(SEEN, 0, LEAST).astype(np.float32)
+HIDDEN[2] = -np.inf
 
 
 def attention(operands, attrs=None, outputs=1, fed=(), opset=23):
@@ -123,3 +126,31 @@ def test_scores_as_a_result():
     found = gradient.run()
     for name, value in gradient.differences(1e-2).items():
         np.testing.assert_allclose(found[name], value, atol=3e-3)
+
+
+@pytest.mark.parametrize("attrs", [{}, CAUSAL, {"softcap": 2.0}])
+@pytest.mark.parametrize("opset", [23, 24, 25])
+def test_rows_that_a_mask_of_numbers_hides(opset, attrs):
+    """By the least number or by minus infinity: gradients have the probabilities that onnxruntime
+    computes in the opset, which values that are an identity show."""
+    if opset > onnx.defs.onnx_opset_version():
+        pytest.skip("this onnx does not have the opset")
+    case = attention([*GROUPED, HIDDEN], attrs, fed=[3], opset=opset)
+    gradient = Gradient(case, np.float32, [0, 1, 2], 1)
+    q, k, v, mask = (gradient.feeds[f"x{i}"] for i in range(4))
+    unit = np.broadcast_to(np.eye(5, dtype=np.float32), (2, 2, 5, 5))
+    shown = attention([q, k, unit, mask], attrs, fed=[0, 1, 2, 3], opset=opset)
+    p = Gradient(shown, np.float32, [0], 1).whole["y0"]
+    dy, scale = gradient.seeds()["dy0"], 1 / np.sqrt(2)
+    k, v = np.repeat(k, 2, 1), np.repeat(v, 2, 1)
+    dp = dy @ v.swapaxes(2, 3)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+    if cap := attrs.get("softcap"):
+        ds *= 1 - np.tanh(q @ k.swapaxes(2, 3) * scale / cap) ** 2
+    wanted = {
+        "d0": ds @ k * scale,
+        "d1": (ds.swapaxes(2, 3) @ q * scale).reshape(2, 2, 2, 5, 2).sum(2),
+        "d2": (p.swapaxes(2, 3) @ dy).reshape(2, 2, 2, 5, 3).sum(2),
+    }
+    for name, found in gradient.run().items():
+        np.testing.assert_allclose(found, wanted[name], atol=1e-5)
