@@ -234,7 +234,7 @@ class _Fusion:
             assert dims is not None
             heads = (dims.sizes["k"] or 1) * (dims.sizes["g"] or 1)
             dtype = np.dtype(np.float64 if dtype_of(query) == np.float64 else np.float32)
-            shape = [dims.sizes["b"], heads, dims.sizes["s"], 1]
+            shape = [dims.sizes["b"], heads, dims.sizes["s"], 2]
             forward.outputs.append(gs.Variable(f"{y.name}::summary", dtype, shape))
         return forward.outputs[1]
 

@@ -108,10 +108,11 @@ def _probabilities(v: Vjp, scores: Value) -> tuple[Value, Value | None]:
     dtype = scores.dtype
     precision = v.node.attrs.get("softmax_precision")
     scores = scores.cast(tensor_dtype_to_np_dtype(precision) if precision else dtype)
-    least = -np.inf if v.builder.graph.opset >= 25 else float(np.finfo(scores.dtype).min)
+    least = float(np.finfo(scores.dtype).min)
     visible = _positions(v, scores)
     mask = v.operand(_MASK)
     if mask is not None and mask.dtype != np.bool_:
+        least = -np.inf if v.builder.graph.opset >= 25 else least
         bias = mask.cast(scores.dtype)
         scores, mask = scores + bias, bias > least
     seen = [m for m in (visible, mask) if m is not None]

@@ -11,6 +11,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.layout.mesh import Axes, Axis
+from onnxpar.reshard.numbering import Numbering
 from onnxpar.reshard.steps import StepKinds
 from onnxpar.reshard.sub_axes import Location, Locations, leaves_at
 from onnxpar.sharding.factors import TensorFactors
@@ -40,14 +41,12 @@ class Edges:
 
 @dataclass(frozen=True)
 class Moves:
-    """Finds the steps that move sub-axes from one common location to another. Each row of `states`
-    has a location of each sub-axis, by number; `strides` are those from states to their numbers;
-    only steps between `valid` states count."""
+    """Finds the steps that move sub-axes from one common location to another. Each state has a
+    location of each sub-axis; only steps between `valid` states count."""
 
     sub_axes: Sequence[Axis]
     locations: Locations
-    strides: Sequence[int]
-    states: Array
+    states: Numbering
     valid: Array
     factors: TensorFactors
 
@@ -68,21 +67,22 @@ class Moves:
         at = self._places(run[0], common)
         mask = self.valid & (at >= 0)
         for i in run:
-            number = np.array([self.locations[i].index(w) for w in common]) * self.strides[i]
+            number = np.array([self.locations[i].index(w) for w in common]) * self.states.strides[i]
             shift += number[None, :] - number[:, None]
             mask &= self._places(i, common) == at
         touched = self._touched(common)
         start = np.flatnonzero(mask)
         source = at[start]
-        end = start[:, None] + shift[source]
-        after = [self._bits[i][self.states[start, i]] for i in self._later(run)]
-        ok = (table[source] >= 0) & self.valid[end]
-        for bits in after:
-            ok &= ~(touched[source] & bits[:, None]).any(-1)
-        rows, targets = np.nonzero(ok)
+        rows, targets = np.nonzero(table[source] >= 0)
+        end = self._valid[self.states.numbers[start][rows] + shift[source[rows], targets]]
+        ok = end >= 0
+        across = touched[source[rows], targets]
+        for i in self._later(run):
+            ok &= ~(across & self._bits[i][self.states.places[start, i]][rows]).any(-1)
+        rows, targets, end = rows[ok], targets[ok], end[ok]
         source = source[rows]
         changed = self._changed(touched)[source, targets]
-        return Edges(axes, names, table[source, targets], start[rows], end[ok], changed)
+        return Edges(axes, names, table[source, targets], start[rows], end, changed)
 
     def _later(self, run: Sequence[int]) -> list[int]:
         return [i for i in range(min(run) + 1, len(self.sub_axes)) if i not in run]
@@ -90,7 +90,7 @@ class Moves:
     def _places(self, sub_axis: int, common: Sequence[Location]) -> Array:
         """For each state, the index of a sub-axis's location in `common`, or -1."""
         found = [common.index(w) if w in common else -1 for w in self.locations[sub_axis]]
-        return np.array(found)[self.states[:, sub_axis]]
+        return np.array(found)[self.states.places[:, sub_axis]]
 
     def _touched(self, common: Sequence[Location]) -> Array:
         """The bits of the leaves that a step touches, by its locations before and after it."""
@@ -101,6 +101,12 @@ class Moves:
     def _changed(self, touched: Array) -> Array:
         """For each entry of `touched`, by dimension, True if it has one of its leaves."""
         return np.asarray((touched[..., None, :] & self._dims).any(-1))
+
+    @cached_property
+    def _valid(self) -> Array:
+        """The index of each valid state by its number; -1 for other numbers."""
+        index = self.states.index
+        return np.where((index >= 0) & self.valid[index], index, -1)
 
     @cached_property
     def _dims(self) -> Array:

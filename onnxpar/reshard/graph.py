@@ -24,6 +24,7 @@ from onnxpar.ir.collectives import LOCAL_STEPS
 from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes, Axis, in_mesh_order, merge_axes
 from onnxpar.reshard.edges import Edges, Moves
+from onnxpar.reshard.numbering import Numbering
 from onnxpar.reshard.permutes import Permutes
 from onnxpar.reshard.shard_sizes import PartSizes, ShardSizes, StateSizes
 from onnxpar.reshard.steps import PERMUTE, ReshardStep, StepKinds
@@ -49,7 +50,7 @@ be where some wanted sharding has it."""
 
 MOST_STATES = 1 << 15
 """Largest number of states if a path may pass where any wanted sharding has a sub-axis. In a larger
-graph, a sub-axis is where the path's start or its goal has it, or unused."""
+graph, a sub-axis is where the path's start or one other wanted sharding has it, or unused."""
 
 
 class ReshardGraph:
@@ -79,16 +80,19 @@ class ReshardGraph:
         self.has_detours = math.prod(map(len, self.locations)) <= MOST_DETOURS
         if not self.has_detours:
             self.locations = self._locations(found, detours=False)
-        counts = [len(locations) for locations in self.locations]
-        self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
-        self.states: Array = np.indices(counts).reshape(len(counts), math.prod(counts)).T
+        self.numbering = Numbering([len(locations) for locations in self.locations])
+        at = [self._number(locations) for locations in found]
+        self.near: Array | None = None
+        if self.numbering.most > MOST_STATES:
+            near = self._between(at)
+            self.numbering.keep(np.any(near, 0))
+            self.near = near[:, self.numbering.numbers]
+        self.at = self.numbering.index[at]
+        self.states = self.numbering.places
         shards = ShardSizes(self.sub_axes, self.locations, self.states, factors, parts)
         self.permutes = Permutes(self.sub_axes, self.locations, self.states, factors, parts)
         self.sizes = [shards.of(dims, itemsize, weight) for weight, dims in factors.costed]
-        self.at = [self._state(locations) for locations in found]
         self.valid = self.sizes[0].valid & self._is_one_reduction()
-        if len(self.states) > MOST_STATES:
-            self.valid &= self._is_between()
 
     def _cut_axes(self) -> list[dict[Axis, Location]]:
         """Sets `sub_axes`; returns the location of each sub-axis in each wanted sharding."""
@@ -114,33 +118,35 @@ class ReshardGraph:
             locations.append(list(dict.fromkeys([None, *wanted, *between])))
         return locations
 
-    def _state(self, places: Mapping[Axis, Location]) -> int:
+    def _number(self, places: Mapping[Axis, Location]) -> int:
         """The number of the state in which sub-axes are at these locations."""
-        each = zip(self.strides, self.locations, self.sub_axes, strict=True)
+        each = zip(self.numbering.strides, self.locations, self.sub_axes, strict=True)
         return sum(s * locations.index(places.get(axis)) for s, locations, axis in each)
 
-    def _is_between(self) -> Array:
-        """By state, whether each sub-axis is unused or where one of two wanted shardings has it,
-        the same two for all sub-axes."""
-        found = np.zeros(len(self.states), bool)
-        for one, other in combinations(self.states[self.at], 2):
-            numbers = np.zeros(1, int)
-            for stride, places in zip(self.strides, zip(one, other, strict=True), strict=True):
-                numbers = np.add.outer(numbers, stride * np.array(sorted({0, *places}))).reshape(-1)
-            found[numbers] = True
+    def _between(self, numbers: Sequence[int]) -> Array:
+        """For each of these states (rows), the numbers of states (columns) in which each sub-axis
+        is unused, where this state has it, or where one other of them has it, the same other one
+        for all sub-axes."""
+        found: Array = np.zeros((len(numbers), self.numbering.most), bool)
+        strides = self.numbering.strides
+        for i, j in combinations(range(len(numbers)), 2):
+            between = np.zeros(1, int)
+            ends = self.numbering.places_of(np.array([numbers[i], numbers[j]]))
+            for stride, places in zip(strides, ends.T, strict=True):
+                between = np.add.outer(between, stride * np.array(sorted({0, *places}))).reshape(-1)
+            found[i, between] = found[j, between] = True
         return found
 
     def seconds(self) -> Array:
         """Seconds from each wanted sharding (rows) to each (columns), by the cheapest path."""
-        found: Array = dijkstra(self.graph, indices=self.at)[:, self.at]
-        return found
+        return self._paths()[0][:, self.at]
 
     def seconds_apart(self) -> Array:
         """Seconds between the wanted shardings as two matrices: of local cuts, and of
         collectives."""
         local: Array = np.zeros((len(self.at), len(self.at)))
-        seconds, before = dijkstra(self.graph, indices=self.at, return_predecessors=True)
-        now = np.broadcast_to(np.array(self.at), local.shape).copy()
+        seconds, before = self._paths()
+        now = np.broadcast_to(self.at, local.shape).copy()
         while True:
             last = np.take_along_axis(before, now, 1)
             rows, columns = np.nonzero(last >= 0)
@@ -149,6 +155,22 @@ class ReshardGraph:
             steps = last[rows, columns], now[rows, columns]
             local[rows, columns] += self.local_steps[steps]
             now[rows, columns] = steps[0]
+
+    def _paths(self) -> tuple[Array, Array]:
+        """Seconds of the cheapest path from each wanted sharding (rows) to each state, and the
+        state before it; negative if there is none."""
+        seconds: Array
+        if self.near is None:
+            seconds, before = dijkstra(self.graph, indices=self.at, return_predecessors=True)
+            return seconds, before
+        seconds, before = np.full(self.near.shape, np.inf), np.full(self.near.shape, -1)
+        for i, near in enumerate(self.near):
+            own = np.flatnonzero(near & self.valid)
+            start = np.searchsorted(own, self.at[i])
+            part = self.graph[own][:, own]
+            seconds[i, own], last = dijkstra(part, indices=start, return_predecessors=True)
+            before[i, own] = np.append(own, -1)[np.maximum(last, -1)]
+        return seconds, before
 
     def steps(self, start: FactorSharding, goal: FactorSharding) -> list[ReshardStep]:
         """The cheapest path from one wanted sharding to another. Errors: Unordered if there is
@@ -176,7 +198,7 @@ class ReshardGraph:
 
     @cached_property
     def _moves(self) -> list[Edges]:
-        states = self.strides, self.states, self.valid
+        states = self.numbering, self.valid
         return list(Moves(self.sub_axes, self.locations, *states, self.factors).edges())
 
     def _permuting(self, axes: Axes, start: Array, end: Array) -> Edges:

@@ -19,6 +19,7 @@ from scipy.sparse import csr_array
 from onnxpar.base.arrays import Array
 from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over
+from onnxpar.reshard.numbering import distinct
 from onnxpar.reshard.shard_sizes import PartSizes
 from onnxpar.reshard.sub_axes import Location, Locations, leaves_at, located
 from onnxpar.sharding.factors import TensorFactors, sizes_of
@@ -92,7 +93,7 @@ class Permutes:
     factors: TensorFactors
     parts: PartSizes | None
 
-    def edges(self, valid: Array, wanted: Sequence[int]) -> Iterator[tuple[Axes, Array, Array]]:
+    def edges(self, valid: Array, wanted: Array) -> Iterator[tuple[Axes, Array, Array]]:
         """Yields the permutes between valid states, by their sub-axes: the states before and after
         each. If there are too many, only those from or to a wanted state."""
         return self.by_axes(*_pairs(self._grids, valid, wanted))
@@ -120,24 +121,26 @@ class Permutes:
 
         columns = [of_leaf(leaf) for leaf in range(len(self.factors.leaves))]
         columns.append(self._numbers(lambda place: isinstance(place, str), _of_partial))
-        _, found = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
-        return np.asarray(found.reshape(-1))
+        found = columns[0]
+        for column in columns[1:]:
+            _, found = distinct(
+                (found, column), [int(c.max(initial=0)) + 1 for c in (found, column)]
+            )
+        return found
 
     def _numbers(self, at: Callable[[Location], bool], key: Callable[[Held], Key]) -> Array:
         """A number for each state; states with the same number have sub-axes with the same key at
         these locations."""
-        codes = np.zeros(len(self.states), int)
-        for i, places in enumerate(self.locations):
-            here = [n + 1 if at(place) else 0 for n, place in enumerate(places)]
-            codes = codes * (len(places) + 1) + np.array(here)[self.states[:, i]]
-        _, examples, which = np.unique(codes, return_index=True, return_inverse=True)
+        here = [np.array([at(place) for place in places]) for places in self.locations]
+        codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
+        examples, which = distinct(codes, [int(h.sum()) + 1 for h in here])
         known: dict[Key, int] = {}
         found = []
         for state in self.states[examples]:
             each = zip(self.sub_axes, self.locations, state, strict=True)
             held = [(axis, places[n]) for axis, places, n in each if at(places[n])]
             found.append(known.setdefault(key(held), len(known)))
-        return np.array(found)[which.reshape(-1)]
+        return np.array(found)[which]
 
     @cached_property
     def _positions(self) -> list[Array]:
@@ -165,7 +168,7 @@ def _at(location: Location) -> Iterable[int | ReduceOp]:
     return leaves_at(location) if location is None or isinstance(location, tuple) else (location,)
 
 
-def _pairs(grid: Array, valid: Array, wanted: Sequence[int]) -> tuple[Array, Array]:
+def _pairs(grid: Array, valid: Array, wanted: Array) -> tuple[Array, Array]:
     """All ordered pairs of different valid states with equal grids, as two arrays; if there are too
     many, those with a wanted state."""
     states = np.flatnonzero(valid)

@@ -12,6 +12,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.layout.layout import Dim, largest_size
 from onnxpar.layout.mesh import Axes, Axis, merge_axes
 from onnxpar.layout.rows import rows_within
+from onnxpar.reshard.numbering import distinct
 from onnxpar.reshard.sub_axes import Locations, leaves_at, located
 from onnxpar.sharding.factors import Parts, TensorFactors, with_axes
 
@@ -80,16 +81,15 @@ class ShardSizes:
         """Elements and contiguous runs of a dimension with these leaves; computed once for all
         states that agree on these leaves."""
         on_leaves = [self._on(i, set(leaves)) for i in range(len(self.sub_axes))]
-        keys = np.zeros(len(self.states), int)
-        for i, places in enumerate(on_leaves):
-            keys = keys * (len(places) + 1) + np.array(places)[self.states[:, i]] + 1
-        _, examples, which = np.unique(keys, return_index=True, return_inverse=True)
+        here = [np.array(places) >= 0 for places in on_leaves]
+        codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
+        examples, which = distinct(codes, [int(h.sum()) + 1 for h in here])
         own = (
             [places[at] for places, at in zip(on_leaves, state, strict=True)]
             for state in self.states[examples]
         )
         extents, rows = np.array([self._extent(dim, leaves, at) for at in own]).T
-        return extents[which.reshape(-1)], rows[which.reshape(-1)]
+        return extents[which], rows[which]
 
     def _on(self, sub_axis: int, leaves: set[int]) -> list[int]:
         """The numbers of a sub-axis's locations; -1 for one that has none of these leaves."""

@@ -19,15 +19,16 @@ from onnxpar.rules.rule import Lowering, Rule, einsum, given_specs, rule
 
 DOMAIN = "onnxpar.fused"
 GRADIENT, SCORED = "AttentionGradient", "ScoredAttention"
-_SUMMARY = "b (k g) s 1"
+_SUMMARY = "b (k g) s p"
 _SUMMED = "each score is a sum over all of it"
 _CUT = "each rank cuts the columns of its keys"
+_PAIR = "it has two numbers for each query"
 
 
 @rule("Attention", domain=DOMAIN)
 def attention(node: gs.Node) -> Rule:
-    """`b (k g) s d, b k t d, b k t e, b (k g) s m -> b (k g) s e; b (k g) s 1`: ONNX's Attention,
-    and the logarithm of the sum of exponentials for each query.
+    """`b (k g) s d, b k t d, b k t e, b (k g) s m -> b (k g) s e; b (k g) s p`: ONNX's Attention,
+    and for each query the largest score beside the sum of exponentials of scores less the largest.
 
     The last dimension of a mask is whole, so that keys can travel in a ring.
     """
@@ -37,7 +38,7 @@ def attention(node: gs.Node) -> Rule:
 
 @rule(GRADIENT, domain=DOMAIN)
 def attention_gradient(node: gs.Node) -> Rule:
-    """`..., b (k g) s e, b (k g) s e, b (k g) s 1 -> b (k g) s d; b k t d; b k t e`: the gradients
+    """`..., b (k g) s e, b (k g) s e, b (k g) s p -> b (k g) s d; b k t d; b k t e`: the gradients
     of queries, keys and values, from the operands of Attention, the gradient of its result, and
     both results."""
     dims = _dims(node)
@@ -83,6 +84,7 @@ def _of_attention(
     sizes, mask = dims.sizes, given(node, MASK)
     of_mask = "_" if mask is None else _aligned(mask)
     operands = [dims.query, dims.key, dims.value, of_mask, "_", "_", "b", *more]
+    sizes["p"] = 2
     sizes["m"] = (tensor_shape(mask) or (1,))[-1] if mask is not None else 1
     scale = node.attrs.get("scale") or default_scale(sizes["d"] or 1)
     lowering = AttentionLowering(dims.flat, sizes["s"] or 0, 0, scale, dict(node.attrs))
@@ -96,14 +98,14 @@ def _rule(
     sizes: dict[str, Size],
     lower: Callable[[Lowering], None],
 ) -> Rule:
-    operands = given_specs(operands, node.inputs)
+    operands, results = given_specs(operands, node.inputs), given_specs(results, node.outputs)
     is_gradient = node.op == GRADIENT
     backward = partial(attention_products, by_key=3, by_value=2)
-    whole = {"d": _SUMMED, "m": _CUT, **({"e": _SUMMED} if is_gradient else {})}
-    used = {c for text in operands for c in text}
+    whole = {"d": _SUMMED, "m": _CUT, "p": _PAIR, **({"e": _SUMMED} if is_gradient else {})}
+    used = {c for text in (*operands, *results) for c in text}
     return einsum(
         node,
-        f"{', '.join(operands)} -> {'; '.join(given_specs(results, node.outputs))}",
+        f"{', '.join(operands)} -> {'; '.join(results)}",
         sizes=sizes,
         whole={f: reason for f, reason in whole.items() if f in used},
         reduce={},

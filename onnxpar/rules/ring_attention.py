@@ -140,8 +140,9 @@ class AttentionRing(Ring):
 
 
 class SummarizedRing(AttentionRing):
-    """Builds the nodes of an Attention that also returns, for each query, the logarithm of the sum
-    of the exponentials of its scores; infinity for a query that sees no key."""
+    """Builds the nodes of an Attention that also returns, for each query, the largest score and the
+    sum of the exponentials of the scores less the largest; infinity as the sum for a query that
+    sees no key. (Their logarithm would lose the sum beside a large score, as of masked keys.)"""
 
     def finish(self, state: State) -> None:
         """Adds the nodes that compute the results."""
@@ -150,9 +151,8 @@ class SummarizedRing(AttentionRing):
             self.finish_mean(self.restored(mean, "s"))
             return
         is_zero = build.add("Equal", [state.total, like(state.total, 0)])
-        summary = build.add("Add", [state.largest, build.add("Log", [state.total])])
-        summary = build.add("Where", [is_zero, like(state.total, np.inf), summary])
-        both = self.restored(build.add("Concat", [mean, summary], axis=3), "s")
-        mean, summary = self.split(both, [build.local.size("e"), 1])
+        total = build.add("Where", [is_zero, like(state.total, np.inf), state.total])
+        rows = self.restored(build.add("Concat", [mean, state.largest, total], axis=3), "s")
+        mean, summary = self.split(rows, [build.local.size("e"), 2])
         self.finish_mean(mean)
         build.finish("Identity", [summary], 1)

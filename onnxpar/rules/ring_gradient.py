@@ -1,9 +1,9 @@
 """The gradient of Attention over shards of the queries, to which the shards of keys and values
 travel in a ring.
 
-Each rank keeps its queries, the gradient of their results, and two numbers for each query: the
-logarithm of the sum of exponentials from the forward pass, and the sum of the gradient times the
-result. From these it computes the probabilities of a block again (Dao et al., "FlashAttention",
+Each rank keeps its queries, the gradient of their results, and three numbers for each query: the
+largest score and the sum of exponentials from the forward pass, and the sum of the gradient times
+the result. From these it computes the probabilities of a block again (Dao et al., "FlashAttention",
 2022). Gradients of keys and values travel with their keys, and grow on the way; after one more
 step they are where their keys are.
 """
@@ -18,8 +18,8 @@ from onnxpar.rules.ring import Block, Ring, like_head
 from onnxpar.rules.rule import Lowering
 
 DY, Y, SUMMARY = 7, 8, 9
-"""Indices of the operands after those of Attention: the gradient of its result, the result, and the
-logarithm of the sum of exponentials."""
+"""Indices of the operands after those of Attention: the gradient of its result, the result, and for
+each query the largest score and the sum of exponentials."""
 
 
 class GradientRing(Ring):
@@ -62,7 +62,7 @@ class GradientRing(Ring):
 
     def _rows(self) -> gs.Tensor:
         """All that a rank keeps for each query: the scaled query, the gradient of its result, the
-        sum of this gradient times the result, and the logarithm of the sum of exponentials."""
+        sum of this gradient times the result, the largest score and the sum of exponentials."""
         build, op = self.build, self.op
         query = build.add("Mul", [op.by_head(build, 0), like_head(build, op.scale)])
         dy, y = (widen(build, op.cut_results(build, i)) for i in (DY, Y))
@@ -75,13 +75,15 @@ class GradientRing(Ring):
         """The gradients of the queries of a block, and of its keys beside those of its values, from
         this block alone."""
         build = self.build
-        query, dy, delta, summary = self.split(block.cut_rows(rows), [*self.widths, 1, 1])
+        widths = [*self.widths, 1, 1, 1]
+        query, dy, delta, largest, total = self.split(block.cut_rows(rows), widths)
         key, value = (widen(build, x) for x in self.split(block.cut_columns(pair), self.widths))
         query, dy = block.grouped(query), block.grouped(dy)
         products = block.by_head(build.add("MatMul", [query, self._turned(key)]))
         capped = self.op.capped(build, products)
         scores = block.masked(capped)
-        weights = build.add("Exp", [build.add("Sub", [scores, summary])])
+        powers = build.add("Exp", [build.add("Sub", [scores, largest])])
+        weights = build.add("Div", [powers, total])
         of_weights = block.by_head(build.add("MatMul", [dy, self._turned(value)]))
         of_scores = build.add("Mul", [weights, build.add("Sub", [of_weights, delta])])
         cap = self.op.attrs.get("softcap", 0.0)

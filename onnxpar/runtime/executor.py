@@ -114,6 +114,7 @@ class Executor:
         found = self.session.get_inputs()
         self._inputs = [a.name for a in found if a.name in self._bundle.inputs]
         self._binding = Binding(self.session)
+        self._of_no_size = {a.name for a in self.session.get_outputs() if 0 in a.shape}
 
     def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
         """Runs once, or as often as the request says. `feeds` are this rank's shards of the
@@ -401,9 +402,11 @@ class Executor:
         self, order: Sequence[str], request: Request, feeds: Mapping[str, Array], room: Room
     ) -> dict[str, Slot]:
         """Binds the outputs: to memory of `room` where possible, to that of a kept state which the
-        run changes in place, else to new memory of onnxruntime. Returns the slots of the room."""
+        run changes in place, else to new memory of onnxruntime, as where onnxruntime expects no
+        elements: for some open sizes, ONNX infers 0. Returns the slots of the room."""
         kept = set(self._states.values()) if request.keep else set()
-        names = [name for name in order if name not in kept and name not in self._carried]
+        others = kept | self._carried.keys() | self._of_no_size
+        names = [name for name in order if name not in others]
         specs = {n: s for n in names if (s := self._own.direct(n)) is not None}
         slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
         in_place = self._changed_in_place(feeds) if request.keep else ()

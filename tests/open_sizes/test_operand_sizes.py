@@ -147,3 +147,27 @@ def test_masks_repeat_over_batch_heads_and_queries(
         assert f"'{name}' dimension {axis}" in str(error), error
         return
     assert refused < len(feeds)
+
+
+@pytest.mark.parametrize("split", [{"q": ["x", None, None]}, {"k": [None, "x", None]}])
+def test_values_of_an_open_width_beside_each_other(
+    split: dict[str, list[object]], tmp_path: Path
+) -> None:
+    """Of which ONNX infers that the result has no elements."""
+    path = write_text(
+        """<ir_version: 11, opset_import: ["" : 24]>
+        m (float[3,4,32] q, float[3,N,8] k, float[3,N,W] v) => (float[3,4,Y] y)
+        { y = Attention <q_num_heads = 4, kv_num_heads = 1> (q, k, v) }""",
+        tmp_path / "m.onnx",
+    )
+    random = np.random.default_rng(0)
+    feeds = [
+        {
+            **{"q": random.standard_normal((3, 4, 32), np.float32)},
+            **{"k": random.standard_normal((3, n, 8), np.float32)},
+            **{"v": random.standard_normal((3, n, w), np.float32)},
+        }
+        for n, w in ((6, 6), (1, 1), (3, 8), (100, 31))
+        for _ in range(3)
+    ]
+    assert not agrees(path, split, feeds)

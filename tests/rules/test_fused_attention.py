@@ -9,7 +9,7 @@ from onnxpar.rules.fused_attention import DOMAIN
 from onnxpar.rules.rule import rule_of
 
 Q, K, V, Y = (2, 4, 3, 6), (2, 2, 5, 6), (2, 2, 5, 8), (2, 4, 3, 8)
-SUMMARY = (2, 4, 3, 1)
+SUMMARY = (2, 4, 3, 2)
 HEADS = {"q_num_heads": 4, "kv_num_heads": 2}
 
 
@@ -21,8 +21,8 @@ HEADS = {"q_num_heads": 4, "kv_num_heads": 2}
             [Q, K, V, (3, 5)],
             [Y, SUMMARY],
             {},
-            "b (k g) s d, b k t d, b k t e, s m -> b (k g) s e; b (k g) s 1"
-            " {communicating: t, whole: d m}",
+            "b (k g) s d, b k t d, b k t e, s m -> b (k g) s e; b (k g) s p"
+            " {communicating: t, whole: d m p}",
         ),
         (
             "Attention",
@@ -37,8 +37,8 @@ HEADS = {"q_num_heads": 4, "kv_num_heads": 2}
             [Q, K, V, None, None, None, None, Y, Y, SUMMARY],
             [Q, None, V],
             {},
-            "b (k g) s d, b k t d, b k t e, _, _, _, _, b (k g) s e, b (k g) s e, b (k g) s 1"
-            " -> b (k g) s d; _; b k t e {communicating: s t, whole: d e}",
+            "b (k g) s d, b k t d, b k t e, _, _, _, _, b (k g) s e, b (k g) s e, b (k g) s p"
+            " -> b (k g) s d; _; b k t e {communicating: s t, whole: d p e}",
         ),
         (
             "ScoredAttention",
