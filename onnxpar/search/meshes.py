@@ -121,14 +121,18 @@ class Meshes:
         further, if that saves enough. Errors: StrategyError if there is none."""
         if self.objective.any_fit:
             return self._first()
-        found: list[Solution] = []
-        for mesh in self._coarse():
-            least = min(map(_seconds, found), default=math.inf)
-            solution = self.attempt(mesh, below=least * (1 - BETTER))
+        coarse, by_place = list(self._coarse()), dict[int, Solution]()
+        # first those whose axes are alike in size: fast ones exclude the others early
+        for place in sorted(range(len(coarse)), key=lambda i: _largest(coarse[i])):
+            best_place = min(by_place, key=lambda i: by_place[i].seconds, default=place)
+            least = by_place[best_place].seconds if by_place else math.inf
+            margin = SAME if place < best_place else -BETTER
+            solution = self.attempt(coarse[place], below=least * (1 + margin))
             if solution is not None:
-                found.append(solution)
-        if not found:
+                by_place[place] = solution
+        if not by_place:
             raise self.why()
+        found = [by_place[place] for place in sorted(by_place)]
         least = min(map(_seconds, found))
         best = next(s for s in found if s.seconds <= least * (1 + SAME))
         most = max(len(solution.mesh.shape) for solution in found)
@@ -144,7 +148,7 @@ class Meshes:
     def _first(self) -> Solution:
         """The first solution found, on one axis or on two of nearly equal sizes."""
         one, *more = self._coarse()  # `one` has more than one axis if a strategy names more
-        for mesh in [one, *sorted(more, key=lambda mesh: max(size for _, size in mesh.shape))[:2]]:
+        for mesh in [one, *sorted(more, key=_largest)[:2]]:
             solution = self.attempt(mesh)
             if solution is not None:
                 return solution
@@ -247,6 +251,11 @@ class Meshes:
         return StrategyError(
             f"no mesh of {devices} ranks satisfies all requested layouts; on {mesh}: {error}"
         )
+
+
+def _largest(mesh: Mesh) -> int:
+    """The size of the largest axis."""
+    return max(size for _, size in mesh.shape)
 
 
 def _seconds(solution: Solution) -> float:

@@ -73,12 +73,12 @@ def test_both_orders_of_axes_are_tried_where_ranks_differ(tmp_path: Path) -> Non
     for tried in (one, two):
         best = tried.best()
         assert best.seconds == min(tried.found.values())
-    assert set(one.found) == {(8,), (2, 4)}
-    assert set(two.found) == {(8,), (2, 4), (4, 2)}
+    assert (4, 2) not in one.found
+    assert set(two.found) >= {(2, 4), (4, 2)}
     assert two.found[2, 4] != two.found[4, 2]
     unequal = Recording(path, 8, shares)
     unequal.best()
-    assert set(unequal.found) == set(two.found)
+    assert set(unequal.found) >= {(2, 4), (4, 2)}
     inside = Recording(path, 2, Topology.of(TWO))
     inside.best()
     assert set(inside.found) == {(2,)}

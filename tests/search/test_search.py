@@ -146,5 +146,5 @@ def test_each_stage_is_told() -> None:
     told: list[str] = []
     options = Options(devices=4, objective=Objective(patience=Patience(tell=told.append)))
     pipeline.plan(MODELS / "dlrm.dynamo.dynamic.onnx", options)
-    stages = ["reading the model", "analysing the model", "mesh tp=4", "mesh dp=2,tp=2"]
+    stages = ["reading the model", "analysing the model", "mesh dp=2,tp=2", "mesh tp=4"]
     assert told == [*stages, "repeating the plan at other sizes", ""]
