@@ -39,6 +39,7 @@ def main() -> None:
     ranges = {name: (low, high) for name, (low, high) in message["ranges"].items()}
     inputs = [(name, dtype, tuple(shape)) for name, dtype, shape in message["inputs"]]
     feeds = make_feeds(inputs, ranges)
+    feeds |= {name: np.zeros_like(feeds[name]) for name in message["zeros"]}
     model = message["model"]
     session = load_session(model, quiet_options(), providers=["CPUExecutionProvider"])
     alone = _shortest([lambda: lambda: session.run(None, feeds)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from onnxpar.base.custom_ops import libraries
@@ -31,18 +31,19 @@ def time_unsplit(
     inputs: Sequence[InputSpec],
     ranges: Mapping[str, tuple[int, int]],
     ranks: int,
+    zeros: Iterable[str] = (),
 ) -> UnsplitRuns | None:
-    """Times runs of a model on random inputs, in `ranges`: with all cores, and at the same time on
-    as many shares of the cores as so many ranks have at once. None if onnxruntime does not run it
-    on such inputs. They are of a process of their own, which a kernel may end. What was timed is
-    known from then on in this process, by file and sizes."""
+    """Times runs of a model on random inputs, in `ranges`, and on `zeros`: with all cores, and at
+    the same time on as many shares of the cores as so many ranks have at once. None if onnxruntime
+    does not run it on such inputs. They are of a process of their own, which a kernel may end. What
+    was timed is known from then on in this process, by file and sizes."""
     cores = sum(share.threads for share in shares(1))
     each = tuple(shares(ranks)[: min(ranks, cores)])
     path, file = os.path.abspath(model), os.stat(model)
     sizes = tuple((name, tuple(shape)) for name, _, shape in inputs)
     key = (path, file.st_mtime_ns, file.st_size, sizes, each)
     if key not in _timed:
-        _timed[key] = _timed_apart(path, inputs, ranges, each)
+        _timed[key] = _timed_apart(path, inputs, ranges, each, zeros)
     return _timed[key]
 
 
@@ -54,11 +55,13 @@ def _timed_apart(
     inputs: Sequence[InputSpec],
     ranges: Mapping[str, tuple[int, int]],
     each: Sequence[Share],
+    zeros: Iterable[str],
 ) -> UnsplitRuns | None:
     message = {
         "model": model,
         "inputs": [(name, dtype, list(shape)) for name, dtype, shape in inputs],
         "ranges": {name: list(bounds) for name, bounds in ranges.items()},
+        "zeros": sorted(zeros),
         "shares": [asdict(share) for share in each],
         "libraries": list(libraries()),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from onnxpar.calibration.host import MEASURED
 from onnxpar.calibration.unsplit_runs import time_unsplit
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
+from onnxpar.runtime.first_states import ZERO
 from onnxpar.symbols.symbols import Polynomial
 
 MOST_BYTES, LONGEST = 256 << 20, 0.5
@@ -19,25 +20,29 @@ seconds."""
 
 def time_here(made: Plan, path: Path, topology: Topology, tell: Callable[[str], object]) -> None:
     """Runs the unsplit model at the plan's typical sizes, and corrects the predicted times, if the
-    topology is that of this host and the model is small and fast. Not for training steps, whose
-    states cannot be random. Calls `tell` with a text before, and with an empty one after the runs.
+    topology is that of this host and the model is small and fast. Calls `tell` with a text before,
+    and with an empty one after the runs.
     """
     told = made.predicted
-    if told is None or topology.origin != MEASURED or made.step is not None:
+    if told is None or topology.origin != MEASURED:
         return
     if sum(weight.bytes for weight in made.weights) > MOST_BYTES or told.one_rank > LONGEST:
         return
     tell("timing the unsplit model")
-    found = time_unsplit(path, list(_specs(made)), made.ranges, made.mesh.size)
+    zeros = {name for name, initial in made.initial.items() if initial == ZERO}
+    specs = list(_specs(made, zeros))
+    ranges = {name: made.ranges[name] for name, *_ in specs if name in made.ranges.keys() - zeros}
+    found = time_unsplit(path, specs, ranges, made.mesh.size, zeros)
     tell("")
     if found is not None:
         made.predicted = told.timed(found.alone, found.beside * topology.turns)
 
 
-def _specs(made: Plan) -> Iterator[tuple[str, str, list[Any]]]:
-    """Yields the name, the dtype and the typical shape of each input."""
+def _specs(made: Plan, zeros: Collection[str]) -> Iterator[tuple[str, str, list[Any]]]:
+    """Yields the name, the dtype and the typical shape of each input of which the file has no
+    value."""
     sizes = made.typical[0][0] if made.typical else {}
-    for port in (each for each in made.inputs if not each.has_default):
+    for port in (p for p in made.inputs if not p.has_default or p.name in zeros):
         shape = port.shape if port.open is None else port.open.shape
         numbers = [Polynomial.parse(s).at(sizes) if isinstance(s, str) else s for s in shape or ()]
         yield port.name, port.dtype or port.type, numbers

@@ -5,8 +5,8 @@ splitting pays?
         [--json FILE]
 
 Each model, by default all of models/ that a search can split, is sharded over each number of ranks
-with what a user gets who names nothing else. Runs of its session and of onnxruntime on the unsplit
-model, with all cores, take turns. Of each, the time that a tenth of the runs are below is what
+with what a user gets who names nothing else; a model that is a training step keeps its states on
+the ranks. Runs of its session and of onnxruntime on the unsplit model, with all cores, take turns. Of each, the time that a tenth of the runs are below is what
 counts: other work only adds. Prints predicted and measured times of both, and, in the end, in how
 many cases the plan said rightly whether splitting is faster or slower than onnxruntime, the median
 error of its times, and how far what it takes for the best number of ranks is behind the best.
@@ -35,6 +35,7 @@ import onnxpar
 from onnxpar.errors import OnnxparError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.feeds import make_feeds
+from onnxpar.runtime.first_states import ZERO
 
 ROOT = Path(__file__).parents[2]
 QUANTILE = 0.1
@@ -123,8 +124,17 @@ def cases(path: Path, batch: int, ranks: Sequence[int], rounds: int) -> Iterator
                 specs = Bundle.load(Path(folder) / "m.par").input_specs
                 sizes = [[s if isinstance(s, int) else batch for s in shape] for *_, shape in specs]
                 ports = [(n, d, tuple(s)) for (n, d, _), s in zip(specs, sizes, strict=True)]
-                feeds = make_feeds(ports, plan.ranges)
-                runs = [partial(each.run, None, feeds) for each in (session, unsplit)]
+                ranges = {n: plan.ranges[n] for n, *_ in ports if n in plan.ranges}
+                feeds = make_feeds(ports, ranges)
+                first = {
+                    port.name: np.zeros(port.shape or (), port.dtype)
+                    for port in plan.inputs
+                    if plan.initial.get(port.name) == ZERO
+                }
+                runs = [
+                    partial(session.run, None, feeds, keep_states=bool(plan.states)),
+                    partial(unsplit.run, None, {**feeds, **first}),
+                ]
                 each = in_turns(runs, rounds)
             told = plan.predicted
             yield Case(path.stem, batch, count, told.total, each[0], told.one_rank, each[1])

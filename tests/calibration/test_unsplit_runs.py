@@ -62,20 +62,21 @@ def test_a_plan_for_this_host(host: Topology, monkeypatch: pytest.MonkeyPatch) -
 def test_it_runs_at_the_typical_sizes(host: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[list[int]] = []
 
-    def time(_: object, inputs: list[InputSpec], ranges: object, ranks: int) -> None:
+    def time(_: Path, inputs: list[InputSpec], ranges: object, ranks: int, zeros: set[str]) -> None:
         shapes.extend(list(shape) for _, _, shape in inputs)
-        assert ranks == 3
+        assert ranks == 3 and not zeros
 
     monkeypatch.setattr(timed_plan, "time_unsplit", time)
     made = onnxpar.plan(BERT, devices=3, topology=host, typical="batch=5,seq=7")
     assert shapes == [[5, 7]] * 3 and made.predicted is not None and not made.predicted.is_timed
 
 
-def test_a_training_step_is_not_run(host: Topology, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_training_step_runs_from_its_first_states(optimizer: str, tmp_path: Path) -> None:
     step = tmp_path / "step.onnx"
-    grad(MODELS / "bert.legacy.training.onnx", step, loss="mse", optimizer="sgd")
-    made = planned(host, step).predicted
-    assert made is not None and not made.is_timed
+    grad(MODELS / "bert.legacy.training.onnx", step, loss="mse", optimizer=optimizer)
+    made = planned(replace(Topology.default(), origin=MEASURED), step).predicted
+    assert made is not None and made.is_timed and 0 < made.one_rank < 10
 
 
 def test_runs_are_timed_alone_and_at_once() -> None:
