@@ -42,6 +42,7 @@ def main() -> None:
     feeds |= {name: np.zeros_like(feeds[name]) for name in message["zeros"]}
     model = message["model"]
     session = load_session(model, quiet_options(), providers=["CPUExecutionProvider"])
+    feeds = {port.name: feeds[port.name] for port in session.get_inputs()}
     alone = _shortest([lambda: lambda: session.run(None, feeds)])
     sizes = _sizes(session, feeds)
     shares = [Share(**{**share, "cores": tuple(share["cores"])}) for share in message["shares"]]

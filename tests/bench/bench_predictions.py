@@ -6,10 +6,11 @@ splitting pays?
 
 Each model, by default all of models/ that a search can split, is sharded over each number of ranks
 with what a user gets who names nothing else; a model that is a training step keeps its states on
-the ranks. Runs of its session and of onnxruntime on the unsplit model, with all cores, take turns. Of each, the time that a tenth of the runs are below is what
-counts: other work only adds. Prints predicted and measured times of both, and, in the end, in how
-many cases the plan said rightly whether splitting is faster or slower than onnxruntime, the median
-error of its times, and how far what it takes for the best number of ranks is behind the best.
+the ranks. Runs of its session and of onnxruntime on the unsplit model, with all cores, take turns.
+Of each, the time that a tenth of the runs are below is what counts: other work only adds. Prints
+predicted and measured times of both, and, in the end, in how many cases the plan said rightly
+whether splitting is faster or slower than onnxruntime, the median error of its times, and how far
+what it takes for the best number of ranks is behind the best.
 """
 
 from __future__ import annotations
