@@ -54,8 +54,6 @@ from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
-from onnxpar.base import moved as _moved
-
 if TYPE_CHECKING:
     __version__: str
 
@@ -87,8 +85,6 @@ if TYPE_CHECKING:
     from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
     from onnxpar.runtime.session import InferenceSession as InferenceSession
     from onnxpar.strategy.strategy import Strategy as Strategy
-
-_moved.find_moved_modules()
 
 __all__ = [
     "InferenceSession",

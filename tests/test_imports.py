@@ -1,17 +1,12 @@
 """Rooms import one way, passes do not import each other, rules know no mesh."""
 
-import importlib
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import onnxpar
 import onnxpar.training
-from onnxpar.errors import OnnxparError
 
 ROOT = Path(__file__).parents[1]
 ROOMS = tuple(re.findall(r"^(\w+)  +\S", onnxpar.__doc__ or "", re.MULTILINE))
@@ -88,26 +83,3 @@ def test_the_runtime_knows_no_passes() -> None:
         if module.startswith("runtime."):
             known = {n.split(".")[0] for n in imports(file)}
             assert known <= BELOW, (module, known)
-
-
-def test_modules_that_moved_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onnxpar.base.moved import MOVED
-
-    monkeypatch.setattr(onnxpar.training, "merge", onnxpar.training.merge)  # is restored
-    for old, new in MOVED.items():
-        sys.modules.pop(old, None)
-        with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
-            found = importlib.import_module(old)
-        public = {k for k in vars(importlib.import_module(new)) if not k.startswith("__")}
-        assert public <= set(vars(found))
-
-
-def test_a_function_named_as_a_moved_module_can_be_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onnxpar.training, "merge", onnxpar.training.merge)  # is restored
-    sys.modules.pop("onnxpar.training.merge", None)
-    with pytest.warns(DeprecationWarning):
-        importlib.import_module("onnxpar.training.merge")
-    with pytest.raises(OnnxparError):
-        onnxpar.training.merge(tmp_path / "none", tmp_path / "none.onnx", tmp_path / "out.onnx")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,17 +108,6 @@ class Rule:
         return f"{left} -> {right}" + (" {" + ", ".join(notes) + "}" if notes else "")
 
 
-_RENAMED = {"across": "communicating", "runs": "contiguous", "ties": "co_sharded"}
-"""New names of Rule's fields by old name; plugins may still use the old ones."""
-
-
-def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a rule, with old names replaced by new ones; warns about each old name."""
-    for old in _RENAMED.keys() & fields.keys():
-        warnings.warn(f"{old}= is now {_RENAMED[old]}=", DeprecationWarning, stacklevel=3)
-    return {_RENAMED.get(name, name): value for name, value in fields.items()}
-
-
 def invalid(node: gs.Node, what: str) -> ModelError:
     """The error for a node whose attributes no runtime takes."""
     return ModelError(f"{node.op} '{node.name}' has {what}; export the model again")
@@ -143,7 +131,6 @@ def einsum(
     Factors that no result has are summed, unless `reduce`, `communicating` or `whole` names them.
     Errors: Misfit if an operand or a result has another number of dimensions than in `text`.
     """
-    fields = _renamed(fields)
     inputs, outputs = parse_rule(text)
     found: dict[str, Size] = dict(sizes or {})
     for spec, tensor in zip(inputs + outputs, [*node.inputs, *node.outputs], strict=False):
