@@ -96,11 +96,16 @@ def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
     """An error for a node whose rule at the sizes at which the model is planned differs from those
     at others, in most cases because it has no elements there."""
     assert model.sizes is not None
-    at = ", ".join(f"{name}={size}" for name, size in model.sizes.bindings[0].items())
     return OpenSizesError(
-        f"{node.op} '{node.name}' can be planned at {at} or at other sizes, but not for both; fix "
-        f"sizes with {model.sizes.flags}"
+        f"{node.op} '{node.name}' can be planned at {_first_sizes(model)} or at other sizes, but "
+        f"not for both; fix sizes with {model.sizes.flags}"
     )
+
+
+def _first_sizes(model: Model) -> str:
+    """The sizes at which the model is planned."""
+    assert model.sizes is not None
+    return ", ".join(f"{name}={size}" for name, size in model.sizes.bindings[0].items())
 
 
 def _growing(model: Model, each: Sequence[GraphFactors]) -> set[tuple[str, int]]:
@@ -117,12 +122,17 @@ def _growing(model: Model, each: Sequence[GraphFactors]) -> set[tuple[str, int]]
 
 
 def _aligned(model: Model, factors: GraphFactors, each: Sequence[Variant]) -> list[Variant]:
-    """The variants with the same leaves as `factors`."""
+    """The variants with the same leaves as `factors`. Errors: OpenSizesError if none has."""
     found = []
     for variant in each:
         own = _with_leaves(factors, variant.factors)
         if own is not None:
             found.append(replace(variant, factors=own))
+    if model.sizes is not None and each and not found:
+        raise OpenSizesError(
+            f"how the model is split is known only at {_first_sizes(model)}; fix sizes with "
+            f"{model.sizes.flags}"
+        )
     if model.sizes is not None and len(found) < len(each):
         model.sizes = model.sizes.at([0, *(variant.number for variant in found)])
         found = [replace(variant, number=i) for i, variant in enumerate(found, 1)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 from onnx import NodeProto, helper
 
@@ -25,8 +26,18 @@ Shape = tuple[int | None, ...]
 Shapes = Sequence[Shape | None]
 Place = tuple[int, int]
 """An operand and its axis."""
-Pairs = Iterator[tuple[Place, Place | int]]
-"""Pairs of dimensions that must be equal, or of a dimension and its size."""
+
+
+class Multiple(NamedTuple):
+    """The largest multiple of a number up to the size of an operand's dimension."""
+
+    place: Place
+    of: int
+
+
+Size = Place | int | Multiple
+Pairs = Iterator[tuple[Place, Size]]
+"""Pairs of a dimension and the size that it must have."""
 
 _BROADCAST = frozenset(
     (
@@ -92,10 +103,10 @@ EVEN = _BROADCAST | frozenset(
 """Ops whose results have no other sizes than those of their operands."""
 
 
-def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Place | int, bool]]:
+def equal_sizes(node: NodeProto, shapes: Shapes) -> Iterator[tuple[Place, Size, bool]]:
     """Triples of two dimensions of operands that must be equal, and True if the op also accepts a
-    size of 1 for one of the two, which it repeats. If an attribute gives the size, this number is
-    in place of the second dimension."""
+    size of 1 for one of the two, which it repeats. If an attribute gives the size, or a number of
+    which it must be a multiple, this is in place of the second dimension."""
     operands: Sequence[int] = range(len(shapes))
     skipped = 0
     if node.op_type not in _BROADCAST:
@@ -170,14 +181,16 @@ def _same_shape(*operands: int) -> Callable[[NodeProto, Shapes], Pairs]:
 
 
 def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
-    """Queries, keys and values have the same batch, keys and values the same length; a cache has
-    the same batch, number of heads and head width."""
+    """Queries, keys and values have the same batch, keys and values the same length, heads of
+    queries and keys the same width; a cache has the same batch, number of heads and head width."""
     q, k, v = ([*shapes, None, None, None])[:3]
     if q and k and v and len(q) == len(k) == len(v):
         yield (0, 0), (1, 0)
         yield (0, 0), (2, 0)
         length = len(k) - 2
         yield (1, length), (2, length)
+        if len(q) == 4:
+            yield (0, 3), (1, 3)
     attributes = _attributes(node)
     if not q or attributes.get("k_quant_type", b"NONE") != b"NONE":
         return
@@ -194,8 +207,9 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _mask(node: NodeProto, shapes: Shapes, mask: int) -> Pairs:
-    """A mask is repeated over the batch, the heads and the queries. How many keys it has is free:
-    it may be shorter than they are."""
+    """A mask is repeated over the batch, the heads and the queries. Without a cache, it has all
+    keys: one that is shorter hides the others, as ONNX's Attention has it from opset 24 on, but
+    none is longer."""
     query, shape = shapes[0], shapes[mask]
     if not query or not shape:
         return
@@ -205,7 +219,24 @@ def _mask(node: NodeProto, shapes: Shapes, mask: int) -> Pairs:
         of_scores[3] = (0, 1)
     elif isinstance(heads, int):
         of_scores[3] = heads
+    key = shapes[1] if len(shapes) > 1 else None
+    if key and len(key) == len(query) and not any(shapes[_CACHES[node.domain, node.op_type] :][:1]):
+        of_scores[1] = (1, len(key) - 2)
     yield from (((mask, len(shape) - b), n) for b, n in of_scores.items() if b <= len(shape))
+
+
+def _depth_to_space(node: NodeProto, shapes: Shapes) -> Pairs:
+    yield (0, 1), Multiple((0, 1), _block(node) ** 2)
+
+
+def _space_to_depth(node: NodeProto, shapes: Shapes) -> Pairs:
+    yield from (((0, axis), Multiple((0, axis), _block(node))) for axis in (2, 3))
+
+
+def _block(node: NodeProto) -> int:
+    size = _attributes(node)["blocksize"]
+    assert isinstance(size, int)
+    return size
 
 
 def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:
@@ -275,6 +306,8 @@ _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "FusedMatMul": _matmul,
     "Gemm": _gemm,
     "Concat": _concat,
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
     "LSTM": _recurrence,
     "GRU": _recurrence,
     "RNN": _recurrence,

@@ -21,7 +21,7 @@ from onnxpar.canonicalize.inference import infer_bodies
 from onnxpar.ir.scopes import is_control
 from onnxpar.model.shapes import Walk, known_sizes
 from onnxpar.open_sizes.closed_forms import MOST, ClosedForms
-from onnxpar.open_sizes.equal_sizes import EVEN, Place, Shapes, equal_sizes
+from onnxpar.open_sizes.equal_sizes import EVEN, Multiple, Shapes, Size, equal_sizes
 from onnxpar.open_sizes.reshape_sizes import is_possible, proportion
 from onnxpar.open_sizes.result_sizes import Sizes
 from onnxpar.open_sizes.size_arithmetic import (
@@ -41,6 +41,7 @@ from onnxpar.symbols.symbols import (
     Polynomial,
     Variable,
     minimum,
+    quotient,
     rounded_up,
 )
 from onnxpar.symbols.ties import solve_tie
@@ -208,7 +209,7 @@ class Lockstep:
             tie = solve_tie(first, second, self.symbols)
             if tie is not None:
                 self.is_certain = not repeats and (
-                    isinstance(other, int)
+                    isinstance(other, int | Multiple)
                     or self._is_stored(node.input[place[0]], node.input[other[0]])
                 )
                 return tie
@@ -240,11 +241,14 @@ class Lockstep:
     def _is_stored(self, *names: str) -> bool:
         return any(tensor.name in names for tensor in self.model.graph.initializer)
 
-    def _in_closed_form(self, node: NodeProto, place: Place | int) -> Polynomial | None:
-        """The size of an operand's dimension in closed form."""
-        if isinstance(place, int):
-            return Polynomial.constant(place)
-        operand, axis = place
+    def _in_closed_form(self, node: NodeProto, of: Size) -> Polynomial | None:
+        """A size in closed form, given the node's operands."""
+        if isinstance(of, int):
+            return Polynomial.constant(of)
+        if isinstance(of, Multiple):
+            size = self._in_closed_form(node, of.place)
+            return None if size is None else Polynomial.constant(of.of) * quotient(size, of.of)
+        operand, axis = of
         return self.size(node.input[operand], axis)
 
     def _step(self, node: NodeProto) -> None:
@@ -629,9 +633,12 @@ def _agree(results: Sequence[Sequence[Any]]) -> bool:
     )
 
 
-def _size_at(shapes: Shapes, place: Place | int) -> int | None:
-    """The size of an operand's dimension; if `place` is a number, that number."""
-    if isinstance(place, int):
-        return place
-    operand, axis = place
+def _size_at(shapes: Shapes, of: Size) -> int | None:
+    """A size at these shapes of operands."""
+    if isinstance(of, int):
+        return of
+    if isinstance(of, Multiple):
+        size = _size_at(shapes, of.place)
+        return None if size is None else size - size % of.of
+    operand, axis = of
     return (shapes[operand] or ())[axis]

@@ -171,3 +171,43 @@ def test_values_of_an_open_width_beside_each_other(
         for _ in range(3)
     ]
     assert not agrees(path, split, feeds)
+
+
+@pytest.mark.parametrize("split", ["x.1", "x.2", "x.3"])
+@pytest.mark.parametrize("op", ["DepthToSpace", "SpaceToDepth"])
+def test_blocks_of_an_open_dimension(op: str, split: str, tmp_path: Path) -> None:
+    """Sizes of which nothing is left over, whatever the inference of shapes makes of others."""
+    open_axis = "N,2,3" if op == "DepthToSpace" else "2,N,4"
+    path = write_text(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        m (float[1,{open_axis}] x) => (float[] y) {{ y = {op} <blocksize = 2> (x) }}""",
+        tmp_path / "m.onnx",
+    )
+    cut: list[object] = [1] * 4
+    cut[int(split[2])] = "x"
+    random, every = np.random.default_rng(0), (4, 8, 12, 80, 244)
+    feeds = [
+        {"x": random.standard_normal([1, *map(int, open_axis.replace("N", str(n)).split(","))])}
+        for n in every
+    ]
+    assert not agrees(path, {"x": cut}, [{"x": f["x"].astype(np.float32)} for f in feeds])
+
+
+@pytest.mark.parametrize("split", [{"k": [1, 1, "x", 1]}, {"q": [1, 1, "x", 1]}])
+@pytest.mark.parametrize("sizes", ["K", "M"])
+def test_keys_as_wide_as_queries_and_masks_as_long_as_keys(
+    sizes: str, split: dict[str, list[object]], tmp_path: Path
+) -> None:
+    wide, long = ("N", "8") if sizes == "K" else ("8", "N")
+    path = write_text(
+        f"""<ir_version: 11, opset_import: ["" : 24]>
+        m (float[2,3,4,8] q, float[2,3,8,{wide}] k, float[2,3,8,8] v, float[4,{long}] a)
+        => (float[] y) {{ y = Attention (q, k, v, a) }}""",
+        tmp_path / "m.onnx",
+    )
+    random = np.random.default_rng(0)
+    shapes = {"q": (2, 3, 4, 8), "k": (2, 3, 8, 8), "v": (2, 3, 8, 8), "a": (4, 8)}
+    feed = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    assert not agrees(path, split, [feed])
+    short = feed | ({"k": feed["k"][..., :1]} if sizes == "K" else {"a": feed["a"][:, :5]})
+    assert agrees(path, split, [feed, short]) == 1
