@@ -183,15 +183,22 @@ class Meshes:
                     yield Mesh(tuple(zip(order, sizes, strict=True)))
 
     def _finer(self, best: Solution, below: float) -> Iterator[Solution]:
-        """Solutions after one axis was split into two of all possible sizes, if they are `below`
-        these seconds, and below those before; each axis of DIVIDED or more ranks that is not
-        requested by name is tried."""
+        """Solutions after one axis was split into two, if they are `below` these seconds, and below
+        those before; each axis of DIVIDED or more ranks that is not requested by name is tried. Its
+        parts are first alike in size, then more and more different, as long as that is faster."""
         for at, (name, size) in enumerate(best.mesh.shape):
-            is_divided = size >= DIVIDED and name not in self.requested
-            for sizes in _products(size, 2) if is_divided else ():
-                found = self.split(best, at, sizes, below)
-                if found is not None:
-                    below = min(below, found.seconds * (1 - BETTER))
+            if size < DIVIDED or name in self.requested:
+                continue
+            ways = list(_products(size, 2))
+            middle = min(range(len(ways)), key=lambda i: max(ways[i]))
+            for direction in (ways[middle:], ways[:middle][::-1]):
+                last = math.inf
+                for sizes in direction:
+                    found = self.split(best, at, sizes, below)
+                    if found is None or found.seconds >= last:
+                        break
+                    last = found.seconds
+                    below = min(below, last * (1 - BETTER))
                     yield found
 
     def split(
