@@ -355,12 +355,14 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
 
 def watched(
     options: Options, saver: Saver, dump: File | None, steps: PassSteps | None = None
-) -> tuple[Options, Watch]:
+) -> tuple[Options, Watch | None]:
     """Returns the options, extended so that the loader shows its rewrites, and a function to call
     after each pass, which dumps the graph, collects its steps and lets `saver` read the
-    strategy."""
+    strategy; None if there is nothing to do after a pass."""
     dumps = None if dump is None else Dump(dump)
     seers = [seer for seer in (dumps, steps) if seer is not None]
+    if not seers and saver.path is None:
+        return options, None
 
     def show(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
         for seer in seers:
