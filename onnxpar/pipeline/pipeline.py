@@ -44,7 +44,7 @@ from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import may_overlap, passes_of
 from onnxpar.pipeline.encoder_decoders import encoder_options, note_encoder
 from onnxpar.pipeline.lengths import Pins, check_same_step, digests_beside
-from onnxpar.pipeline.memory_limit import within_hardware, within_limit
+from onnxpar.pipeline.memory_limit import Make, within_hardware, within_limit
 from onnxpar.pipeline.options import Options, unknown_host, wanted_mesh
 from onnxpar.pipeline.paging import refuse_paging
 from onnxpar.pipeline.predicted_times import (
@@ -106,16 +106,26 @@ def _fitting(
     path: str | Path, options: Options, watch: Watch | None, reckoning: Reckoning | None
 ) -> tuple[Plan, PassContext]:
     """Makes a plan that keeps to the memory limit, or without one fits the hardware."""
+    seen: Plan | None = None
+
+    def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
+        nonlocal seen
+        if devices != options.devices:  # to say how many ranks would do
+            return _plan(path, replace(options, objective=objective, devices=devices, show=unseen))
+        made = _plan(path, replace(options, objective=objective), watch, reckoning)
+        seen = made[0]
+        return made
+
     try:
         if options.objective.memory is None:
-            made = _plan(path, options, watch, reckoning)
-            fitting = _within_hardware(path, options, made[0])
+            made = make(options.objective, options.devices)
+            fitting = _within_hardware(options, made[0], make)
             if fitting is None:
                 return made
             within, made = fitting
         else:
-            within, made = _within_limit(path, options)
-        if watch is not None or reckoning is not None:
+            within, made = _within_limit(options, make)
+        if made[0] is not seen and (watch is not None or reckoning is not None):
             notes = made[0].notes
             made = _plan(path, within, watch, reckoning)
             made[0].notes[:] = notes
@@ -124,13 +134,9 @@ def _fitting(
         options.objective.patience.tell("")
 
 
-def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Plan, PassContext]]:
+def _within_limit(options: Options, make: Make) -> tuple[Options, tuple[Plan, PassContext]]:
     """Returns a plan that keeps to the memory limit, and options that give the same plan without a
     search."""
-
-    def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
-        return _plan(path, replace(options, objective=objective, devices=devices, show=unseen))
-
     is_bounded = options.topology is not None and bool(options.topology.devices)
     may_grow = options.devices is not None and wanted_mesh(options) is None and not is_bounded
     is_paged = bool(options.page_size)
@@ -139,17 +145,15 @@ def _within_limit(path: str | Path, options: Options) -> tuple[Options, tuple[Pl
 
 
 def _within_hardware(
-    path: str | Path, options: Options, made: Plan
+    options: Options, made: Plan, make: Make
 ) -> tuple[Options, tuple[Plan, PassContext]] | None:
     """Returns a plan that fits the memory of the hardware, with options that give the same plan;
     None if the given plan fits, or no other plan was found."""
     if options.preset == MANUAL or (options.on_any_host and options.topology is None):
         return None
-
-    def make(objective: Objective, devices: int | None) -> tuple[Plan, PassContext]:
-        return _plan(path, replace(options, objective=objective, show=unseen))
-
-    found = within_hardware(options.objective, made, options.topology, make)
+    found = within_hardware(
+        options.objective, made, options.topology, lambda to, _: make(to, options.devices)
+    )
     return None if found is None else _again(options, *found)
 
 

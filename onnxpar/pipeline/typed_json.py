@@ -6,16 +6,15 @@ TYPES `{"Axis": {"name": "tp", ...}}`, a node's factors `{"op": "MatMul_3"}`.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from onnxpar.cost.device import Rate
-from onnxpar.cost.topology import Device, Level, Link, Topology
+from onnxpar.cost.topology import Topology
 from onnxpar.ir.reshards import Reshard
-from onnxpar.layout.layout import Concat, Factor, Layout, Product
-from onnxpar.layout.mesh import Axis, Mesh
+from onnxpar.layout.mesh import Mesh
 from onnxpar.presets.context_parallel import SplitSequences
 from onnxpar.presets.expert_parallel import SplitExperts
 from onnxpar.presets.split_alone import CloseOpen, SplitAlone, SplitUpdate
@@ -28,25 +27,38 @@ from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.state import FactorSharding
 from onnxpar.strategy.strategy import NodeAnnotation, TensorAnnotation
 
-TYPES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Axis,
+
+def _with_parts(kinds: Iterable[type[Any]]) -> dict[str, type[Any]]:
+    """Dataclasses, and those that their fields may have, and so on, by name."""
+    found: dict[str, type[Any]] = {}
+    left = list(kinds)
+    while left:
+        kind = left.pop()
+        if kind.__name__ not in found and kind is not OpFactors and is_dataclass(kind):
+            found[kind.__name__] = kind
+            types = [t for hint in get_type_hints(kind).values() for t in (hint, *_arguments(hint))]
+            left += [t for t in types if isinstance(t, type)]
+    return found
+
+
+def _arguments(hint: Any) -> Iterator[Any]:
+    """Yields the types within a type such as `tuple[int, ...] | None`."""
+    for part in get_args(hint):
+        yield part
+        yield from _arguments(part)
+
+
+TYPES = _with_parts(
+    (
         CloseOpen,
         Closed,
-        Concat,
-        Device,
-        Factor,
+        FactorSharding,
         FeedWhole,
         HoldTable,
-        Layout,
-        Level,
-        Link,
         Mesh,
         NodeAnnotation,
-        FactorSharding,
-        Product,
-        Rate,
+        Reshard,
+        ReshardStep,
         SplitAlone,
         SplitBehindSums,
         SplitCaches,
@@ -55,12 +67,10 @@ TYPES: dict[str, type[Any]] = {
         SplitSums,
         SplitTogether,
         SplitUpdate,
-        Reshard,
-        ReshardStep,
         TensorAnnotation,
         Topology,
     )
-}
+)
 
 
 def encode(value: Any) -> Any:

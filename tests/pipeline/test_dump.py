@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
+from onnxpar.calibration.host import MEASURED
 from onnxpar.cli.command_line import main
+from onnxpar.cost.topology import Session, Topology
 from onnxpar.ir.lazy_values import StackedValues
+from onnxpar.load.load import load
 from onnxpar.model import write_model
 from onnxpar.model.write_model import INLINE
 from onnxpar.pipeline import plugins
+from onnxpar.pipeline.typed_json import decode, encode
+from onnxpar.sharding.analysis import analyse
 
 MODELS = Path(__file__).parents[2] / "models"
 PASSES = (
@@ -378,3 +384,10 @@ def test_a_dump_has_what_was_measured_of_a_device(tmp_path: Path) -> None:
 def text_of(dump: Path) -> str:
     model = onnx.load(dump, load_external_data=False)
     return " ".join(entry.value for entry in model.metadata_props)
+
+
+def test_topologies_of_measured_hosts_are_read_again() -> None:
+    """And whatever else a decision may consist of: JSON knows the fields' types by themselves."""
+    topology = replace(Topology.default(), origin=MEASURED, session=Session(1e-5, 2e9, 3e-6))
+    graph = analyse(load(MODELS / "dlrm.legacy.static.onnx").graph)
+    assert decode(json.loads(json.dumps(encode(topology))), graph) == topology
