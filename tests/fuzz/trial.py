@@ -218,9 +218,8 @@ def _run_session(par: str) -> int:
 
 def fault_of(status: int, text: str, place: str = "") -> str:
     """What is wrong with an exit status and the text on standard error."""
-    lines = [
-        line for line in text.splitlines() if line and not line.startswith("onnxpar: warning: ")
-    ]
+    every = [line for line in text.splitlines() if line]
+    lines = [n for n in every if not n.startswith("onnxpar:") or n.startswith("onnxpar: error: ")]
     if any(word in text for word in ("Traceback", "internal error")):
         return f"traceback: {lines[-1][:200] if lines else ''}\n{place}"
     if "not enough memory" in text:
