@@ -21,12 +21,14 @@ _BIAS, _MASK, _ADDED = 3, 4, 5
 
 @dataclass(frozen=True)
 class HeadsLowering:
-    """Lowers a MultiHeadAttention without a cache. `scale` multiplies its scores, `filter` is
-    added to those of masked keys, and a query sees only earlier keys if `is_causal`."""
+    """Lowers a MultiHeadAttention without a cache. `scale` multiplies its scores, and `filter` is
+    added to those of masked keys. If `is_causal`, a query sees only earlier keys, but the last of
+    the `queries` sees all, as in onnxruntime's kernel, also where there are more keys."""
 
     scale: float
     filter: float
     is_causal: bool
+    queries: int
 
     def lower(self, build: Lowering) -> None:
         """Attends to the rank's keys, and combines the results of all ranks."""
@@ -86,7 +88,9 @@ class HeadsLowering:
             scores = build.add("Add", [scores, hidden])
         if self.is_causal:
             rows, columns = held_positions(build, "s", 0, 2), held_positions(build, "t")
+            last = build.per_rank(lambda _: np.array(self.queries - 1))
             sees = build.add("Not", [build.add("Less", [rows, columns])])
+            sees = build.add("Or", [sees, build.add("Equal", [rows, last])])
             least = like(scores, least_of(node.inputs[0]))
             scores = build.add("Where", [sees, scores, least])
         return scores
@@ -115,7 +119,9 @@ def split_keys(node: gs.Node, width: int) -> dict[str, Any]:
         return {}
     is_causal = bool(node.attrs.get("unidirectional"))
     scale = node.attrs.get("scale") or 1 / np.sqrt(width)
-    lowering = HeadsLowering(scale, node.attrs.get("mask_filter_value", -10000.0), is_causal)
+    hidden = node.attrs.get("mask_filter_value", -10000.0)
+    queries = (tensor_shape(node.inputs[0]) or (0, 0))[1] or 0
+    lowering = HeadsLowering(scale, hidden, is_causal, queries)
     return {
         "communicating": frozenset("t"),
         "lowered": frozenset("st") if is_causal else frozenset("t"),

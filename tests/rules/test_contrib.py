@@ -109,6 +109,10 @@ ATTENTION = [
         case("MultiHeadAttention", [Q3, K3, V3], {"num_heads": 4}),
         "b s (n d), b t (n d), b t (n e) -> b s (n e) {communicating: t, whole: d}",
     ),
+    (  # the last query sees all keys, also those behind it
+        case("MultiHeadAttention", [Q3, K3, V3], {"num_heads": 4, "unidirectional": 1}),
+        "b s (n d), b t (n d), b t (n e) -> b s (n e) {communicating: t, whole: d}",
+    ),
     (
         case(
             "MultiHeadAttention",
