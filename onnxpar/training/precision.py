@@ -49,6 +49,8 @@ _MEANS = """
     GlobalLpPool Resize"""
 _SENSITIVE = frozenset(f"{_MEANS} Sqrt Div Erf LSTM GRU RNN".split())
 """Ops that compute in 32 bits also where they return 16."""
+_MASK = 3
+"""The operand of Attention that is added to the scores, or hides them."""
 _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat")
 
 
@@ -177,11 +179,30 @@ class _Lowering:
             if not self._is_float(tensor):
                 continue
             is_rounded = form == "rounded" and id(tensor) in self.narrow
-            key = str(tensor.name), "single" if is_rounded else form
+            is_mask = node.op == "Attention" and i == _MASK and id(tensor) not in self.narrow
+            key = str(tensor.name), "mask" if is_mask else "single" if is_rounded else form
             if key not in made:
-                made[key] = self._in_form(tensor, form, casts)
+                read = self._bounded(tensor, casts) if is_mask else tensor
+                made[key] = self._in_form(read, form, casts)
             node.inputs[i] = made[key]
         return casts
+
+    def _bounded(self, mask: gs.Tensor, nodes: list[gs.Node]) -> gs.Tensor:
+        """A mask whose finite numbers 16 bits can hold: the least one hides a key as far as the
+        rest of its row does, minus infinity always."""
+        least = np.array(-self.largest, np.float32)
+        if isinstance(mask, gs.Constant) and not self._is_weight(mask):
+            values = np.asarray(mask.values)
+            bounded = np.where(np.isinf(values), values, np.maximum(values, least))
+            return gs.Constant(self._name(mask, "bounded"), bounded)
+        names = [self._name(mask, what) for what in ("infinite", "largest", "bounded")]
+        types = (np.bool_, np.float32, np.float32)
+        results = [gs.Variable(n, t, mask.shape) for n, t in zip(names, types, strict=True)]
+        limit = gs.Constant(self._name(mask, "least"), least)
+        operands = [[mask], [mask, limit], [results[0], mask, results[1]]]
+        for op, inputs, result in zip(("IsInf", "Max", "Where"), operands, results, strict=True):
+            nodes.append(gs.Node(op, f"precision/{result.name}", {}, inputs, [result]))
+        return results[-1]
 
     def _in_form(self, tensor: gs.Tensor, form: str, casts: list[gs.Node]) -> gs.Tensor:
         is_narrow = id(tensor) in self.narrow

@@ -174,3 +174,38 @@ def test_gradients_that_travel_in_16_bits_do_not_become_codes(tmp_path: Path) ->
     with pytest.raises(StrategyError, match="2bit: the step's gradients have 16 bits already"):
         pipeline.plan(step, replace(how, compression="2bit"))
     pipeline.plan(step, replace(how, compression="bfloat16"))  # as they do
+
+
+MASKED = """<ir_version: 10, opset_import: ["" : 25]>
+m (float[2,4,4] x, float[4,4] mask) => (float[2,4,4] y) {
+q = MatMul(x, wq)  k = MatMul(x, wk)  v = MatMul(x, wv)
+y = Attention<q_num_heads = 2, kv_num_heads = 2>(q, k, v, mask) }"""
+
+
+@pytest.mark.parametrize("number", [-1e9, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize(("precision", "held"), [("float16", -65504.0), ("bfloat16", -3e38)])
+def test_masks_beyond_16_bits(precision: str, held: float, number: float, tmp_path: Path) -> None:
+    """Such a number is the least that 16 bits hold, not minus infinity, which hides a whole row:
+    gradients, which read the mask in 32 bits, are those of what Attention computes."""
+    if onnx.defs.onnx_opset_version() < 25:
+        pytest.skip("this onnx does not have opset 25")
+    proto = onnx.parser.parse_model(MASKED)
+    random = np.random.default_rng(0)
+    for name in ("wq", "wk", "wv"):
+        weight = random.standard_normal((4, 4), np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    path, step = tmp_path / "m.onnx", tmp_path / "step.onnx"
+    onnx.save(proto, path)
+    how = {"precision": precision, "loss_scale": "none", "batch_dim": {"mask": None}}
+    grad(path, step, loss="mse", optimizer="none", **how)
+    session = ort.InferenceSession(step, quiet())
+    feeds = {name: random.standard_normal((2, 4, 4), np.float32) for name in ("x", "target")}
+    row = np.array([[0], [1], [0], [0]], np.float32) * np.ones(4, np.float32)
+    names = ["loss", "wq.grad", "wk.grad", "wv.grad"]
+    found, wanted, hidden = (
+        session.run(names, feeds | {"mask": np.where(row, np.float32(n), 0)})
+        for n in (number, held, -np.inf)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert abs(found[0] - hidden[0]) > 0.01
