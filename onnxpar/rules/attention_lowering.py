@@ -180,7 +180,7 @@ class AttentionLowering:
         self._give(build, scores, mode == 1)
         mask, visible = self._mask(build), self._visible(build)
         if mask is not None:
-            scores = build.add("Add", [scores, widen(build, mask)])
+            scores = masked(build, scores, mask)
         if visible is not None:
             least = least_of(build.local.node.inputs[0])
             scores = build.add("Where", [visible, scores, like(scores, hidden(build, least))])
@@ -268,6 +268,17 @@ evenly; before, to none, in onnxruntime."""
 def hidden(build: Lowering, least: float) -> float:
     """The score of a key that a query does not see, for scores whose least number is `least`."""
     return -np.inf if build.opset >= _EVEN else least
+
+
+def masked(build: Lowering, scores: gs.Tensor, mask: gs.Tensor) -> gs.Tensor:
+    """The scores, in 32 bits, with a mask of numbers added. In 16 bits, as onnxruntime adds it, the
+    least number stays what it is."""
+    added = build.add("Add", [scores, widen(build, mask)])
+    if dtype_of(mask) != np.float16 or build.opset >= _EVEN:
+        return added
+    least = np.finfo(np.float16).min
+    shown = build.add("Greater", [mask, like(mask, least)])
+    return build.add("Where", [shown, added, like(scores, least)])
 
 
 def powers_of(build: Lowering, scores: gs.Tensor, largest: gs.Tensor, least: Any) -> gs.Tensor:

@@ -21,9 +21,10 @@ from onnxpar.rules.attention_lowering import (
     AttentionLowering,
     hidden,
     least_of,
+    masked,
     sees_by_place,
 )
-from onnxpar.rules.communicate import held_positions, is_short_float, like, widen
+from onnxpar.rules.communicate import held_positions, is_short_float, like
 from onnxpar.rules.ring_ranges import Bounds, Range, seen_range, zigzag
 from onnxpar.rules.rule import Local, Lowering
 
@@ -263,7 +264,7 @@ class Block:
         mask = self.mask(MASK) if MASK in ring.masks_of else None
         is_bool = mask is not None and dtype_of(mask) == np.bool_
         if mask is not None and not is_bool:
-            scores = build.add("Add", [scores, widen(build, mask)])
+            scores = masked(build, scores, mask)
         sees_all = self.ranges is not None and all(r.is_full for r in self.ranges)
         rows, columns = (None, None)
         if ring.needs_places and not sees_all:

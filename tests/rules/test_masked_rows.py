@@ -79,3 +79,29 @@ def test_queries_before_the_first_key(length: int, tmp_path: Path) -> None:
     with ThreadSession(par, timeout=60) as session:
         (got,) = session.run(None, feeds)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("opset", [23, 24, 25])
+def test_rows_of_the_least_number_of_16_bits(opset: int, way: str, tmp_path: Path) -> None:
+    """It hides keys also where ranks add it to scores in 32 bits."""
+    if opset > onnx.defs.onnx_opset_version():
+        pytest.skip("this onnx does not have the opset")
+    path, par = write(opset, "", 9, tmp_path), tmp_path / "m.par"
+    text = onnx.printer.to_text(onnx.load(path)).replace("float[", "float16[")
+    onnx.save(onnx.parser.parse_model(text), path)
+    tensors = WAYS[way]
+    how = {"strategy": {"mesh": {"x": 3}, "tensors": tensors}} if tensors else {}
+    onnxpar.shard(
+        path, par, for_any_host=True, **(how or {"devices": 3, "preset": "ring-attention"})
+    )
+    random = np.random.default_rng(0)
+    least = np.finfo(np.float16).min
+    mask = np.where(random.random((9, 9)) < 0.4, least, 0).astype(np.float16)
+    mask[2], mask[4] = least, -np.inf
+    drawn = {name: random.standard_normal((2, 9, 8)).astype(np.float16) for name in "qkv"}
+    feeds = drawn | {"mask": mask}
+    (wanted,) = ort.InferenceSession(str(path)).run(None, feeds)
+    with ThreadSession(par, timeout=60) as session:
+        (got,) = session.run(None, feeds)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=4e-3)
