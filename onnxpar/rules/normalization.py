@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.ir.tensors import dtype_of, float_attr, given, tensor_shape
@@ -110,7 +111,7 @@ def lp_normalization(node: gs.Node) -> Rule:
         norm = total(build, sizes, [axis], [dims[axis]])
         norm = norm if is_first else build.add("Sqrt", [norm])
         is_zero = build.add("Equal", [norm, like(x, 0)])
-        finish(build, "Div", [x, build.add("Where", [is_zero, like(x, 1), norm])])
+        finish(build, "Div", [x, build.add("Where", [is_zero, like(x, np.inf), norm])])
 
     return einsum(node, f"{text} -> {text}", **communicating(node, [dims[axis]], (), lower))
 
