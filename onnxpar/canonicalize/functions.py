@@ -15,6 +15,9 @@ from onnxpar.ir.stored import nodes_of, reads_of, subgraphs_of
 from onnxpar.model.checker import check_functions
 from onnxpar.model.shapes_by_onnxruntime import is_known
 
+_NEWEST = (1 << 31) - 1
+"""The largest number of an opset that onnx takes."""
+
 MOST_NODES = 100_000
 """Most nodes that calls may expand into, or ten times the nodes in the file if that is more."""
 _Key = tuple[str, str, str]
@@ -67,7 +70,7 @@ def _take_opsets(proto: onnx.ModelProto, path: Path) -> None:
 def _has(node: NodeProto, opset: int) -> bool:
     """True if the opset has the node's op, with its attributes and its number of inputs."""
     try:
-        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+        schema = onnx.defs.get_schema(node.op_type, min(opset, _NEWEST), node.domain)
     except onnx.defs.SchemaError:
         return onnx.defs.has(node.op_type, node.domain) is False
     known = {*schema.attributes, ""}

@@ -6,6 +6,7 @@ dimension: it takes nothing where `x[arange(n - 1, -1, -1)]` takes all rows in r
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,26 @@ SLICING = ("GatherToSliceFusion",)
 def takes_ranges(model: onnx.ModelProto) -> bool:
     """True if a Gather of this model reads what a Range makes."""
     nodes = list(nodes_of(model.graph))
-    ranges = {node.output[0] for node in nodes if node.op_type == "Range"}
+    ranges = {node.output[0] for node in _ranges(nodes)}
     return any(n.op_type == "Gather" and not ranges.isdisjoint(n.input[1:]) for n in nodes)
+
+
+def _ranges(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Yields the nodes Range, as far as they have what their op requires."""
+    for node in nodes:
+        if node.op_type == "Range" and not node.domain and len(node.input) == 3 and node.output:
+            yield node
 
 
 def keep_ranges(graph: GraphProto) -> None:
     """Negates the indices of each such Gather twice, also in bodies."""
     nodes = list(nodes_of(graph))
-    ranges = [node for node in nodes if node.op_type == "Range" and not node.domain]
+    ranges = list(_ranges(nodes))
     bounds = {name for node in ranges for name in node.input}
     values = {t.name: t for t in stored_tensors(graph) if t.name in bounds and not t.external_data}
     known: dict[str, Any] = {name: numpy_helper.to_array(t) for name, t in values.items()}
     for node in nodes:
-        if node.op_type == "Constant" and node.output[0] in bounds:
+        if node.op_type == "Constant" and node.attribute and bounds.intersection(node.output):
             known[node.output[0]] = helper.get_attribute_value(node.attribute[0])
             if node.attribute[0].name == "value":
                 known[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
@@ -41,7 +49,7 @@ def keep_ranges(graph: GraphProto) -> None:
     for scope in graphs_of(graph) if odd else ():
         made: list[NodeProto] = []
         for node in scope.node:
-            if node.op_type == "Gather" and node.input[1] in odd:
+            if node.op_type == "Gather" and odd.intersection(node.input[1:2]):
                 made += _negated_twice(node)
             made.append(node)
         kept = [_copy(node) for node in made]
