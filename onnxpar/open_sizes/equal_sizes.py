@@ -192,6 +192,9 @@ def _attention(node: NodeProto, shapes: Shapes) -> Pairs:
         if len(q) == 4:
             yield (0, 3), (1, 3)
     attributes = _attributes(node)
+    by_text = _BY_TEXT.get((node.domain, node.op_type), len(shapes))
+    if q and by_text < len(shapes) and shapes[by_text]:
+        yield (0, 0), (by_text, 0)
     if not q or attributes.get("k_quant_type", b"NONE") != b"NONE":
         return
     heads, width = _heads(attributes, q, is_packed=not k)
@@ -290,6 +293,11 @@ _CACHES = {
     ("com.microsoft", "DecoderMaskedMultiHeadAttention"): 5,
 }
 """Position of the operand of past keys; past values are the next operand."""
+_BY_TEXT = {
+    ("", "Attention"): 6,
+    ("com.microsoft", "GroupQueryAttention"): 5,
+}
+"""Position of the operand that has a number for each text of the batch."""
 _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "MatMul": ((0, 1), 2),
     "MatMulInteger": ((0, 1), 2),

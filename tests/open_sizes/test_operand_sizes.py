@@ -211,3 +211,21 @@ def test_keys_as_wide_as_queries_and_masks_as_long_as_keys(
     assert not agrees(path, split, [feed])
     short = feed | ({"k": feed["k"][..., :1]} if sizes == "K" else {"a": feed["a"][:, :5]})
     assert agrees(path, split, [feed, short]) == 1
+
+
+def test_a_batch_of_as_many_texts_as_stored_lengths(tmp_path: Path) -> None:
+    path = write_text(
+        """<ir_version: 11, opset_import: ["" : 24]>
+        m (float[N,3,4,8] q, float[N,3,8,8] k, float[N,3,8,8] v) => (float[] y)
+        <int64[2] lengths = {6, 7}> { y = Attention (q, k, v, , , , lengths) }""",
+        tmp_path / "m.onnx",
+    )
+    random = np.random.default_rng(0)
+    feeds = [
+        {
+            name: random.standard_normal((n, 3, 4 if name == "q" else 8, 8), np.float32)
+            for name in "qkv"
+        }
+        for n in (2, 1)
+    ]
+    assert agrees(path, {"q": [1, 1, "x", 1]}, feeds) == 1
