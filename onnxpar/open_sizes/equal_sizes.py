@@ -237,9 +237,8 @@ def _space_to_depth(node: NodeProto, shapes: Shapes) -> Pairs:
 
 
 def _block(node: NodeProto) -> int:
-    size = _attributes(node)["blocksize"]
-    assert isinstance(size, int)
-    return size
+    size = _attributes(node).get("blocksize")
+    return size if isinstance(size, int) and size > 0 else 1
 
 
 def _paged_attention(node: NodeProto, shapes: Shapes) -> Pairs:

@@ -80,12 +80,13 @@ class ReshardGraph:
         self.has_detours = math.prod(map(len, self.locations)) <= MOST_DETOURS
         if not self.has_detours:
             self.locations = self._locations(found, detours=False)
-        self.numbering = Numbering([len(locations) for locations in self.locations])
+        counts = [len(locations) for locations in self.locations]
+        self.numbering = Numbering(counts)
         at = [self._number(locations) for locations in found]
         self.near: Array | None = None
         if self.numbering.most > MOST_STATES:
             near = self._between(at)
-            self.numbering.keep(np.any(near, 0))
+            self.numbering = Numbering(counts, np.any(near, 0))
             self.near = near[:, self.numbering.numbers]
         self.at = self.numbering.index[at]
         self.states = self.numbering.places

@@ -18,15 +18,12 @@ class Numbering:
     states that are kept, in rising order. The position in it is a state's index.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, counts: Sequence[int], kept: Array | None = None) -> None:
+        """`kept` is true for the numbers of states that are kept; by default, all are."""
         self.counts = counts
         self.strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
         self.most = math.prod(counts)
-        self.numbers: Array = np.arange(self.most)
-
-    def keep(self, wanted: Array) -> None:
-        """Keeps the states whose number is `wanted`."""
-        self.numbers = np.flatnonzero(wanted)
+        self.numbers: Array = np.arange(self.most) if kept is None else np.flatnonzero(kept)
 
     @cached_property
     def places(self) -> Array:

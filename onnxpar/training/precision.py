@@ -180,7 +180,7 @@ class _Lowering:
                 continue
             is_rounded = form == "rounded" and id(tensor) in self.narrow
             is_mask = node.op == "Attention" and i == _MASK and id(tensor) not in self.narrow
-            key = str(tensor.name), "mask" if is_mask else "single" if is_rounded else form
+            key = str(tensor.name), f"mask {form}" if is_mask else "single" if is_rounded else form
             if key not in made:
                 read = self._bounded(tensor, casts) if is_mask else tensor
                 made[key] = self._in_form(read, form, casts)
