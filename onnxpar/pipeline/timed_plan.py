@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from onnxpar.calibration.host import MEASURED
 from onnxpar.calibration.unsplit_runs import time_unsplit
@@ -14,8 +17,8 @@ from onnxpar.runtime.first_states import ZERO
 from onnxpar.symbols.symbols import Polynomial
 
 MOST_BYTES, LONGEST = 256 << 20, 0.5
-"""Most bytes of weights of a model that is run to make a plan, and the longest predicted run, in
-seconds."""
+"""Most bytes of weights and states of a model that is run to make a plan, and the longest predicted
+run, in seconds."""
 
 
 def time_here(made: Plan, path: Path, topology: Topology, tell: Callable[[str], object]) -> None:
@@ -26,11 +29,13 @@ def time_here(made: Plan, path: Path, topology: Topology, tell: Callable[[str], 
     told = made.predicted
     if told is None or topology.origin != MEASURED:
         return
-    if sum(weight.bytes for weight in made.weights) > MOST_BYTES or told.one_rank > LONGEST:
-        return
-    tell("timing the unsplit model")
     zeros = {name for name, initial in made.initial.items() if initial == ZERO}
     specs = list(_specs(made, zeros))
+    states = sum(prod(s) * np.dtype(d).itemsize for name, d, s in specs if name in zeros)
+    held = sum(weight.bytes for weight in made.weights) + states
+    if held > MOST_BYTES or told.one_rank > LONGEST:
+        return
+    tell("timing the unsplit model")
     ranges = {name: made.ranges[name] for name, *_ in specs if name in made.ranges.keys() - zeros}
     found = time_unsplit(path, specs, ranges, made.mesh.size, zeros)
     tell("")
