@@ -175,7 +175,8 @@ class _Inference:
     def _know(self, names: Iterable[str], types: Iterable[_Type]) -> None:
         for name, type_ in zip(names, types, strict=False):
             if name and type_ is not None:
-                self.walk.types[name] = type_
+                self.walk.types[name] = TypeProto()  # a type of its own: it may change
+                self.walk.types[name].CopyFrom(type_)
 
     def _forget(self, body: GraphProto) -> None:
         """Removes what was recorded about a body's tensors, after a wrong guess at its inputs."""

@@ -25,6 +25,14 @@ def open_ports(plan: Plan, ctx: PassContext) -> None:
     plan.limits = [*sizes.limits, *_limits(ctx, sizes)]
     for ports in (plan.inputs, plan.outputs):
         ports[:] = [opened_port(port, ctx) for port in ports]
+    shapes = [port.open.shape for port in plan.inputs if port.open is not None]
+    texts = {size for shape in shapes for size in shape if isinstance(size, str)}
+    given = {symbol for text in texts for symbol in Polynomial.parse(text).variables}
+    for symbol in plan.example.keys() - given:
+        raise StrategyError(
+            f"the size {symbol} is that of no input, so that a run cannot tell it; fix sizes with "
+            f"{sizes.flags}"
+        )
 
 
 def _limits(ctx: PassContext, sizes: OpenSizes) -> Iterator[tuple[Polynomial, Polynomial]]:

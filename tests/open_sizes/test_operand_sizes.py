@@ -11,7 +11,10 @@ import pytest
 from small_models import write_text
 
 import onnxpar
+from onnxpar.compiler.open_ports import open_ports
 from onnxpar.errors import InputError, StrategyError
+from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.options import Options
 from onnxpar.runtime.threads import ThreadSession
 
 OF_ELEMENTS = """<ir_version: 8, opset_import: ["" : 18]>
@@ -229,3 +232,30 @@ def test_a_batch_of_as_many_texts_as_stored_lengths(tmp_path: Path) -> None:
         for n in (2, 1)
     ]
     assert agrees(path, {"q": [1, 1, "x", 1]}, feeds) == 1
+
+
+@pytest.mark.parametrize("split", [{"sc": [1, "x"]}, {"x": ["x", 1]}, {"x": [1, "x"]}])
+def test_as_many_iterations_as_an_operand_has_rows(
+    split: dict[str, list[object]], tmp_path: Path
+) -> None:
+    """What the iterations make of a carried tensor changes no size of the operand."""
+    path = write_text(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        m (float[N,4] x) => (float[N,4] y, float[K,4] sc) {
+          n = Shape <start = 0, end = 1> (x)  n0 = Squeeze (n)
+          y, sc = Loop (n0, , x) <body = g (int64 i, bool c, float[N,4] s)
+            => (bool c2, float[N,4] s2, float[4] o)
+            { c2 = Identity (c)  o = Gather <axis = 0> (x, i)  s2 = Add (s, o) }> }""",
+        tmp_path / "m.onnx",
+    )
+    random = np.random.default_rng(0)
+    feeds = [{"x": random.standard_normal((n, 4), np.float32)} for n in (1, 3, 8, 31)]
+    assert not agrees(path, split, feeds)
+
+
+def test_a_size_that_no_input_has_is_refused(tmp_path: Path) -> None:
+    """A run could not tell it."""
+    made, ctx = pipeline.plan(write_text(LOOP, tmp_path / "m.onnx"), Options(devices=2))
+    made.inputs = [port for port in made.inputs if port.open is None]
+    with pytest.raises(StrategyError, match="the size N is that of no input"):
+        open_ports(made, ctx)
