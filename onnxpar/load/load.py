@@ -22,6 +22,7 @@ from onnxpar.canonicalize.functions import inlined
 from onnxpar.canonicalize.fused_units import separate_dequantized
 from onnxpar.canonicalize.inference import infer
 from onnxpar.canonicalize.kept_bounds import keep_bounds
+from onnxpar.canonicalize.kept_dropouts import keep_dropouts
 from onnxpar.canonicalize.kept_ranges import keep_ranges
 from onnxpar.canonicalize.listed_tensors import read_listed
 from onnxpar.canonicalize.module_names import ModuleNames, use_module_names
@@ -347,6 +348,7 @@ class _Importer:
         else:
             split_sequences(graph)
         if not self.for_training:
+            keep_dropouts(graph)
             _unshare_vectors(graph)
             separate_dequantized(graph)
         keep_bounds(graph)
