@@ -303,6 +303,8 @@ _REPEATED: dict[str, tuple[Sequence[int], int]] = {
     "FusedMatMul": ((0, 1), 2),
     "LayerNormalization": ((0, 1, 2), 0),
     "RMSNormalization": ((0, 1), 0),
+    "SkipLayerNormalization": ((0, 1), 0),
+    "SkipSimplifiedLayerNormalization": ((0, 1), 0),
     "SimplifiedLayerNormalization": ((0, 1), 0),
 }
 """The operands that an op broadcasts against each other, and the number of their last dimensions
@@ -319,8 +321,6 @@ _RULES: dict[str, Callable[[NodeProto, Shapes], Pairs]] = {
     "GRU": _recurrence,
     "RNN": _recurrence,
     "ScatterElements": _same_shape(1, 2),
-    "SkipLayerNormalization": _same_shape(0, 1),
-    "SkipSimplifiedLayerNormalization": _same_shape(0, 1),
     "Attention": _attention,
     "GroupQueryAttention": _attention,
     "MultiHeadAttention": _attention,

@@ -259,3 +259,25 @@ def test_a_size_that_no_input_has_is_refused(tmp_path: Path) -> None:
     made.inputs = [port for port in made.inputs if port.open is None]
     with pytest.raises(StrategyError, match="the size N is that of no input"):
         open_ports(made, ctx)
+
+
+@pytest.mark.parametrize("split", ["x.0", "x.1", "x.2"])
+@pytest.mark.parametrize("sizes", ["1,M,16", "N,M,16", "M,16"])
+@pytest.mark.parametrize("op", ["SkipLayerNormalization", "SkipSimplifiedLayerNormalization"])
+def test_what_is_skipped_may_be_the_same_for_the_batch(
+    op: str, sizes: str, split: str, tmp_path: Path
+) -> None:
+    path = write_text(
+        f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        m (float[N,M,16] x, float[{sizes}] s, float[16] g) => (float[N,M,16] y)
+        {{ y = com.microsoft.{op} <epsilon = 0.001> (x, s, g) }}""",
+        tmp_path / "m.onnx",
+    )
+    cut: list[object] = [1, 1, 1]
+    cut[int(split[2])] = "x"
+    random, feeds = np.random.default_rng(0), []
+    for n, m in ((1, 1), (2, 1), (1, 5), (3, 3), (5, 20)):
+        shape = [{"N": n, "M": m}.get(each) or int(each) for each in sizes.split(",")]
+        drawn = {"x": (n, m, 16), "s": shape, "g": (16,)}
+        feeds.append({k: random.standard_normal(s).astype(np.float32) for k, s in drawn.items()})
+    assert not agrees(path, {"x": cut}, feeds)
