@@ -37,7 +37,11 @@ def batch_normalization(node: gs.Node) -> Rule:
     batch, sizes = [dims[i] for i in axes], [shape[i] for i in axes]
     if node.attrs.get("training_mode", 0) == 1:
         lower = _lower_training(node, axes, batch, sizes)
-        return einsum(node, text, **communicating(node, batch, sizes, lower))
+        fields = communicating(node, batch, sizes, lower)
+        if "lowered" in fields:
+            # onnxruntime's kernel writes new statistics over the old ones if no output has them
+            fields["lowered"] = frozenset((*batch, dims[1]))
+        return einsum(node, text, **fields)
     if len(results) > 1:
         return einsum(
             node, text, whole=dict.fromkeys(batch, "training is defined differently in this opset")
