@@ -123,6 +123,7 @@ def tensor_scatter(node: gs.Node) -> Rule:
         lower=_Writes(factor, axis, len(shape), length or 0, count or 0, is_circular).lower,
         steps=1,
         contiguous=frozenset({factor}),
+        nonempty=frozenset({factor}),
         linear=(frozenset({0, 1}),),
     )
 
@@ -197,8 +198,8 @@ class _Writes:
         return np.array(local.interval(self.factor)[1] - 1, np.int64)
 
     def _rows(self, local: Local) -> Any:
-        """The number of writes; an empty shard gets none."""
-        return np.array(self.count if local.size(self.factor) else 0, np.int64)
+        """The number of writes."""
+        return np.array(self.count, np.int64)
 
     def _written(self, local: Local) -> Any:
         """The shape of the writes."""
