@@ -287,13 +287,13 @@ def test_what_is_skipped_may_be_the_same_for_the_batch(
 def test_writes_to_a_cache_of_fewer_rows_than_ranks(mode: str, tmp_path: Path) -> None:
     path = write_text(
         f"""<ir_version: 11, opset_import: ["" : 24]>
-        m (float[1,2,M,4] c, float[1,2,N,4] u, int64[1] w) => (float[1,2,M,4] y)
-        {{ y = TensorScatter <mode = "{mode}"> (c, u, w) }}""",
+        m (float[1,2,M,4] c, float[1,2,N,4] u, int64[1] at) => (float[1,2,M,4] y)
+        {{ y = TensorScatter <mode = "{mode}"> (c, u, at) }}""",
         tmp_path / "m.onnx",
     )
     random, feeds = np.random.default_rng(0), []
     for n, m in ((1, 1), (1, 2), (2, 2), (1, 3), (3, 5), (4, 7), (1, 64)):
         feed = {"c": random.standard_normal((1, 2, m, 4), np.float32)}
         feed["u"] = random.standard_normal((1, 2, n, 4), np.float32)
-        feeds.append(feed | {"w": np.array([0 if mode == "linear" else m - 1])})
+        feeds.append(feed | {"at": np.array([0 if mode == "linear" else m - 1])})
     assert not agrees(path, {"c": [1, 1, "x", 1]}, feeds)
