@@ -129,11 +129,10 @@ class ReshardGraph:
         is unused, where this state has it, or where one other of them has it, the same other one
         for all sub-axes."""
         found: Array = np.zeros((len(numbers), self.numbering.most), bool)
-        strides = self.numbering.strides
-        for i, j in combinations(range(len(numbers)), 2):
+        strides, states = self.numbering.strides, self.numbering.places_of(np.array(numbers))
+        for (i, one), (j, other) in combinations(enumerate(states), 2):
             between = np.zeros(1, int)
-            ends = self.numbering.places_of(np.array([numbers[i], numbers[j]]))
-            for stride, places in zip(strides, ends.T, strict=True):
+            for stride, places in zip(strides, zip(one, other, strict=True), strict=True):
                 between = np.add.outer(between, stride * np.array(sorted({0, *places}))).reshape(-1)
             found[i, between] = found[j, between] = True
         return found
