@@ -293,14 +293,15 @@ class OpenConstants:
 
     @cached_property
     def _probes(self) -> list[Binding]:
-        """Random sizes within the limits of runs, small and large, to distinguish polynomials that
-        agree at the bindings."""
+        """Random sizes within the limits of runs, to distinguish polynomials that agree at the
+        bindings: small ones, at which ranks have empty shards, and larger ones."""
         source = random.Random(0)
         bindings = self.sizes.bindings
         least = {symbol: min(b[symbol] for b in bindings) for symbol in self.sizes.symbols}
+        starts = [(dict.fromkeys(least, 1), 4), (least, 3), (least, 30), (least, 999)]
         found = [
-            {symbol: low + source.randint(0, most) for symbol, low in least.items()}
-            for most in (3, 30, 999)
+            {symbol: low + source.randint(0, most) for symbol, low in start.items()}
+            for start, most in starts
             for _ in range(_PROBES)
         ]
         return [

@@ -69,5 +69,7 @@ def _restate(found: list[tuple[gs.Tensor, gs.Node]]) -> None:
         assert point is not None
         shifted = np.asarray(point.astype(np.int16) + _SHIFT, np.uint8)
         node.inputs[2] = gs.Constant(f"{node.name}::unsigned_zero_point", shifted)
-    for tensor, _ in found:
+    for tensor, reader in found:
         tensor.dtype = np.dtype(np.uint8)
+        if _exchanges(reader):
+            reader.outputs[0].dtype = np.dtype(np.uint8)  # also one that no node reads

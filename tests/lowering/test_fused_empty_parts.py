@@ -70,3 +70,19 @@ def test_stored_weights(tmp_path: Path, op: str, block: int, name: str, split: s
     weights["z"] = random.integers(0, 7, scale.shape).astype(dtype)
     body = f"e = DequantizeLinear<{attrs}>(w, s, z)  y = {op}(x, e)"
     agree(tmp_path, body, f"2,{rows}", weights, split)
+
+
+def test_a_quantized_tensor_is_gathered_for_no_reader(tmp_path: Path) -> None:
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]>
+        net (float[N,M] x) => (float[N,M] y)
+        <float e = {0.1}, int8 z = {3}> {
+          q = QuantizeLinear (x, e, z)
+          y = DequantizeLinear (q, e, z) }""")
+    onnx.save(proto, tmp_path / "m.onnx")
+    tensors = {"x": ["y", "x"], "q": ["y", None], "y": ["y", "x"]}
+    strategy = {"mesh": {"x": 2, "y": 2}, "tensors": tensors}
+    onnxpar.shard(tmp_path / "m.onnx", tmp_path / "m.par", strategy=strategy)
+    x = np.random.default_rng(1).standard_normal((5, 7), np.float32)
+    wanted = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x})[0]
+    with ThreadSession(tmp_path / "m.par") as session:
+        np.testing.assert_array_equal(session.run(None, {"x": x})[0], wanted)

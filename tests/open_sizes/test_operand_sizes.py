@@ -302,3 +302,23 @@ def test_writes_to_a_cache_of_fewer_rows_than_ranks(mode: str, tmp_path: Path) -
         feed["u"] = random.standard_normal((1, 2, n, 4), np.float32)
         feeds.append(feed | {"at": np.array([0 if mode == "linear" else m - 1])})
     assert not any(agrees(path, {"c": [1, 1, "x", 1]}, feeds, ranks) for ranks in (2, 3, 4))
+
+
+@pytest.mark.parametrize("ranks_of_keys", ["y", "x"])
+def test_attention_whose_queries_and_keys_are_split_over_different_axes(
+    ranks_of_keys: str, tmp_path: Path
+) -> None:
+    """Of a size of 1, a rank has a stand-in for its queries and no keys."""
+    text = """<ir_version: 11, opset_import: ["" : 24]>
+    m (float[1,4,M,8] q, float[1,4,M,8] k, float[1,4,M,8] v) => (float[1,4,M,8] y)
+    { y = Attention (q, k, v) }"""
+    path, random = write_text(text, tmp_path / "m.onnx"), np.random.default_rng(4)
+    par, tensors = tmp_path / "m.par", {"q": [None, None, "x", None]}
+    tensors["k"] = [None, None, ranks_of_keys, None]
+    onnxpar.shard(path, par, strategy={"mesh": {"x": 2, "y": 2}, "tensors": tensors})
+    whole = ort.InferenceSession(str(path))
+    with ThreadSession(par, timeout=60) as session:
+        for size in (1, 2, 3, 5, 64):
+            feed = {name: random.standard_normal((1, 4, size, 8), np.float32) for name in "qkv"}
+            wanted = whole.run(None, feed)[0]
+            np.testing.assert_allclose(session.run(None, feed)[0], wanted, rtol=1e-5, atol=1e-6)
