@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import onnx
-import onnx_graphsurgeon as gs
-
 import onnxpar.report.candidate_lines
 import onnxpar.report.comparison_lines  # noqa: F401  (these register the texts of results)
-from onnxpar.base.pass_times import DUMP, PassTimes
+from onnxpar.base.pass_times import PassTimes
 from onnxpar.checking.check import Check, Inputs, Way, check_model
-from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.manual.manual import MANUAL
@@ -26,18 +21,17 @@ from onnxpar.open_sizes.typical import sizes_text
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.dump import Dump
 from onnxpar.pipeline.named_passes import run_named
+from onnxpar.pipeline.observer import Observer, Observers
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.pipeline.paging import paged_by_default
 from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
 from onnxpar.pipeline.plugins import load_plugin
-from onnxpar.pipeline.predicted_times import Reckon
-from onnxpar.pipeline.run_passes import Watch
 from onnxpar.pipeline.save_strategy import Saver
 from onnxpar.report import compare_trace as comparing
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one_rank, try_each
-from onnxpar.report.compare_trace import PlannedNode, planned_nodes
+from onnxpar.report.compare_trace import PlannedNodes
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
 from onnxpar.report.node_data import write_node_data
@@ -51,7 +45,6 @@ from onnxpar.runtime.trace import read_trace
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from onnxpar.load.load import Model
 
 File = str | os.PathLike[str]
 
@@ -87,14 +80,14 @@ def shard(
     Errors: OnnxparError, which names the cause and the remedy; nothing is left half-written.
     """
     asked = _plan_options(model, options, "shard", time_passes)
-    files = {"save_strategy": save_strategy, "dump": dump}
-    refuse_overwriting({**options, **files, "model": model, "shorter": shorter})
+    written = {"save_strategy": save_strategy, "dump": dump}
+    refuse_overwriting({**options, **written, "model": model, "shorter": shorter})
     target = output_of(model) if output is None else Path(output)
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     with model_file(model) as path:
-        shown, watch = watched(asked, saver, dump)
-        given = shown, progress, watch, explainer.begin, ranks, [Path(file) for file in shorter]
-        made = pipeline.shard(path, target, *given)
+        observer = observers([saver, explainer], dump)
+        files = [Path(file) for file in shorter]
+        made = pipeline.shard(path, target, asked, progress, observer, ranks, files)
     saver.write()
     return _with_steps(made, explainer, asked)
 
@@ -123,8 +116,8 @@ def make_plan(
     saver, explainer = saver_of(save_strategy, asked), Explainer()
     steps = PassSteps() if html is not None or node_data is not None else None
     with model_file(model) as path:
-        shown, watch = watched(asked, saver, dump, steps)
-        made, ctx = pipeline.plan(path, shown, watch, explainer.begin)
+        each = [saver, explainer, *([] if steps is None else [steps])]
+        made, ctx = pipeline.plan(path, asked, observers(each, dump))
         saver.write()
         made = _with_steps(made, explainer, asked)
         walked = None if steps is None else Walk.of(steps, ctx)
@@ -336,45 +329,16 @@ def compare_with_trace(path: Path, options: Options, trace: File) -> Comparison:
         raise StrategyError(
             "--compare: the time of a manual program cannot be predicted; use `run --profile`"
         )
-    nodes: dict[str, PlannedNode] = {}
-
-    def reckon(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-        apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
-        for name, node in planned_nodes(graph, ctx.sharding, apart).items():
-            nodes[name] = node.weighted(weight, nodes.get(name))
-
-    def begin() -> Reckon:
-        nodes.clear()
-        return reckon
-
-    at = replace(options, reckon_at=recorded.sizes)
-    made, _ = pipeline.plan(path, at, reckoning=begin)
+    planned = PlannedNodes(recorded.sizes)
+    made, _ = pipeline.plan(path, options, planned)
     sizes = recorded.sizes or made.typical
-    return replace(comparing.compare_trace(recorded, made, nodes), sizes=sizes_text(sizes))
+    return replace(comparing.compare_trace(recorded, made, planned.nodes), sizes=sizes_text(sizes))
 
 
-def watched(
-    options: Options, saver: Saver, dump: File | None, steps: PassSteps | None = None
-) -> tuple[Options, Watch | None]:
-    """Returns the options, extended so that the loader shows its rewrites, and a function to call
-    after each pass, which dumps the graph, collects its steps and lets `saver` read the
-    strategy; None if there is nothing to do after a pass."""
-    dumps = None if dump is None else Dump(dump)
-    seers = [seer for seer in (dumps, steps) if seer is not None]
-    if not seers and saver.path is None:
-        return options, None
-
-    def show(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-        for seer in seers:
-            seer.loading(name, graph)
-
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        with options.times.of(DUMP) if seers else nullcontext():
-            for seer in seers:
-                seer.watch(step, model, ctx)
-        saver.watch(step, model, ctx)
-
-    return (replace(options, show=show) if seers else options), watch
+def observers(each: Sequence[Observer], dump: File | None) -> Observer:
+    """Returns what sees a plan being made: these observers, and one that writes dumps, if there is
+    a folder for them."""
+    return Observers([*each, *([] if dump is None else [Dump(dump)])])
 
 
 def _with_steps(plan: Plan, explainer: Explainer, options: Options) -> Plan:

@@ -11,6 +11,7 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 from small_models import write_text
+from watching import Watching
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
@@ -54,9 +55,9 @@ class Example:
             texts[step.name] = _graphs(model, ctx)
 
         steps = passes_of(options, model)
-        ctx = prepare(model, options, steps, watch)
+        ctx = prepare(model, options, steps, Watching(watch))
         later = [step for step in steps if step.stage is not Stage.REWRITE]
-        run_passes(model, ctx, later, watch, check=True)
+        run_passes(model, ctx, later, Watching(watch), check=True)
         (folder / "par").mkdir()
         SplitRanks(DigestedFolder(folder / "par")).run(model.graph, ctx)
         files = sorted((folder / "par").glob("rank_*.onnx"))
@@ -90,7 +91,7 @@ def texts_after(passes: str, model: Model, ctx: PassContext) -> list[str]:
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
         shown.append(f"// after {step.name}\n{graph_text(model.graph, ctx)}")
 
-    run_passes(model, ctx, parse_passes(passes), watch, check=True)
+    run_passes(model, ctx, parse_passes(passes), Watching(watch), check=True)
     return shown
 
 

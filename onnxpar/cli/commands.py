@@ -14,7 +14,14 @@ import numpy as np
 import onnx
 from tqdm import tqdm
 
-from onnxpar.api import compare_strategies, compare_with_trace, output_of, saver_of, timed, watched
+from onnxpar.api import (
+    compare_strategies,
+    compare_with_trace,
+    observers,
+    output_of,
+    saver_of,
+    timed,
+)
 from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
 from onnxpar.base.json_text import json_text
@@ -69,12 +76,10 @@ def shard(args: argparse.Namespace) -> int:
     output = output_of(args.given_model) if args.output is None else args.output
     options = _plan_options(args)
     saver = saver_of(args.save_strategy, options)
-    shown, watch = watched(options, saver, args.dump)
+    observer = observers([saver], args.dump)
     with _progress("weights", _weight_bytes(args.model)) as progress:
         shorter = [Path(file) for file in args.shorter]
-        made = pipeline.shard(
-            args.model, output, shown, progress, watch, ranks=args.ranks, shorter=shorter
-        )
+        made = pipeline.shard(args.model, output, options, progress, observer, args.ranks, shorter)
     saved = saver.write()
     _print_plan(made, full=False)
     print(f"written to {output}")
@@ -105,7 +110,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.candidates or args.html or args.node_data:
         return _explain(args, replace(options, verify=False))
     saver = saver_of(args.save_strategy, options)
-    made, _ = pipeline.plan(args.model, *watched(options, saver, args.dump))
+    made, _ = pipeline.plan(args.model, options, observers([saver], args.dump))
     saved = saver.write()
     if args.json:
         print(made.text())

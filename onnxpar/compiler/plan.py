@@ -264,6 +264,11 @@ class Plan(Shown):
     samples: Sequence[Mapping[str, int]] = field(default=(), compare=False)
     sent_at_runs: Mapping[str, int] = field(default_factory=dict, compare=False)
 
+    @property
+    def held(self) -> int:
+        """Bytes that a rank needs; if devices differ, the most that a rank needs."""
+        return max([load.held for load in self.loads] or [sum(self.memory.values())])
+
     def __repr__(self) -> str:
         how = f", {self.preset}" if self.preset else ""
         return f"<Plan of {self.model} over {self.mesh.size} ranks (mesh {self.mesh}{how})>"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class Model:
     fused     fused nodes of the file, which `graph` has taken apart
     original  the model before these rewrites; None if passes may change what the graph computes
     names     the names in the graph before passes
+    anew      imports the graph again, as it was before passes; None for a dump
     """
 
     path: Path
@@ -124,6 +126,16 @@ class Model:
     fused: Sequence[FusedNode] = ()
     original: StoredModel | None = None
     names: Names = field(default_factory=Names)
+    anew: Callable[[], gs.Graph] | None = None
+
+    def apart(self) -> Model:
+        """Returns the model with the same graph, and with tables of its own."""
+        return replace(self, whole={**self.whole}, growing={*self.growing})
+
+    def fresh(self) -> Model:
+        """Returns the model with a graph of its own, as it was before passes."""
+        assert self.anew is not None
+        return replace(self.apart(), graph=self.anew())
 
     def file_name(self, tensor: str) -> str:
         """Returns the name in the file of a tensor that the loader may have given another one."""
@@ -240,26 +252,25 @@ def load(
         kinds = (bool(open_dims), for_training, part == ENCODER)
         importer = _Importer(proto, path, defaults, names, *kinds, show)
         infer_types = own_types(step)
-        sizes = None
+        sizes, anew = None, partial(importer.graph, proto)
         if infer_types is not None:
             infer_types(proto, defaults)
-            graph = importer.graph(proto)
         elif open_dims:
             sizes = infer_open(proto, open_dims, least, importer.graph, typical, remainders)
-            graph = sizes.graph(0)
+            anew = partial(sizes.graph, 0)
         else:
             keep = stored if for_training else None
             infer(proto, keep)
             if add_up_bags(proto):
                 infer(proto, keep)  # shapes behind the bags
                 show("add-up-bags", proto)
-            graph = importer.graph(proto)
+        graph = anew()
         pairs = _state_pairs(graph, step, states, find_others)
         whole = dict(sizes.whole) if sizes is not None else {}
         if page_size:
             whole |= dict.fromkeys(next_outputs(graph))
         model = Model(path, graph, pairs, header, fixed, stored, annotations, sizes, step, whole)
-        model.names = names_of(graph)
+        model.names, model.anew = names_of(graph), anew
         model.exported, model.called = exported, names_of_modules
         model.shared, model.fused = shared, fused
         model.original = original if step is None and infer_types is None else None

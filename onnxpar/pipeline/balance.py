@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from onnxpar.compiler.pass_ import PassContext
-from onnxpar.compiler.plan import Plan
 from onnxpar.cost.device import Device
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
@@ -16,8 +14,9 @@ from onnxpar.ir.tensors import shape_bytes, tensor_shape
 from onnxpar.layout.mesh import Mesh
 from onnxpar.layout.shares import most_weight
 from onnxpar.load.load import Model
+from onnxpar.pipeline.attempt import Attempt, Planned
 from onnxpar.pipeline.options import Options
-from onnxpar.search.objective import OverLimit
+from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.predict import predict_on_one
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
@@ -30,8 +29,6 @@ SLACK = 0.98
 PROGRESS = 0.999
 """The search for shares ends when the fullest rank holds more than this fraction of what it held
 before: then other shares do not help."""
-
-Made = tuple[Plan, PassContext]
 
 
 def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology | None:
@@ -52,7 +49,8 @@ def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology 
     states = {source for source, _ in model.states}
     held = [*constants(model.graph), *(t for t in model.graph.inputs if t.name in states)]
     total = sum(shape_bytes(t, [size or 1 for size in tensor_shape(t) or ()]) for t in held)
-    most = [limit / total if total else math.inf for limit in limits(topology, options)]
+    own = limits(topology, options.objective)
+    most = [limit / total if total else math.inf for limit in own]
     return replace(topology, shares=capped(speeds, most))
 
 
@@ -72,9 +70,8 @@ def _seconds(model: Model, factors: GraphFactors, topology: Topology, device: De
     return predict_on_one(model.graph.nodes, sharding) or 1.0
 
 
-def limits(topology: Topology, options: Options) -> list[float]:
+def limits(topology: Topology, objective: Objective) -> list[float]:
     """Bytes that each rank may hold; infinite if there is no limit."""
-    objective = options.objective
     if objective.memory is None:
         return [device.memory or math.inf for device in topology.devices]
     weights = map(objective.weight_of, range(len(objective.memories or topology.devices)))
@@ -101,43 +98,40 @@ def capped(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]
         full |= over
 
 
-def fitting_shares(options: Options, make: Callable[[Options], Made]) -> tuple[Options, Made]:
+def fitting_shares(
+    attempt: Attempt, topology: Topology | None, make: Callable[[Attempt], Planned]
+) -> Planned:
     """Makes a plan whose shares of the work fit into the memory of each rank's device: where a rank
     needs more than it has, the others take over some of its share. If no plan fits, returns the
-    first one. Also returns the options with these shares. Errors: OverLimit if a search finds no
-    strategy that fits."""
+    first one. Errors: OverLimit if a search finds no strategy that fits."""
+    most = limits(topology or Topology.default(), attempt.objective)
     try:
-        first = make(options)
+        first = make(attempt)
     except OverLimit:
-        most = limits(options.topology or Topology.default(), options)
         if not all(map(math.isfinite, most)):
             raise
-        options = replace(options, shares=capped(most, [1.0] * len(most)))
-        first = make(options)
-    made, found = first, options
-    speeds = _shares(first)
-    for _ in range(ROUNDS if options.topology is not None else 0):
-        assert options.topology is not None
-        most = limits(options.topology, options)
-        if not speeds or _fullness(made, most) <= 1:
-            return found, made
+        first = make(replace(attempt, shares=capped(most, [1.0] * len(most))))
+    planned, speeds = first, _shares(first)
+    for _ in range(ROUNDS if topology is not None else 0):
+        if not speeds or _fullness(planned, most) <= 1:
+            return planned
         caps = [
             share * limit / load.held * (SLACK if load.held > limit else 1)
-            for share, limit, load in zip(_shares(made), most, made[0].loads, strict=False)
+            for share, limit, load in zip(_shares(planned), most, planned.plan.loads, strict=False)
         ]
         rest = [math.inf] * (len(speeds) - len(caps))
-        found = replace(options, shares=capped(speeds, [*caps, *rest]))
-        before, made = made, make(found)
-        if _fullness(made, most) > _fullness(before, most) * PROGRESS:
+        before = planned
+        planned = make(replace(attempt, shares=capped(speeds, [*caps, *rest])))
+        if _fullness(planned, most) > _fullness(before, most) * PROGRESS:
             break
-    return options, first
+    return first
 
 
-def _shares(made: Made) -> tuple[float, ...]:
-    return made[1].sharding.costs.topology.shares
+def _shares(planned: Planned) -> tuple[float, ...]:
+    return planned.ctx.sharding.costs.topology.shares
 
 
-def _fullness(made: Made, most: Sequence[float]) -> float:
+def _fullness(planned: Planned, most: Sequence[float]) -> float:
     """The largest quotient of what a rank holds by what it may hold."""
-    pairs = zip(made[0].loads, most, strict=False)
+    pairs = zip(planned.plan.loads, most, strict=False)
     return max((load.held / limit for load, limit in pairs), default=0.0)

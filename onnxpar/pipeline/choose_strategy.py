@@ -65,8 +65,6 @@ def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Ch
             assert devices is not None
             mesh = preset_mesh(how, devices)
         return Chosen(mesh, how, annotated)
-    if mesh is not None and options.found is not None:
-        return Chosen(mesh, how, annotated, options.found, options.proof)
     with options.times.of(SEARCH):
         best = _search(model, options, factors, annotated, mesh, how)
     return Chosen(best.mesh, how, annotated, best.annotations, best.proof(options.objective))

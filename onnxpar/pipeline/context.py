@@ -14,17 +14,18 @@ from onnxpar.canonicalize.page_caches import HOLDING, USUAL
 from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
 from onnxpar.compiler.replay import opened, variants
 from onnxpar.ir.training_spec import Step
-from onnxpar.load.load import InferTypes, Model, load
+from onnxpar.load.load import InferTypes, Model, Show, load, unseen
 from onnxpar.manual.manual import MANUAL, refuse_collectives
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.balance import balanced, sampled_remainders
 from onnxpar.pipeline.choose_strategy import choose_strategy
 from onnxpar.pipeline.dataset import with_dataset
+from onnxpar.pipeline.observer import Observer
 from onnxpar.pipeline.options import Options, least_size, manual_of, wanted_mesh
 from onnxpar.pipeline.paging import check_tokens_apart
 from onnxpar.pipeline.placed_tables import tables_on_host
 from onnxpar.pipeline.plugins import load_entry_points
-from onnxpar.pipeline.run_passes import Watch, open_sharding, run_passes
+from onnxpar.pipeline.run_passes import open_sharding, run_passes
 from onnxpar.pipeline.unused_options import (
     refuse_for_manual,
     refuse_groups,
@@ -41,9 +42,10 @@ def load_model(
     for_training: bool = False,
     untied: bool = False,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    show: Show = unseen,
 ) -> Model:
     """Loads the model: as a global program, or with the preset `manual` as the program of each
-    rank. `for_training`, `untied` and `shapes` as for `load`."""
+    rank. `for_training`, `untied`, `shapes` and `show` as for `load`."""
 
     def own_types(step: Step | None) -> InferTypes | None:
         manual = manual_of(options, step)
@@ -66,7 +68,7 @@ def load_model(
             typical=typical,
             find_others=options.find_states,
             shapes=shapes,
-            show=options.show,
+            show=show,
             remainders=sampled_remainders(options),
             page_size=options.page_size or 0,
             kv_dtype=options.kv_dtype,
@@ -83,7 +85,7 @@ def prepare(
     model: Model,
     options: Options,
     passes: Sequence[Pass],
-    watch: Watch | None = None,
+    observer: Observer | None = None,
 ) -> PassContext:
     """Runs the passes of the stage REWRITE, at every binding of open sizes, then makes the context
     for the other passes. Errors: OnnxparError."""
@@ -92,7 +94,7 @@ def prepare(
         model.original = None
     if steps:
         ctx = _rewriting_context(model, options)
-        run_passes(model, ctx, steps, watch, options.verify, times=options.times)
+        run_passes(model, ctx, steps, observer, options.verify, options.times)
     if steps and model.sizes is not None:
         at = model.sizes.graph
 

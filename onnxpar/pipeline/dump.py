@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -39,6 +40,7 @@ from onnxpar.load.load import Model, read_proto
 from onnxpar.model.interchange import declare_types, header_of, import_graph
 from onnxpar.model.loaded_text import loaded_text
 from onnxpar.model.write_model import export_model, goes_apart, move_data, write_model
+from onnxpar.pipeline.observer import Observer
 from onnxpar.pipeline.typed_json import decode, encode
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.state import ShardingState
@@ -51,19 +53,24 @@ DUMPED = "[0-9][0-9]-*.onnx"
 """Names of dumped models, as a glob."""
 LOADING = "00-load"
 """The folder for the text of the model after each rewrite of the loader."""
+_ASIDE = ".attempts"
+"""The folder for files of attempts at a plan that are not the last one."""
 _RESHARD = "onnxpar"
 """The attribute that holds a reshard, as JSON, in a written model."""
 _TABLES = ("annotations", "layouts", "copies", "facts", "fused")
 
 
-class Dump:
-    """Writes the graph after each pass to a numbered file in a folder; where a plan is made again,
-    the passes of the last time replace those before. Errors: OnnxparError if a file cannot be
-    written."""
+class Dump(Observer):
+    """Writes the graph after each pass to a numbered file in a folder, which in the end has the
+    files of the plan that was chosen; those of earlier attempts are in a hidden folder meanwhile.
+    Errors: OnnxparError if a file cannot be written."""
+
+    takes_time = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._number = 0
+        self._files: list[Path] = []
+        self._attempts: list[Dump] = []
         self._at: dict[str, tuple[int, int]] = {}
         self._rewrites, self._loaded = 0, ""
         with writing(folder):
@@ -73,16 +80,40 @@ class Dump:
                     old.unlink()  # else it would have the weights of another dump
             (self.folder / WEIGHTS).unlink(missing_ok=True)
 
+    def begin(self) -> Dump:
+        attempt = super().begin()
+        if self._attempts:
+            self._attempts[-1]._move(self.folder, self._aside(len(self._attempts)))
+        self._attempts.append(attempt)
+        return attempt
+
+    def keep(self, attempt: Dump) -> None:
+        number = 1 + next(i for i, each in enumerate(self._attempts) if each is attempt)
+        if number < len(self._attempts):
+            for file in self._attempts[-1]._files:
+                file.unlink()
+            attempt._move(self._aside(number), self.folder)
+        shutil.rmtree(self.folder / _ASIDE, ignore_errors=True)
+        self._attempts = [attempt]
+
+    def _aside(self, number: int) -> Path:
+        return self.folder / _ASIDE / str(number)
+
+    def _move(self, source: Path, target: Path) -> None:
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
+            for file in self._files:
+                (source / file.name).replace(target / file.name)
+
     def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
         """Writes the graph after a rewrite of the loader as text to the folder `00-load`, if the
-        rewrite changed anything; the loader calls this after each rewrite."""
+        rewrite changed anything."""
         if isinstance(graph, gs.Graph):
             with _exportable(graph):
                 graph = export_model(graph, onnx.ModelProto(), {})
         text = loaded_text(graph)
         if name == "read":
             self._rewrites, self._loaded = 0, ""
-            self._number = 0
             for old in self.folder.glob(f"{LOADING}/[0-9][0-9]-*.onnxtxt"):
                 old.unlink()
         if text == self._loaded:
@@ -95,19 +126,24 @@ class Dump:
         with new_file(file) as written:
             written.write_text(text, encoding="utf-8")
 
-    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """Writes the graph after a pass; the pipeline calls this after each pass."""
-        self._number += 1
-        file = self.folder / f"{self._number:02d}-{step.name}"
-        with new_file(f"{file}.onnxtxt") as text:
+    def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
+        number = 1 + sum(file.suffix == ".onnxtxt" for file in self._files)
+        file = self.folder / f"{number:02d}-{step.name}"
+        with self._new_file(f"{file}.onnxtxt") as text:
             text.write_text(graph_text(model.graph, ctx), encoding="utf-8")
         if ctx.lowered.localized or model.sizes is not None:
             return
         proto, stacks = _described(model, ctx)
         with writing(self.folder / WEIGHTS):
             self._move_weights(proto, model.folder, stacks)
-        with new_file(f"{file}.onnx") as written:
+        with self._new_file(f"{file}.onnx") as written:
             written.write_bytes(proto.SerializeToString())
+
+    @contextmanager
+    def _new_file(self, path: str) -> Iterator[Path]:
+        with new_file(path) as written:
+            yield written
+        self._files = [*self._files, Path(path)]
 
     def _move_weights(
         self, proto: onnx.ModelProto, source: Path, stacks: Mapping[str, StackedValues]

@@ -11,7 +11,6 @@ from onnxpar.canonicalize.encoder_decoder import DECODER, ENCODER
 from onnxpar.compiler.plan import Plan
 from onnxpar.errors import StrategyError
 from onnxpar.files.bundle_names import ENCODER_PART
-from onnxpar.load.load import unseen
 from onnxpar.model.hugging_face import exported
 from onnxpar.model.model_folder import encoder_decoder_in
 from onnxpar.open_sizes.typical import Typical
@@ -51,10 +50,7 @@ def encoder_options(options: Options, decoder: Plan) -> Options:
         exposed=(),
         place={},
         dataset=None,
-        found=None,
-        proof=None,
         typical=Typical(),
-        show=unseen,
     )
 
 

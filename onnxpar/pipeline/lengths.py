@@ -20,7 +20,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.dims import dim_text
 from onnxpar.layout.layout import leaves
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import read_proto, unseen
+from onnxpar.load.load import read_proto
 from onnxpar.pipeline.options import Options, preset_or_search
 from onnxpar.pipeline.request import model_digest
 from onnxpar.search.search import AUTO
@@ -89,7 +89,7 @@ class Pins:
         pins = {escape(name): entry for name, entry in entries.items()}
         strategy = replace(before, tensors={**before.tensors, **pins})
         own = replace(options, strategy=strategy, search=search) if pins else options
-        return own if mesh is None else replace(own, devices=mesh.size, mesh=mesh, show=unseen)
+        return own if mesh is None else replace(own, devices=mesh.size, mesh=mesh)
 
 
 def _has_parts(one: Port, two: Port) -> bool:

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from onnxpar.base.units import text_of
-from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
+from onnxpar.pipeline.attempt import Attempt, Planned
 from onnxpar.pipeline.host_memory import PROCESS, SHARE, held_together, host_bytes
 from onnxpar.search.enough_devices import enough_devices
 from onnxpar.search.objective import Objective, OverLimit
@@ -30,39 +30,35 @@ _FEWER_PAGES = (
     "--kv-memory decides how many there are when the model runs"
 )
 
-Made = tuple[Plan, PassContext]
-Make = Callable[[Objective, int | None], Made]
-"""Makes the plan for an objective over a number of ranks (None: as the options have it)."""
+Make = Callable[[Attempt], Planned]
+"""Makes the plan of an attempt. Errors: OverLimit."""
 
 
 class _FixedError(StrategyError):
     """The plan of a strategy that no search decides exceeds the limit."""
 
 
-def within_limit(
-    objective: Objective, devices: int | None, may_grow: bool, is_paged: bool, make: Make
-) -> tuple[Objective, Made]:
-    """Returns a plan that keeps to the memory limit of the objective, and the objective that it was
-    made for, which may have a lower limit.
+def within_limit(attempt: Attempt, may_grow: bool, make: Make) -> Planned:
+    """Returns a plan that keeps to the memory limit of the attempt's objective.
 
     Errors: StrategyError if there is no such plan; if `may_grow`, it names a number of ranks that
-    would do; if the states are caches in pages (`is_paged`), it says how to plan for fewer pages.
+    would do; if the states are caches in pages, it says how to plan for fewer pages.
     """
-    pages = _FEWER_PAGES if is_paged else ""
-    objective = replace(objective, patience=objective.patience.renewed())
+    pages = _FEWER_PAGES if attempt.page_size else ""
+    patience = attempt.objective.patience.renewed()
+    attempt = replace(attempt, objective=replace(attempt.objective, patience=patience))
     try:
-        found, (plan, ctx) = _lower(objective, devices, make)
+        planned = _lower(attempt, make)
     except OverLimit as error:
-        advice = _advice(error, objective, devices if may_grow else None, make)
-        raise StrategyError(f"{advice}{pages}") from None
+        raise StrategyError(f"{_advice(error, attempt, may_grow, make)}{pages}") from None
     except _FixedError as error:
         raise StrategyError(f"{error}{pages}") from None
-    if objective.patience.is_out:
-        plan.notes.append(
-            f"the search within the limit stopped after {objective.patience.seconds:.0f} s: "
-            "there may be faster strategies within it"
+    if patience.is_out:
+        planned.plan.notes.append(
+            f"the search within the limit stopped after {patience.seconds:.0f} s: there may be "
+            "faster strategies within it"
         )
-    return found, (plan, ctx)
+    return planned
 
 
 @dataclass(frozen=True)
@@ -138,59 +134,57 @@ def _held(plan: Plan, objective: Objective) -> float:
     return max(load.held * objective.weight_of(rank) for rank, load in enumerate(plan.loads))
 
 
-def within_hardware(
-    objective: Objective, plan: Plan, topology: Topology | None, make: Make
-) -> tuple[Objective, Made] | None:
+def within_hardware(planned: Planned, topology: Topology | None, make: Make) -> Planned:
     """Returns a plan that fits the memory of the topology's devices, or without a topology that of
-    this host, over as many ranks as `plan`, and its objective.
-
-    None if `plan` itself fits. None, with a note in `plan`, if the user's strategy decides, or no
-    plan was found that fits.
-    """
-    present, ranks = host_bytes(), plan.mesh.size
+    this host: the given one if it fits; also, with a note in it, if the user's strategy decides, or
+    if no plan was found that fits."""
+    plan, present = planned.plan, host_bytes()
+    ranks = plan.mesh.size
     if topology is None and present is not None and ranks * PROCESS > SHARE * present:
         plan.notes.append(
             f"the processes of {ranks} ranks alone need {text_of(ranks * PROCESS, 'B')}, more than "
             f"the {text_of(present, 'B')} of this host; --topology FILE plans for several hosts"
         )
-        return None
+        return planned
     excess = _excess(plan, topology)
     if excess is None:
-        return None
+        return planned
     said = f"{excess.needed}, more than {excess.present}"
     if plan.preset not in (AUTO, EXHAUSTIVE):
         plan.notes.append(
             f"{said}; to split the weights, give --preset tensor-parallel or --memory-limit SIZE"
         )
-        return None
+        return planned
+    objective = planned.attempt.objective
     patience = objective.patience.renewed()
     limited = replace(
         objective, memory=excess.per_rank, memories=excess.memories, patience=patience
     )
     try:
-        found, made = _lower(limited, plan.mesh.size, make)
+        fitting = _lower(replace(planned.attempt, objective=limited, whole={}), make)
     except OverLimit:
         plan.notes.append(f"{said}, and the search found no strategy that fits: use more hosts")
-        return None
+        return planned
     most = f"at most {text_of(excess.per_rank, 'B')}, to fit {excess.present}"
     if excess.memories:
         most = "no more than its device has"
-    made[0].notes.append(
+    fitting.plan.notes.append(
         f"each rank needs {most}; with the fastest strategy, {excess.needed}. --memory-limit sets "
         "another limit"
     )
-    return found, made
+    return fitting
 
 
-def _advice(error: OverLimit, objective: Objective, devices: int | None, make: Make) -> str:
+def _advice(error: OverLimit, attempt: Attempt, may_grow: bool, make: Make) -> str:
     """The error message if no strategy over this many ranks keeps to the limit, with a remedy."""
-    text = f"{error}, more than --memory-limit {text_of(objective.memory or 0, 'B')}"
+    devices, limit = attempt.devices, attempt.objective.memory or 0
+    text = f"{error}, more than --memory-limit {text_of(limit, 'B')}"
     states = _of_states(error.states)
     if error.least:
         text += f" (with any strategy, it would need at least {text_of(error.least, 'B')}{states})"
-    if devices is None:
+    if devices is None or not may_grow:
         return f"{text}: raise the limit, or give a mesh of more ranks"
-    enough, is_fewest, is_sure = _enough(objective, devices, make, error.least or 0.0)
+    enough, is_fewest, is_sure = _enough(attempt, devices, make, error.least or 0.0)
     if enough is not None:
         fewest = "the fewest found that suffice" if is_fewest else "which suffice"
         return f"{text}: raise the limit, or give --devices {enough}, {fewest}"
@@ -201,25 +195,26 @@ def _advice(error: OverLimit, objective: Objective, devices: int | None, make: M
     return f"{text}: raise the limit; the time to look for a sufficient number of ranks ran out"
 
 
-def _lower(objective: Objective, devices: int | None, make: Make) -> tuple[Objective, Made]:
+def _lower(attempt: Attempt, make: Make) -> Planned:
     """Lowers the memory limit of the search until the plan keeps to the real one: the search cannot
     count what reshards hold. Errors: OverLimit; StrategyError if no search decides."""
+    objective = attempt.objective
     limit = most = objective.memory or math.inf
     over: OverLimit | None = None
     while most >= LEAST * limit and not (over and objective.patience.is_out):
-        lowered = replace(objective, memory=most)
+        lowered = replace(attempt, objective=replace(objective, memory=most))
         try:
             with objective.patience.spending() if over else nullcontext():
-                made, ctx = make(lowered, devices)
+                planned = make(lowered)
         except OverLimit as error:
             raise over or error from None
-        held = _held(made, objective)
+        held = _held(planned.plan, objective)
         if held <= limit:
-            return lowered, (made, ctx)
-        decided = ctx.request.preset or PROPAGATION
-        states = _of_states(made.memory["states_per_rank"])
+            return planned
+        decided = planned.ctx.request.preset or PROPAGATION
+        states = _of_states(planned.plan.memory["states_per_rank"])
         needed = f"a rank would need {text_of(held, 'B')}{states}"
-        over = OverLimit(f"{decided} over {made.mesh}: {needed}", None)
+        over = OverLimit(f"{decided} over {planned.plan.mesh}: {needed}", None)
         if decided not in (AUTO, EXHAUSTIVE):
             text = f"{over}, more than --memory-limit {text_of(limit, 'B')}"
             raise _FixedError(
@@ -240,7 +235,7 @@ class _OutOfTime(Exception):
 
 
 def _enough(
-    objective: Objective, devices: int, make: Make, least: float
+    attempt: Attempt, devices: int, make: Make, least: float
 ) -> tuple[int | None, bool, bool]:
     """Finds a number of ranks of which a plan keeps to the limit; tries multiples of `devices`
     first, then fewer.
@@ -248,6 +243,7 @@ def _enough(
     Returns the number or None, whether no smaller number was found that would do, and whether there
     was time to try all.
     """
+    objective = attempt.objective
     patience = objective.patience.renewed(GROWING)
     quick = replace(objective, any_fit=True, patience=patience)
 
@@ -256,7 +252,7 @@ def _enough(
             raise _OutOfTime
         patience.tell(f"{count} ranks")
         try:
-            _lower(quick, count, make)
+            _lower(replace(attempt, objective=quick, devices=count), make)
         except StrategyError:
             if patience.is_out:
                 raise _OutOfTime from None

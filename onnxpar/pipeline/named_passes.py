@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from onnxpar.base.pass_times import DUMP, LOAD, OTHER, WRITE_GRAPH
+from onnxpar.base.pass_times import LOAD, OTHER, WRITE_GRAPH
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
 from onnxpar.errors import StrategyError
@@ -15,6 +14,7 @@ from onnxpar.load.load import Model
 from onnxpar.passes.differentiate import Differentiate
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.dump import Dump, is_dump, read_dump, write_graph
+from onnxpar.pipeline.observer import Observer, Observers
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.pass_registry import parse_passes
 from onnxpar.pipeline.run_passes import run_passes
@@ -42,6 +42,17 @@ def run_named(
         _run_named(path, options, passes, print_after, dump, output, show)
 
 
+class _Printer(Observer):
+    """Shows the text of the graph after some passes, by name, or after all."""
+
+    def __init__(self, names: Sequence[str], show: Callable[[str], object]) -> None:
+        self.names, self.show = names, show
+
+    def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
+        if "all" in self.names or step.name in self.names:
+            self.show(f"// after {step.name}\n{graph_text(model.graph, ctx)}\n")
+
+
 def _run_named(
     path: Path,
     options: Options,
@@ -66,24 +77,18 @@ def _run_named(
             raise StrategyError(
                 f"--print-after {name}: that pass does not run; give one of {', '.join(known)}"
             )
-    dumps = None if dump is None else Dump(dump)
-
-    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        if dumps is not None:
-            with times.of(DUMP):
-                dumps.watch(step, model, ctx)
-        if "all" in print_after or step.name in print_after:
-            show(f"// after {step.name}\n{graph_text(model.graph, ctx)}\n")
-
+    observers: list[Observer] = [_Printer(print_after, show)]
+    if dump is not None:
+        observers.append(Dump(dump))
+    observer = Observers(observers)
     if dumped is not None:
         model, ctx = dumped
     else:
         for_training = any(isinstance(p, Differentiate) for p in steps)
-        shown = options if dumps is None else replace(options, show=dumps.loading)
-        model = load_model(path, shown, for_training)
-        ctx = prepare(model, options, steps, watch)
+        model = load_model(path, options, for_training, show=observer.loading)
+        ctx = prepare(model, options, steps, observer)
         steps = [p for p in steps if p.stage is not Stage.REWRITE]
-    run_passes(model, ctx, steps, watch, check=True, times=times)
+    run_passes(model, ctx, steps, observer, check=True, times=times)
     if output is not None:
         with times.of(WRITE_GRAPH):
             write_graph(model, ctx, Path(output))

@@ -11,15 +11,13 @@ from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh, check_ranks
-from onnxpar.load.load import Show, unseen
 from onnxpar.manual.manual import MANUAL, Manual
-from onnxpar.open_sizes.typical import Profile, Typical
+from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline.placed_passes import Placed
 from onnxpar.presets.presets import preset_mesh
 from onnxpar.search.objective import Objective
-from onnxpar.search.proof import Proof
 from onnxpar.search.search import PROPAGATION, SEARCHES
-from onnxpar.strategy.strategy import Annotation, Strategy
+from onnxpar.strategy.strategy import Strategy
 
 Host = Callable[[], Topology | None]
 """Returns the topology of this host; None if it is unknown."""
@@ -38,9 +36,6 @@ class Options:
     dataset    the layout of the data inputs, which `with_dataset` adds to the strategy
     balance    True: ranks share the work in proportion to the speed of their devices
     shares     the shares to take with `balance`; if empty, they follow from the speeds
-    found      annotations that a search has found for this mesh, so that it is not repeated; and
-               what it has proved (`proof`)
-    reckon_at  sizes at which costs are computed; if empty, the `typical` ones
     place      where tables are, by glob: HOST
     page_size  tokens of a page, in which a decoder's caches are; 0 or None: they stay as the model
                has them
@@ -51,7 +46,6 @@ class Options:
     on_any_host  true if the plan must not depend on this host, and promises no times for it
     host       called when costs are needed and there is no `topology`; if it returns None, costs
                are those of the default topology
-    show       called with the model after each rewrite of the loader
     times      collects the wall time of each pass
     request    the options as the user gave them, in a form that plan.json can have; None if there
                is none
@@ -86,13 +80,9 @@ class Options:
     balance: bool = False
     shares: tuple[float, ...] = ()
     dataset: Dataset = None
-    found: list[Annotation] | None = None
-    proof: Proof | None = None
     typical: Typical = field(default_factory=Typical)
-    reckon_at: Sequence[Profile] = ()
     on_any_host: bool = False
     host: Host = unknown_host
-    show: Show = unseen
     times: PassTimes = field(default_factory=PassTimes, compare=False)
     request: Mapping[str, object] | None = None
 

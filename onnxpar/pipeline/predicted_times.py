@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
@@ -21,18 +21,11 @@ from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.ir.tensors import numel, shape_bytes
 from onnxpar.load.load import Model
 from onnxpar.open_sizes.typical import Profile
+from onnxpar.pipeline.observer import Observer
 from onnxpar.search.predict import compute_by_rank, predict_nodes, predict_on_one
 from onnxpar.sharding.planned_collectives import Collective, collective_of
 from onnxpar.sharding.state import ShardingState
 from onnxpar.symbols.fits import fit
-
-Reckon = Callable[[float, gs.Graph, PassContext], None]
-"""Called with a weight, and the graph and context after fuse-all-reduces, for each of the sizes at
-which costs are computed."""
-Reckoning = Callable[[], Reckon]
-"""Called when a plan is begun; returns what to call with the graphs of this plan. A plan may be
-begun several times; the last one counts."""
-
 
 _LOSS = 1.1
 """By how many times a run must be predicted to be longer than unsplit for a note."""
@@ -43,10 +36,6 @@ VALUE_SECONDS, VALUE_OF_RANK_SECONDS = 25e-6, 33e-6
 each of these and each rank, on two cores of an AMD EPYC."""
 OBJECT_SECONDS = 6e-7
 """Seconds for each string, and for each number in a map, there."""
-
-
-def ignore(weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-    """Takes no note of costs."""
 
 
 def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
@@ -189,22 +178,21 @@ def reckon_typical(
     model: Model,
     ctx: PassContext,
     passes: Sequence[Pass],
-    reckon: Reckon,
-    sizes: Sequence[Profile] = (),
+    observer: Observer,
 ) -> None:
     """Gives a plan of a model with open sizes its costs: means over the typical sizes, and for
     memory the maximum.
 
-    passes  those from insert-collectives on
-    reckon  called with each graph and its weight; at `sizes` instead, if given
-    sizes   of runs: the plan gets the bytes that a rank sends at these sizes (`sent_at_runs`)
+    passes    those from insert-collectives on
+    observer  sees each graph and its weight; if it wants other sizes, those of runs, then at these,
+              and the plan gets the bytes that a rank sends at them (`sent_at_runs`)
     """
     assert model.sizes is not None
     at = next(i for i, step in enumerate(passes) if step.costs_after)
     first = ((model.sizes.bindings[0], 1.0),)
-    if sizes:
-        made.sent_at_runs = _reckon_runs(made, model, ctx, passes[: at + 1], reckon, sizes)
-        reckon = ignore
+    if observer.priced_at:
+        made.sent_at_runs = _reckon_runs(made, model, ctx, passes[: at + 1], observer)
+        observer = Observer()
     each: list[_Costs] = []
     for weight, graph, other in replay_typical(
         model, ctx, passes[:at], model.sizes.typical or first
@@ -212,7 +200,7 @@ def reckon_typical(
         plan = summarize(graph, other, made.model, made.preset)
         passes[at].run(graph, other)
         plan.loads = with_compute(plan.loads, graph, other)
-        reckon(weight, graph, other)
+        observer.priced(weight, graph, other)
         each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
     made.typical = model.sizes.typical or first
     made.is_told, made.caches = model.sizes.is_told, model.sizes.caches
@@ -241,17 +229,17 @@ def _reckon_runs(
     model: Model,
     ctx: PassContext,
     passes: Sequence[Pass],
-    reckon: Reckon,
-    sizes: Sequence[Profile],
+    observer: Observer,
 ) -> dict[str, int]:
-    """Calls `reckon` with the graph at each of these sizes; returns the bytes that a rank sends in
+    """Shows the observer the graph at each of its sizes; returns the bytes that a rank sends in
     a run, by collective. The last of `passes` must be fuse-all-reduces."""
     *first, fuse = passes
     each: list[tuple[float, Mapping[str, int]]] = []
+    sizes = observer.priced_at
     for weight, graph, other in replay_typical(model, ctx, first, sizes):
         each.append((weight, _sizes(_sent(graph, other))))
         fuse.run(graph, other)
-        reckon(weight, graph, other)
+        observer.priced(weight, graph, other)
     sent = _bytes(made, ctx, each, sizes)
     return {entry.name: size for entry, size in zip(made.collectives, sent, strict=True)}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from onnxpar.base.log import LOG
-from onnxpar.base.pass_times import SUMMARIZE, VERIFY, PassTimes
+from onnxpar.base.pass_times import DUMP, SUMMARIZE, VERIFY, PassTimes
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.plan import Mixture, Plan
 from onnxpar.compiler.summary import summarize
@@ -19,41 +19,38 @@ from onnxpar.ir.used_names import check_names
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.model.model_name import model_name
+from onnxpar.pipeline.observer import Observer
 from onnxpar.pipeline.placed_passes import check_rewritten, known_of
-from onnxpar.pipeline.predicted_times import Reckon, ignore, predicted, with_compute
+from onnxpar.pipeline.predicted_times import predicted, with_compute
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import ShardingState
-
-Watch = Callable[[Pass, Model, PassContext], None]
-"""Called with the graph after each pass, also after a pass that failed."""
 
 
 def run_passes(
     model: Model,
     ctx: PassContext,
     passes: Iterable[Pass],
-    watch: Watch | None = None,
+    observer: Observer | None = None,
     check: bool = False,
-    reckon: Reckon = ignore,
     times: PassTimes | None = None,
 ) -> Plan | None:
     """Runs passes in order; returns the plan, which is taken after the passes with `plan_after`.
 
-    check   verify the invariants after every pass
-    watch   called after every pass, before the check, for dumps
-    times   collects the wall time of each pass
-    reckon  called after the pass with `costs_after`, unless sizes are open
+    observer  sees the graph after every pass, before the check; and the costs after the pass with
+              `costs_after`, unless sizes are open
+    check     verify the invariants after every pass
+    times     collects the wall time of each pass
 
     Errors: OnnxparError of a pass; PassError for any other failure, naming the pass and those
     before it.
     """
     plan = None
-    times = times or PassTimes()
+    times, observer = times or PassTimes(), observer or Observer()
     ran: list[str] = []
     for step in passes:
         with times.of(step.name):
-            changed = _run(step, model, ctx, ran, watch)
+            changed = _run(step, model, ctx, ran, observer, times)
         if check:
             with times.of(VERIFY), _failures(step, ran):
                 verify(model.graph, ctx)
@@ -67,7 +64,7 @@ def run_passes(
             with times.of(SUMMARIZE):
                 plan.predicted = predicted(model.graph, ctx)
                 plan.loads = with_compute(plan.loads, model.graph, ctx)
-                reckon(1.0, model.graph, ctx)
+                observer.priced(1.0, model.graph, ctx)
     if plan is not None:
         plan.collectives = list(ctx.lowered.collectives)
         plan.streams = ctx.lowered.streams
@@ -91,9 +88,10 @@ def _run(
     model: Model,
     ctx: PassContext,
     ran: Sequence[str],
-    watch: Watch | None,
+    observer: Observer,
+    times: PassTimes,
 ) -> bool:
-    """Runs a pass and calls `watch`; returns whether anything changed."""
+    """Runs a pass, and shows what it leaves; returns whether anything changed."""
     known = known_of(model.graph) if step.stage is Stage.REWRITE else None
     with _failures(step, ran):
         try:
@@ -104,11 +102,12 @@ def _run(
                 check_rewritten(step, model.graph, known)
                 ctx.sharding = open_sharding(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
         except Exception:
-            _dump_failed(step, model, ctx, watch)
+            with suppress(Exception):  # the graph that a failed pass left, if it can be shown
+                observer.passed(step, model, ctx)
             check_names(model.graph, f"pass {step.name}")
             raise
-    if watch is not None:
-        watch(step, model, ctx)
+    with times.of(DUMP) if observer.takes_time else nullcontext():
+        observer.passed(step, model, ctx)
     return changed
 
 
@@ -125,13 +124,6 @@ def _failures(step: Pass, ran: Sequence[str]) -> Iterator[None]:
         raise PassError(
             f"pass {step.name} failed{before}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _dump_failed(step: Pass, model: Model, ctx: PassContext, watch: Watch | None) -> None:
-    """Calls `watch` with the graph that a failed pass left, if it can be shown."""
-    if watch is not None:
-        with suppress(Exception):
-            watch(step, model, ctx)
 
 
 def open_sharding(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:

@@ -18,6 +18,7 @@ from onnxpar.layout.mesh import Axes, merge_axes
 from onnxpar.load.load import Model
 from onnxpar.model.model_name import model_name
 from onnxpar.passes.propagate_layouts import PropagateLayouts
+from onnxpar.pipeline.observer import Observer
 from onnxpar.presets.presets import default_rounds
 from onnxpar.runtime.trace import check_place
 from onnxpar.search.op_strategies import partial_kinds
@@ -45,8 +46,9 @@ def saved_strategy(model: Model, ctx: PassContext) -> Strategy:
     return _Saving(model, ctx).strategy()
 
 
-class Saver:
-    """Saves the strategy of one run of passes: `watch` makes its text, `write` writes the file."""
+class Saver(Observer):
+    """Saves the strategy of a plan: makes its text after propagate-layouts; `write` writes the
+    file."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         """If `path` is None, nothing is saved. Errors: InputError if no file can be written
@@ -56,8 +58,7 @@ class Saver:
         self.path = path
         self.text = ""
 
-    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """Makes the text after propagate-layouts; the pipeline calls this after each pass."""
+    def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
         if self.path is not None and isinstance(step, PropagateLayouts):
             self.text = strategy_text(saved_strategy(model, ctx), _comment(model, ctx))
 

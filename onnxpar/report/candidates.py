@@ -13,6 +13,7 @@ from onnxpar.ir.training_spec import Step
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import read_proto
 from onnxpar.model.interchange import header_of
+from onnxpar.pipeline.loader import Loader
 from onnxpar.pipeline.options import NO_RANKS, Options
 from onnxpar.presets.class_parallel import CLASS
 from onnxpar.presets.context_parallel import AXIS, CONTEXT
@@ -196,19 +197,20 @@ def _meshes(preset: str, devices: int) -> Iterator[Mesh]:
 
 def try_each(path: Path, each: Sequence[Options]) -> Iterator[Candidate | Refused]:
     """Yields the outcome of each strategy, and tells meanwhile which one it plans."""
+    loader = Loader(path)
     for count, options in enumerate(each, 1):
         named = f"{options.preset or options.search} {options.mesh or ''}".strip()
         patience = options.objective.patience.telling(f"{count} of {len(each)}, {named}")
         objective = replace(options.objective, patience=patience)
-        yield try_candidate(path, replace(options, objective=objective))
+        yield try_candidate(path, replace(options, objective=objective), loader)
 
 
-def try_candidate(path: Path, options: Options) -> Candidate | Refused:
+def try_candidate(path: Path, options: Options, loader: Loader) -> Candidate | Refused:
     """Plans the model with one strategy; returns the candidate, or the reason why the strategy does
     not apply."""
     strategy = options.preset or options.search or ""
     try:
-        explained = explain(path, options)
+        explained = explain(path, options, loader)
     except StrategyError as error:
         return Refused(strategy, str(options.mesh or ""), str(error))
     return _candidate(strategy, explained, options)

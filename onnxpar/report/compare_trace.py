@@ -14,12 +14,15 @@ from statistics import mean
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan
 from onnxpar.errors import InputError, StrategyError
 from onnxpar.ir.clone import nodes_of_run
 from onnxpar.ir.collectives import KINDS, LOCAL_STEPS
 from onnxpar.ir.reshards import is_reshard
 from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.open_sizes.typical import Profile
+from onnxpar.pipeline.observer import Observer
 from onnxpar.report.comparison_result import Communicated, Comparison, Computed, sum_known
 from onnxpar.runtime.trace import Event, Trace
 from onnxpar.search.predict import Prediction, predict_nodes
@@ -54,6 +57,21 @@ class PlannedNode:
             before.communication + weight * self.predicted.communication,
         )
         return replace(self, predicted=total)
+
+
+class PlannedNodes(Observer):
+    """Collects the nodes of a run of a plan, by name, with means of their predicted times over the
+    sizes of runs, or else over the typical ones."""
+
+    def __init__(self, sizes: Sequence[Profile]) -> None:
+        self.priced_at = sizes
+        self.nodes: Mapping[str, PlannedNode] = {}
+
+    def priced(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+        apart = ctx.model.step.evaluation if ctx.model.step is not None else ()
+        found = planned_nodes(graph, ctx.sharding, apart)
+        own = {name: n.weighted(weight, self.nodes.get(name)) for name, n in found.items()}
+        self.nodes = {**self.nodes, **own}
 
 
 def planned_nodes(

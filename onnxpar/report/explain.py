@@ -24,8 +24,9 @@ from onnxpar.ir.subgraphs import subgraphs
 from onnxpar.layout.layout import Layout
 from onnxpar.manual.manual import MANUAL
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.loader import Loader
+from onnxpar.pipeline.observer import Observer
 from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.predicted_times import Reckon
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
 
@@ -112,21 +113,14 @@ class Explained:
         yield from found
 
 
-class Explainer:
-    """Collects the steps of a plan: pass `begin` to the pipeline, then call `explained`."""
+class Explainer(Observer):
+    """Collects the steps of a plan, at each of its typical sizes; then call `explained`."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, list[Step]]] = []
 
-    def begin(self) -> Reckon:
-        """Drops what was collected; returns a function that collects the steps of a plan. The
-        pipeline calls it once for each typical combination of sizes, with its weight and the graph
-        with all its reshards."""
-        self._found.clear()
-        return self._reckon
-
-    def _reckon(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
-        self._found.append((weight, list(_steps(graph, ctx))))
+    def priced(self, weight: float, graph: gs.Graph, ctx: PassContext) -> None:
+        self._found = [*self._found, (weight, list(_steps(graph, ctx)))]
 
     def explained(self, plan: Plan) -> Explained:
         """Returns the plan with the collected steps."""
@@ -138,12 +132,13 @@ class Explainer:
         return Explained(plan, tuple(replace(s, sent=sent.get(s.name, 0)) for s in found))
 
 
-def explain(path: str | Path, options: Options) -> Explained:
-    """Plans a model like the command `plan`, and returns the plan with predicted steps. Errors:
-    OnnxparError; StrategyError for a manual program."""
+def explain(path: str | Path, options: Options, loader: Loader | None = None) -> Explained:
+    """Plans a model like the command `plan`, and returns the plan with predicted steps; `loader`
+    has read the model for another plan. Errors: OnnxparError; StrategyError for a manual
+    program."""
     refuse_manual(options)
     explainer = Explainer()
-    plan, _ = pipeline.plan(path, options, reckoning=explainer.begin)
+    plan, _ = pipeline.plan(path, options, explainer, loader)
     return explainer.explained(plan)
 
 

@@ -15,6 +15,7 @@ from onnxpar.ir.stored import nodes_of
 from onnxpar.ir.subgraphs import nodes_within
 from onnxpar.layout.layout import Layout
 from onnxpar.load.load import Model
+from onnxpar.pipeline.observer import Observer
 from onnxpar.report.explain import Operand
 
 ADDED, REMOVED, CHANGED, KEPT = "added", "removed", "changed", "unchanged"
@@ -68,10 +69,11 @@ class PassStep:
         return not (self.reordered or self.asked or self.count(KEPT) < len(self.changes))
 
 
-class PassSteps:
-    """Collects the steps of a plan's passes. `loading` is called after each rewrite of the loader,
-    `watch` after each pass; where a plan is made again, its steps replace those before. `makers`
-    are, by tensor, the nodes that make it in the graph that the loader leaves."""
+class PassSteps(Observer):
+    """Collects the steps of a plan's passes. `makers` are, by tensor, the nodes that make it in the
+    graph that the loader leaves."""
+
+    takes_time = True
 
     def __init__(self) -> None:
         self.makers: dict[str, str] = {}
@@ -81,7 +83,6 @@ class PassSteps:
         self._layouts: dict[Layout, str] = {}
 
     def loading(self, name: str, graph: onnx.ModelProto | gs.Graph) -> None:
-        """Adds a rewrite of the loader."""
         if isinstance(graph, gs.Graph):
             self._add(name, _Texts(None, {}).nodes(graph))
             self.makers = {t.name: node.name for node in graph.nodes for t in node.outputs}
@@ -90,17 +91,17 @@ class PassSteps:
             self.steps, self._nodes, self._asked, self._layouts = [], {}, set(), {}
         self._add(name, map(_of_proto, nodes_of(graph.graph)))
 
-    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """Adds a pass."""
+    def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
         asked = [line for line in annotation_lines(ctx) if line not in self._asked]
-        self._asked.update(asked)
+        self._asked = {*self._asked, *asked}
         self._add(step.name, _Texts(ctx, self._layouts).nodes(model.graph), tuple(asked))
 
     def _add(self, name: str, nodes: Iterable[NodeText], asked: tuple[str, ...] = ()) -> None:
         before, self._nodes = self._nodes, {node.name: node for node in nodes}
         if name != "read":
             changes = list(_changes(before, self._nodes))
-            self.steps.append(PassStep(name, tuple(changes), asked, _moved(before, changes)))
+            step = PassStep(name, tuple(changes), asked, _moved(before, changes))
+            self.steps = [*self.steps, step]
 
 
 def _changes(before: Mapping[str, NodeText], after: Mapping[str, NodeText]) -> Iterator[Change]:

@@ -19,6 +19,7 @@ from onnxpar.load.load import Model
 from onnxpar.manual.manual import MANUAL
 from onnxpar.open_sizes.typical import sizes_text
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.observer import Observer
 from onnxpar.pipeline.options import Options
 from onnxpar.report.report import WIDTH, size_text
 from onnxpar.search.node_costs import NodeCosts, StrategyCost
@@ -136,23 +137,21 @@ def strategy_costs(path: Path, pattern: str, options: Options) -> StrategyCosts:
             "leave --preset manual out"
         )
     collector = _Collector(pattern)
-    made, _ = pipeline.plan(path, options, collector.watch)
+    made, _ = pipeline.plan(path, options, collector)
     sizes = sizes_text(made.typical) if made.typical else ""
     return StrategyCosts(made.model, made.mesh, tuple(collector.nodes), sizes)
 
 
-class _Collector:
-    """Collects the strategies of nodes while the pipeline plans a model: pass `watch` to it."""
+class _Collector(Observer):
+    """Collects the strategies of nodes: lists them after the pass that sets annotations, and marks
+    those that the plan uses after the pass that decides layouts."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self.nodes: list[NodeStrategies] = []
         self._ops: list[OpFactors] = []
 
-    def watch(self, step: Pass, model: Model, ctx: PassContext) -> None:
-        """The pipeline calls this after each pass. Lists the strategies after the pass that sets
-        annotations, and marks the strategies that the plan uses after the pass that decides
-        layouts."""
+    def passed(self, step: Pass, model: Model, ctx: PassContext) -> None:
         if ANNOTATIONS in step.ensures:
             costs = NodeCosts(model.graph, ctx.sharding, model.step, MOST_STRATEGIES)
             self._ops = NamedOps.of(ctx.sharding.factors, "--costs").matching(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.load.load import Model
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.observer import Observers
 from onnxpar.pipeline.options import Options
 from onnxpar.report.explain import Explained, Explainer, refuse_manual
 from onnxpar.report.pass_steps import PassStep, PassSteps
@@ -36,6 +37,5 @@ def walk(path: str | Path, options: Options) -> tuple[Explained, Walk]:
     steps of its passes. Errors: OnnxparError; StrategyError for a manual program."""
     refuse_manual(options)
     explainer, passes = Explainer(), PassSteps()
-    given = replace(options, show=passes.loading), passes.watch, explainer.begin
-    plan, ctx = pipeline.plan(path, *given)
+    plan, ctx = pipeline.plan(path, options, Observers([explainer, passes]))
     return explainer.explained(plan), Walk.of(passes, ctx)

@@ -489,10 +489,10 @@ def test_a_full_standard_output() -> None:
 def test_an_internal_error_is_one_line(
     place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise TypeError("a bug\non two lines")
 
-    monkeypatch.setattr("onnxpar.pipeline.pipeline.load_model", broken)
+    monkeypatch.setattr("onnxpar.pipeline.loader.load_model", broken)
     arguments = ["plan", str(place / "m.onnx"), "--devices", "2"]
     assert main(arguments) == 2
     error = capsys.readouterr().err

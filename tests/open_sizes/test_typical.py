@@ -22,8 +22,10 @@ from onnxpar.layout.mesh import Mesh
 from onnxpar.open_sizes.typical import Ties, Typical, typical_sizes
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.save_strategy import Saver
 from onnxpar.report.explain import explain
 from onnxpar.search.objective import Objective
+from onnxpar.strategy.strategy import Strategy
 from onnxpar.symbols.symbols import Polynomial
 
 
@@ -120,10 +122,11 @@ def test_the_search_decides_for_typical_sizes(tmp_path: Path) -> None:
     for own, other in ((batches, texts), (texts, batches)):
         found = planned(name, Options(devices=2, typical=own))
         alien = planned(name, Options(devices=2, typical=other))
-        there, ctx = pipeline.plan(path, Options(devices=2, typical=other))
-        again = planned(
-            name, Options(mesh=there.mesh, search="auto", found=ctx.request.found, typical=own)
-        )
+        saver = Saver(tmp_path / "other.yaml")
+        there, _ = pipeline.plan(path, Options(devices=2, typical=other), saver)
+        saver.write()
+        strategy = Strategy.given(tmp_path / "other.yaml")
+        again = planned(name, Options(mesh=there.mesh, strategy=strategy, typical=own))
         assert again.predicted is not None and found.predicted is not None
         assert found.predicted.total < again.predicted.total * (1 - 1e-6)
         assert alien.typical == other.profiles or dict(alien.typical[0][0]) == dict(

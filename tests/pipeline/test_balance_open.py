@@ -21,6 +21,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.layout.shares import Proportion
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.options import Options
+from onnxpar.report.compare_trace import PlannedNodes
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
@@ -159,8 +160,8 @@ def test_each_rank_holds_and_sends_its_proportion(tmp_path: Path) -> None:
     rows, of which it keeps a third."""
     model = write_text(HEAD + PAIR, tmp_path / "m.onnx")
     how = requested("x tp,- y -,tp", "tp=3", (3, 1, 2))
-    runs = [({"n": 12, "m": 6}, 1.0)]
-    plan = pipeline.shard(model, tmp_path / "m.par", replace(how, reckon_at=runs))
+    runs = PlannedNodes([({"n": 12, "m": 6}, 1.0)])
+    plan = pipeline.shard(model, tmp_path / "m.par", how, observer=runs)
     (sent,) = plan.sent_at_runs.values()
     assert sent == 6 * 6 * 4 * 2 // 3
     port = Bundle.load(tmp_path / "m.par").inputs["x"]

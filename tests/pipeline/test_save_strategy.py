@@ -48,7 +48,7 @@ def saved(model: Path, how: Options, folder: Path) -> tuple[Plan, Path]:
     """The plan, and the file that its strategy is saved to."""
     file = folder / "saved.yaml"
     saver = Saver(file)
-    made, _ = pipeline.plan(model, how, saver.watch)
+    made, _ = pipeline.plan(model, how, saver)
     saver.write()
     return made, file
 

@@ -15,6 +15,7 @@ from onnxpar.cost.topology import Topology
 from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.loader import Loader
 from onnxpar.pipeline.options import Options
 from onnxpar.presets.training_presets import ZERO_STAGES
 from onnxpar.report.candidate_lines import candidate_lines
@@ -130,7 +131,7 @@ def test_thousands_of_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_an_axis_is_shared_by_leaves_apart() -> None:
     """Where 64 ranks are more than a dimension has, no leaf takes both shares of an axis."""
     model = Path(__file__).parents[2] / "models" / "dlrm.dynamo.static.onnx"
-    found = try_candidate(model, Options(devices=64, search="auto"))
+    found = try_candidate(model, Options(devices=64, search="auto"), Loader(model))
     assert isinstance(found, Candidate) and found.mesh.size == 64
 
 

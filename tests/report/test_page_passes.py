@@ -13,10 +13,12 @@ import onnx_graphsurgeon as gs
 import pytest
 from pages import Page
 from small_models import HEAD, write_text
+from watching import Watching
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.load.load import Model
 from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.loader import Loader
 from onnxpar.pipeline.options import Options
 from onnxpar.report.explain import Explained
 from onnxpar.report.pass_steps import ADDED, CHANGED, KEPT, REMOVED, PassSteps
@@ -119,17 +121,17 @@ def test_what_a_pass_did_is_seen(tmp_path: Path) -> None:
     passes = PassSteps()
 
     def watch(step: Pass, model: Model, ctx: PassContext) -> None:
-        passes.watch(step, model, ctx)
+        passes.passed(step, model, ctx)
         if step.name == "insert-collectives":
             graph, layouts = model.graph, dict(ctx.layouts)
             nodes, renamed = list(graph.nodes), next(n for n in graph.nodes if n.name == "Relu_b1")
             planted = _Planted()
             planted.run(graph, ctx)
-            passes.watch(planted, model, ctx)
+            passes.passed(planted, model, ctx)
             graph.nodes, ctx.layouts, renamed.name = nodes, layouts, "Relu_b1"
 
-    options = Options(strategy=strategy(False))
-    pipeline.plan(deep(tmp_path), replace(options, show=passes.loading), watch)
+    path, options = deep(tmp_path), Options(strategy=strategy(False))
+    pipeline.plan(path, options, Watching(watch), Loader(path, passes.loading))
     (step,) = [step for step in passes.steps if step.name == "planted"]
     changed = {c.before.name: c for c in step.changes if c.before and c.kind == CHANGED}
     removed = [c.before.name for c in step.changes if c.before and c.kind == REMOVED]

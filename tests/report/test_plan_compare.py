@@ -13,6 +13,7 @@ import pytest
 import yaml
 from agreement import options
 from small_models import HEAD, write_text
+from watching import Watching
 
 from onnxpar.cli.command_line import main
 from onnxpar.cli.predicted import compared as sentence
@@ -337,7 +338,8 @@ def test_what_is_computed_apart_is_no_part_of_a_run(tmp_path: Path) -> None:
             every = [planned_nodes(model.graph, ctx.sharding, apart) for apart in ((), ("z",))]
             found.extend(map(set, every))
 
-    pipeline.plan(write_text(HEAD + text, tmp_path / "m.onnx"), options("data-parallel 2"), watch)
+    path = write_text(HEAD + text, tmp_path / "m.onnx")
+    pipeline.plan(path, options("data-parallel 2"), Watching(watch))
     assert found == [{"Relu_a", "Neg_y", "Abs_z"}, {"Relu_a", "Neg_y"}]
 
 

@@ -16,8 +16,11 @@ import onnxpar
 from onnxpar.checking.compare_training import compare_training
 from onnxpar.cost.topology import Topology
 from onnxpar.ir.collectives import KINDS
-from onnxpar.pipeline import pipeline
+from onnxpar.pipeline.attempt import Attempt
+from onnxpar.pipeline.loader import Loader
+from onnxpar.pipeline.observer import Observer
 from onnxpar.pipeline.options import Options
+from onnxpar.pipeline.planner import Planner
 from onnxpar.report.proof_text import proof_text
 
 LAYERS = 12
@@ -68,7 +71,7 @@ def test_it_is_never_slower_than_with_sums_in_full(step: Path) -> None:
         topology = Topology.of({**HOSTS, "levels": [HOSTS["levels"][0], network]})
         plan = onnxpar.plan(step, devices=2, topology=topology)
         options = Options(devices=2, topology=topology)
-        once, _ = pipeline._plan_once(step, options)
+        once = Planner(Loader(step), options, Observer()).make(Attempt.first(options)).plan
         assert plan.predicted is not None and once.predicted is not None
         assert plan.predicted.total <= once.predicted.total
 

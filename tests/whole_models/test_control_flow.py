@@ -35,7 +35,7 @@ from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.verify import verify
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
-from onnxpar.pipeline import pipeline
+from onnxpar.pipeline import pipeline, planner
 from onnxpar.pipeline.context import load_model, make_context
 from onnxpar.pipeline.default_passes import passes_of
 from onnxpar.pipeline.pass_registry import parse_passes
@@ -200,7 +200,7 @@ def test_what_a_branch_captures_is_not_fused_with_what_comes_of_it(
     names = "annotate-strategy,propagate-layouts,insert-collectives"
     names += ",fuse-all-reduces{bucket-bytes=1000}"
     passes = parse_passes(f"{names},localize-ops,order-collectives")
-    monkeypatch.setattr(pipeline, "passes_of", lambda how, model: passes)
+    monkeypatch.setattr(planner, "passes_of", lambda how, model: passes)
     feeds = [{"x": values(4, 6), "c": np.array(c)} for c in (True, False)]
     strategy = {"shard": {"first": ROWS, "second": ROWS}, "tensors": {"y": [None, None]}}
     assert kinds(agree(model, feeds, "tp=2", strategy)) == ["AllReduce", "AllReduce"]

@@ -19,6 +19,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from random_graphs.builder import MAKERS, Builder, Value
 from random_graphs.graphs import MESHES, build, seeds
 from random_graphs.shrink import Draw, Recorded, Replayed, Unsuitable, failure, shrink
+from watching import Watching
 
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import write_plan
@@ -130,7 +131,7 @@ def shard_randomly(model: Path, ops: Sequence[str], b: Builder, folder: Path) ->
 
     passes = [p() for p in DEFAULT_PASSES if p is not AnnotateStrategy]
     with any_cost(b.seed) if b.coin() else nullcontext():
-        plan = run_passes(loaded, ctx, passes, watch, check=True)
+        plan = run_passes(loaded, ctx, passes, Watching(watch), check=True)
     assert plan is not None
     SplitRanks(DigestedFolder(folder)).run(loaded.graph, ctx)
     write_plan(folder, plan.to_json())
