@@ -16,6 +16,7 @@ import onnxpar
 from onnxpar.checking.compare_training import compare_training
 from onnxpar.cost.topology import Topology
 from onnxpar.ir.collectives import KINDS
+from onnxpar.pipeline import loader
 from onnxpar.pipeline.attempt import Attempt
 from onnxpar.pipeline.loader import Loader
 from onnxpar.pipeline.observer import Observer
@@ -61,6 +62,21 @@ def test_what_is_faster_with_hidden_sums_is_chosen(step: Path) -> None:
     assert plan.hidden > 0.0 and alone.hidden == 0.0
     assert plan.predicted.total < 0.98 * alone.predicted.total
     assert {e.kind for e in plan.collectives} != {e.kind for e in alone.collectives}
+
+
+def test_the_step_is_read_once_and_the_plan_says_what_it_beat(
+    step: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, read = loader.load_model, []
+
+    def counted(*given: Any, **how: Any) -> Any:
+        read.append(given[0])
+        return load(*given, **how)
+
+    monkeypatch.setattr(loader, "load_model", counted)
+    (note,) = (n for n in planned(step).notes if "attempts" in n)
+    assert read == [step]
+    assert "best of 2 attempts" in note and "gradients counted in full in the search: " in note
 
 
 @pytest.mark.slow
