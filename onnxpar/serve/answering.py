@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
 from onnxpar.serve.answers import Answers
-from onnxpar.serve.api_error import json_response
-from onnxpar.serve.body import Fields, fields_of
+from onnxpar.serve.api_error import JsonResponse
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.formats import Format
+from onnxpar.serve.generation_request import GenerationRequest
 from onnxpar.serve.prompts import Prepared, prepare
+from onnxpar.serve.request import object_of, read_request
 from onnxpar.serve.service import GeneratingService
-from onnxpar.serve.settings import Settings
 from onnxpar.serve.visiting import Visiting
-from onnxpar.serve.wanted import Wanted
 
 
 class Answering(Visiting):
     """The endpoint of a route that generates.
 
-    read    what a request wants, of its fields
+    read    the requests of the route
     form    how answers are written
     stream  how events are sent
     """
@@ -30,8 +30,8 @@ class Answering(Visiting):
     def __init__(
         self,
         service: GeneratingService,
-        read: Callable[[Fields, Settings], Wanted],
-        form: Callable[[str, Wanted, Callable[[int], bytes], int], Format],
+        read: type[GenerationRequest],
+        form: Callable[[str, Any, Callable[[int], bytes], int], Format],
         stream: type[EventStream] = EventStream,
     ) -> None:
         super().__init__(service, stream)
@@ -41,27 +41,25 @@ class Answering(Visiting):
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
         """Answers a request that has been read."""
-        wanted, prepared = await run_sync(self._prepared, body)
+        request, prepared = await run_sync(self._prepared, body)
         form = self._form(
             self._service.settings.model_name,
-            wanted,
+            request,
             self._service.grammars.bytes_of,
             len(prepared.echoes),
         )
-        with Answers(self._service, wanted, prepared) as answers:
-            if wanted.is_stream:
+        with Answers(self._service, request, prepared) as answers:
+            if request.stream:
                 await _stream(answers, form, stream)
                 return
             async for piece in answers.pieces():
                 form.add(piece)
-        await json_response(form.whole(answers.usage))(scope, receive, stream.raw)
+        await JsonResponse(form.whole(answers.usage))(scope, receive, stream.raw)
 
-    def _prepared(self, body: bytes) -> tuple[Wanted, Prepared]:
-        """What a request wants, and its tokens; in a thread, as it may take a while."""
-        fields = fields_of(body)
-        wanted = self._read(fields, self._service.settings)
-        fields.refuse_others()
-        return wanted, prepare(self._service, wanted)
+    def _prepared(self, body: bytes) -> tuple[GenerationRequest, Prepared]:
+        """A request, and its tokens; in a thread, as it may take a while."""
+        request = read_request(self._read, object_of(body), self._service)
+        return request, prepare(self._service, request)
 
 
 async def _stream(answers: Answers, form: Format, stream: EventStream) -> None:

@@ -15,13 +15,13 @@ from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Stream
 from onnxpar.serve.answer_parts import CallEnd, Part, Text
 from onnxpar.serve.api_error import ApiError
+from onnxpar.serve.generation_request import GenerationRequest
 from onnxpar.serve.placed_text import PlacedText, PlacedToken
 from onnxpar.serve.prompts import Prepared, limits_of
 from onnxpar.serve.served_engine import ServedGeneration
 from onnxpar.serve.service import GeneratingService, failed
 from onnxpar.serve.tool_families import BARE
 from onnxpar.serve.tool_parser import ToolParser
-from onnxpar.serve.wanted import Wanted
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,15 @@ class Answers:
     prepared  the tokens of each prompt, and what goes with them
     """
 
-    def __init__(self, service: GeneratingService, wanted: Wanted, prepared: Prepared) -> None:
-        self._service, self._wanted, self._prepared = service, wanted, prepared
+    def __init__(
+        self, service: GeneratingService, request: GenerationRequest, prepared: Prepared
+    ) -> None:
+        self._service, self._request, self._prepared = service, request, prepared
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._start = time.perf_counter()
         self._answers = [
-            self._new_answer(prepared.prompts[index // wanted.number], echo)
+            self._new_answer(prepared.prompts[index // request.n], echo)
             for index, echo in enumerate(prepared.echoes)
         ]
 
@@ -123,8 +125,8 @@ class Answers:
         try:
             for index, answer in enumerate(self._answers):
                 answer.generation = self._service.engine.submit(
-                    self._prepared.prompts[index // self._wanted.number],
-                    limits_of(self._service, self._wanted, self._prepared, index),
+                    self._prepared.prompts[index // self._request.n],
+                    limits_of(self._service, self._request, self._prepared, index),
                     partial(self._listen, index),
                 )
         except OnnxparError as error:
@@ -164,7 +166,7 @@ class Answers:
     def usage(self) -> Usage:
         """The numbers of tokens, once all answers have ended. Tokens of a prompt are cached if they
         were for all of its answers."""
-        number = self._wanted.number
+        number = self._request.n
         of_prompts = [
             self._answers[at : at + number] for at in range(0, len(self._answers), number)
         ]
@@ -177,7 +179,7 @@ class Answers:
     def _parted(self, answer: _Answer, piece: Piece) -> Piece:
         """A piece with its parts; the last one, if it ends the only call that there may be."""
         piece = answer.parted(piece)
-        if self._wanted.tools is None or self._wanted.tools.is_parallel:
+        if self._request.callable_tools is None or self._request.callable_tools.is_parallel:
             return piece
         for at, part in enumerate(piece.parts):
             if isinstance(part, CallEnd) and part.how == "right":
@@ -191,21 +193,21 @@ class Answers:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _new_answer(self, prompt: Sequence[int], echo: str) -> _Answer:
-        wanted = self._wanted
-        behind = prompt if wanted.continues else ()
+        request = self._request
+        behind = prompt if request.continues else ()
         tokenizer = self._service.engine.tokenizer
         parser = None
         shown: Set[int] = frozenset()
-        if wanted.tools is not None:
+        if request.callable_tools is not None:
             family = BARE if self._prepared.constraints else self._service.family
             assert family is not None, "a request with tools has been refused without it"
-            parser = ToolParser(family, wanted.tools.parameters)
+            parser = ToolParser(family, request.callable_tools.parameters)
             shown = tokenizer.special_ids(family.special)
-        stream = Stream(tokenizer, wanted.shows_specials, behind, shown)
+        stream = Stream(tokenizer, not request.skip_special_tokens, behind, shown)
         placed = None
-        if wanted.logprobs is not None:
+        if request.likeliest is not None:
             placed = PlacedText(stream, self._service.grammars.bytes_of, len(echo))
-        stops = StopStrings(wanted.stops, wanted.shows_stop)
+        stops = StopStrings(request.stop, request.include_stop_str_in_output)
         return _Answer(stream, placed, stops, echo, parser)
 
     def _piece(self, index: int, answer: _Answer, event: Token | PromptTokens | End) -> Piece:
@@ -219,16 +221,16 @@ class Answers:
                 self._prepared.constraints[index].check()
             text = answer.stops.add(answer.text.end(), is_last=True)
             answer.is_done = True
-            reason = "length" if self._wanted.max_tokens == 0 else event.reason
+            reason = "length" if self._request.new_tokens == 0 else event.reason
             return Piece(index, text, (), "stop" if answer.stops.found else reason)
         self._measure(answer)
-        if self._wanted.max_tokens == 0:
+        if self._request.new_tokens == 0:
             return Piece(index, "")  # the engine has computed one all the same
         answer.new += 1
-        if event.id in self._prepared.ends and not self._wanted.shows_stop:
+        if event.id in self._prepared.ends and not self._request.include_stop_str_in_output:
             return Piece(index, "", self._last(answer, event))
         text, tokens = answer.add(event)
-        if answer.new > self._wanted.min_tokens:
+        if answer.new > self._request.min_tokens:
             text = answer.stops.add(text)
         if not answer.stops.found:
             return Piece(index, text, tokens)
@@ -237,13 +239,13 @@ class Answers:
 
     def _last(self, answer: _Answer, token: Token) -> Sequence[PlacedToken]:
         """The token that ends an answer, which is told where clients count those of the prompt."""
-        if answer.placed is None or not self._wanted.tells_prompt:
+        if answer.placed is None or not self._request.tells_prompt:
             return ()
         return [PlacedToken.of(token, answer.placed.length)]
 
     def _of_prompt(self, index: int, told: PromptTokens) -> list[PlacedToken]:
         """The tokens of a prompt."""
-        first = self._prepared.prompts[index // self._wanted.number][0]
+        first = self._prepared.prompts[index // self._request.n][0]
         stream = Stream(self._service.engine.tokenizer)
         text = PlacedText(stream, self._service.grammars.bytes_of)
         found = [PlacedToken(first, None, (), text.add(first)[1])]

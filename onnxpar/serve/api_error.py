@@ -43,7 +43,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Returns the response that tells the error."""
-        return json_response(self.body(), self.status, self.headers)
+        return JsonResponse(self.body(), self.status, self.headers)
 
 
 def json_bytes(value: object) -> bytes:
@@ -52,18 +52,13 @@ def json_bytes(value: object) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def json_response(
-    value: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Returns a response of JSON."""
-    return written_response(json_bytes(value), status, headers)
+class JsonResponse(Response):
+    """A response of JSON."""
 
+    media_type = "application/json"
 
-def written_response(
-    body: bytes, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Returns a response of JSON that is written already."""
-    return Response(body, status, dict(headers or {}), "application/json")
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
 
 
 def quoted(value: object) -> str:

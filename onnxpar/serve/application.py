@@ -13,24 +13,24 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from onnxpar.serve.answering import Answering
-from onnxpar.serve.api_error import ApiError, json_response
+from onnxpar.serve.api_error import ApiError, JsonResponse
 from onnxpar.serve.chat_page import chat_page, embedding_page
-from onnxpar.serve.chat_request import chat_request
-from onnxpar.serve.completion_request import completion_request
+from onnxpar.serve.chat_request import ChatCompletionRequest
 from onnxpar.serve.embedding import EmbeddingAnswering
 from onnxpar.serve.embedding_request import EmbeddingRequest, RerankRequest
 from onnxpar.serve.event_stream import NumberedEventStream
 from onnxpar.serve.formats import ChatFormat, CompletionFormat
+from onnxpar.serve.generation_request import CompletionRequest
 from onnxpar.serve.guards import Guards, Measured
 from onnxpar.serve.metrics import CONTENT_TYPE
+from onnxpar.serve.request import unknown_model
 from onnxpar.serve.responses_format import ResponsesFormat
-from onnxpar.serve.responses_request import responses_request
+from onnxpar.serve.responses_request import ResponsesRequest
 from onnxpar.serve.served_engine import Served, ServedEmbedder
 from onnxpar.serve.service import EmbeddingService, GeneratingService, Service
 from onnxpar.serve.settings import Settings
 from onnxpar.serve.tokenizing import Tokenizing, detokenized, tokenized
 from onnxpar.serve.visiting import Visiting
-from onnxpar.serve.wanted import unknown_model
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -83,10 +83,10 @@ def _answering(engine: Served, settings: Settings) -> tuple[Service, Mapping[str
     if not isinstance(engine, ServedEmbedder):
         service = GeneratingService(engine, settings)
         return service, {
-            CHAT: Answering(service, chat_request, ChatFormat),
-            COMPLETIONS: Answering(service, completion_request, CompletionFormat),
+            CHAT: Answering(service, ChatCompletionRequest, ChatFormat),
+            COMPLETIONS: Answering(service, CompletionRequest, CompletionFormat),
             RESPONSES: Answering(
-                service, responses_request, ResponsesFormat, stream=NumberedEventStream
+                service, ResponsesRequest, ResponsesFormat, stream=NumberedEventStream
             ),
             TOKENIZE: Tokenizing(service, tokenized),
             DETOKENIZE: Tokenizing(service, detokenized),
@@ -118,19 +118,19 @@ class _Pages:
 
     async def health(self, request: Request) -> Response:
         status = self._service.status
-        return json_response({"status": status}, 200 if status == "ready" else 503)
+        return JsonResponse({"status": status}, 200 if status == "ready" else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._service.settings.model_name:
             raise unknown_model(name, self._service.settings)
-        return json_response(self._model())
+        return JsonResponse(self._model())
 
     def _model(self) -> dict[str, object]:
         service = self._service

@@ -1,163 +1,249 @@
-"""Reads requests of /v1/chat/completions."""
+"""Requests for answers in a chat, and those of /v1/chat/completions."""
 
 from __future__ import annotations
 
-import json
+import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from onnxpar.llm.chat_template import GIVEN, THOUGHTS
-from onnxpar.serve.api_error import quoted
-from onnxpar.serve.body import Fields
-from onnxpar.serve.settings import Settings
-from onnxpar.serve.tools import functions_of, tools_of
-from onnxpar.serve.wanted import MOST_LOGPROBS, Wanted, check_model, common, max_tokens
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Json, TypeAdapter
 
-_ROLES = {
-    **{role: role for role in ("system", "user", "assistant", "tool")},
-    "developer": "system",
-}
-"""Roles of messages, as chat templates call them."""
-_TEXTS = ("text", "input_text", "output_text")
-"""Types of parts of messages that are texts."""
+from onnxpar.errors import InputError
+from onnxpar.llm.chat_template import GIVEN
+from onnxpar.llm.tokenizer import Messages
+from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.generation_request import GenerationRequest, TopLogprobs
+from onnxpar.serve.request import Array, Filled, Part, Whole, refuse, unsupported
+from onnxpar.serve.service import GeneratingService
+from onnxpar.serve.tools import Tools, with_ids
 
-
-def chat_request(fields: Fields, settings: Settings) -> Wanted:
-    """Returns what a request wants. Errors: ApiError."""
-    check_model(fields, settings)
-    _refuse_unsupported(fields)
-    functions = functions_of(fields, is_flat=False)
-    tools = tools_of(fields, functions)
-    messages = messages_of(fields)
-    top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
-    wants_logprobs = fields.flag("logprobs")
-    if top is not None and not wants_logprobs:
-        fields.refuse("top_logprobs", "needs logprobs: true")
-    names = ("max_completion_tokens", "max_tokens")
-    most = [max_tokens(fields, name, settings) for name in names]
-    return Wanted(
-        prompts=[messages],
-        max_tokens=most[1] if most[0] is None else most[0],
-        logprobs=(top or 0) if wants_logprobs else None,
-        schema=schema_of(fields.inner("response_format"), is_flat=False),
-        chat=template_options(fields, functions if tools else ()),
-        tools=tools,
-        **common(fields, settings, 1),
-    )
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The parameters of a function that says nothing of them."""
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    """Errors: ApiError for what would change an answer, and is not there."""
-    for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
-        if fields.get(name) not in (None, [], "none", "auto"):
-            fields.refuse(name, f"is not supported; give {instead}")
-    for kind in fields.array("modalities") or ():
-        if kind != "text":
-            fields.refuse("modalities", f"has {quoted(kind)}; the model writes text")
-    if fields.get("audio") is not None:
-        fields.refuse("audio", "is not supported; the model writes text")
+class Function(Part):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def check(self, service: Any) -> None:
+        if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", self.name):
+            refuse("name", f"is {quoted(self.name)}; give 1 to 64 letters, digits and _ . -")
+        if (self.parameters or {}).get("type", "object") != "object":
+            refuse("parameters", "must be the JSON schema of an object")
 
 
-def messages_of(fields: Fields) -> list[dict[str, Any]]:
-    """Returns the messages of the chat, with one text each, and what else templates read."""
-    found = fields.array("messages")
-    if not found:
-        fields.refuse("messages", "is missing or empty; give at least one message")
-    return [message_of(fields.item("messages", at, each)) for at, each in enumerate(found)]
+class Tool(Part):
+    type: Literal["function"]
 
 
-def message_of(message: Fields) -> dict[str, Any]:
-    """Returns a message as templates read it."""
-    role = message.text("role")
-    if role not in _ROLES:
-        message.refuse("role", f"is {quoted(role)}; it must be one of {', '.join(_ROLES)}")
-    calls = [_call(message, at, call) for at, call in enumerate(message.array("tool_calls") or ())]
-    if calls and role != "assistant":
-        message.refuse("tool_calls", f"is of a message of role {role}; only assistants call tools")
-    texts: dict[str, Any] = {"role": _ROLES[role]}
-    has_none = calls and message.get("content") is None
-    texts["content"] = None if has_none else text_of(message)
-    others = {member: message.text(member) for member in ("name", "tool_call_id", *THOUGHTS)}
-    texts |= {member: text for member, text in others.items() if text is not None}
-    return {**texts, "tool_calls": calls} if calls else texts
+class ChatTool(Tool):
+    function: Function
 
 
-def _call(message: Fields, at: int, found: object) -> dict[str, Any]:
-    """A call that an assistant has made."""
-    call = message.item("tool_calls", at, found)
-    function = call.inner("function")
-    if function is None:
-        call.refuse("function", "is missing; give an object with a name and arguments")
-    return called(call.text("id"), function)
+class FlatTool(Function, Tool):
+    """A tool of /v1/responses, which repeats all of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def function(self) -> Function:
+        """The tool itself."""
+        return self
 
 
-def called(id_: str | None, function: Fields) -> dict[str, Any]:
-    """Returns a call as templates read it: its arguments are an object, and not its JSON."""
-    name, text = function.text("name"), function.text("arguments")
-    if name is None:
-        function.refuse("name", "is missing; give that of a function")
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        function.refuse("arguments", f"is {quoted(text)}; it must be the JSON text of an object")
-    return {"id": id_ or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+def _chosen(choice: Mapping[str, Any]) -> Any:
+    """The name of the function that must be called."""
+    inner = choice.get("function")
+    return inner.get("name") if isinstance(inner, dict) else choice.get("name")
 
 
-def text_of(message: Fields, name: str = "content") -> str:
-    """Returns the text of a message, which may be in parts."""
-    content = message.get(name)
-    if isinstance(content, list):
-        each = enumerate(content)
-        return "\n".join(_part(message, f"{name}[{at}]", part) for at, part in each)
-    if content is None:
-        message.refuse(name, "is missing; give a text")
-    return message.valid_text(name, content)
+class DialogRequest(GenerationRequest):
+    """A request with a chat, which the model's template writes, and tools."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field({})
+    tools: Sequence[ChatTool | FlatTool] = ()
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+
+    def check(self, service: Any) -> None:
+        super().check(service)
+        if self.continue_final_message and self.add_generation_prompt:
+            refuse("continue_final_message", "begins no answer: leave add_generation_prompt out")
+        for name in GIVEN:
+            if self.chat_template_kwargs.get(name) is not None:
+                refuse(f"chat_template_kwargs.{name}", "is no option of the template; leave it out")
+        names = [tool.function.name for tool in self.tools]
+        for name in names:
+            if names.count(name) > 1:
+                refuse("tools", f"has two functions {quoted(name)}; rename one")
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            refuse("tool_choice", "is 'required', and there are no tools; give some")
+        if choice in ("none", "auto", "required"):
+            return
+        if not isinstance(choice, dict) or choice.get("type") != "function":
+            one_of = "none, auto, required or a function"
+            refuse("tool_choice", f"is {quoted(choice)}; it must be {one_of}")
+        if _chosen(choice) not in names:
+            refuse("tool_choice", f"names {quoted(_chosen(choice))}, which is none of the tools")
+
+    @property
+    def _functions(self) -> list[Function]:
+        return [tool.function for tool in self.tools if self.tool_choice != "none"]
+
+    @property
+    @abstractmethod
+    def chat(self) -> Messages:
+        """The messages, as the template reads them."""
+
+    def tokens(self, service: GeneratingService) -> Sequence[Sequence[int]]:
+        tokenizer, messages = service.engine.tokenizer, self.chat
+        if not tokenizer.has_chat:
+            text = "the model has no chat template; use /v1/completions"
+            raise ApiError(text, param="messages", code="no_chat_template")
+        if service.family is not None and service.family.ids:
+            messages = with_ids(messages, service.family.ids)
+        begins, members = self.add_generation_prompt, {"name", "description", "parameters"}
+        tools = [each.model_dump(include=members, exclude_none=True) for each in self._functions]
+        try:
+            found = tokenizer.chat(
+                messages,
+                self.add_special_tokens,
+                tools=[{"type": "function", "function": each} for each in tools],
+                add_generation_prompt=not self.continues if begins is None else begins,
+                continue_final_message=self.continues,
+                others=self.chat_template_kwargs,
+            )
+        except InputError as error:
+            raise ApiError(str(error), param="messages") from None
+        return [found]
+
+    @property
+    def continues(self) -> bool:
+        return self.continue_final_message
+
+    @property
+    def callable_tools(self) -> Tools | None:
+        found = {each.name: each.parameters or _NOTHING for each in self._functions}
+        if isinstance(self.tool_choice, dict):
+            name = _chosen(self.tool_choice)
+            return Tools({name: found[name]}, True, False)
+        is_required = self.tool_choice == "required"
+        return Tools(found, is_required, self.parallel_tool_calls) if found else None
 
 
-def _part(message: Fields, name: str, found: object) -> str:
-    """The text of a part of a message."""
-    if not isinstance(found, dict) or found.get("type") not in _TEXTS:
-        message.refuse(name, "is no text; the model reads parts of type text")
-    return message.valid_text(name, found.get("text"))
+class TextPart(Part):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
 
 
-def template_options(fields: Fields, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what the chat template is given besides the messages."""
-    is_continued = fields.flag("continue_final_message")
-    begins = fields.flag("add_generation_prompt", default=not is_continued)
-    if is_continued and begins:
-        fields.refuse("continue_final_message", "begins no answer: leave add_generation_prompt out")
-    others = fields.inner("chat_template_kwargs")
-    for name in GIVEN:
-        if others is not None and others.get(name) is not None:
-            others.refuse(name, "is no option of the template; leave it out")
-    return {
-        "specials": fields.flag("add_special_tokens"),
-        "tools": [{"type": "function", "function": function} for function in functions],
-        "add_generation_prompt": begins,
-        "continue_final_message": is_continued,
-        "others": fields.get("chat_template_kwargs") or {},
-    }
+_PARTS = TypeAdapter(Array[TextPart])
 
 
-def schema_of(form: Fields | None, is_flat: bool) -> Mapping[str, Any] | None:
-    """Returns the JSON schema that answers must fit; None if any text does.
+def _joined(content: object) -> object:
+    if not isinstance(content, list):
+        return content
+    return "\n".join(part.text for part in _PARTS.validate_python(content))
 
-    is_flat  True if it is a member of the format itself, as in /v1/responses
-    """
-    if form is None:
-        return None
-    kind = form.text("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        form.refuse("type", f"is {quoted(kind)}; it must be text, json_object or json_schema")
-    inner = form if is_flat else form.inner("json_schema")
-    schema = None if inner is None else inner.get("schema")
-    if not isinstance(schema, dict):
-        form.refuse("schema" if is_flat else "json_schema", "has no schema; give an object")
-    return schema
+
+Text = Annotated[str, BeforeValidator(_joined)]
+"""A text, which may be in parts."""
+
+
+_Arguments = Annotated[Json[dict[str, Any]], BeforeValidator(lambda v: "{}" if v == "" else v)]
+
+
+class CalledFunction(Part):
+    name: str
+    arguments: _Arguments = Field({})
+
+
+class ToolCall(Part):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Part):
+    """A message of a chat, with what templates read of it."""
+
+    role: Literal["system", "user", "assistant", "tool", "developer"]
+    content: Text | None = None
+    tool_calls: Annotated[Array[ToolCall] | None, AfterValidator(lambda v: v or None)] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    reasoning: str | None = None
+
+    def check(self, service: Any) -> None:
+        if self.tool_calls and self.role != "assistant":
+            refuse("tool_calls", f"is of role {self.role}; only assistants call tools")
+        if self.content is None and not self.tool_calls:
+            refuse("content", "is missing; give a text")
+
+    @property
+    def as_read(self) -> dict[str, Any]:
+        """The message as templates read it."""
+        role = "system" if self.role == "developer" else self.role
+        return {"content": None, **self.model_dump(exclude_none=True), "role": role}
+
+
+FormatType = Literal["text", "json_object", "json_schema"]
+
+
+def schema_of(kind: FormatType, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Returns the JSON schema that answers of a format fit; None: any text does."""
+    return {"text": None, "json_object": {"type": "object"}, "json_schema": given}[kind]
+
+
+class JsonSchema(Part):
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Part):
+    type: FormatType
+    json_schema: JsonSchema | None = None
+
+    def check(self, service: Any) -> None:
+        if self.type == "json_schema" and self.json_schema is None:
+            refuse("json_schema", "is missing; give an object with a schema")
+
+
+class ChatCompletionRequest(DialogRequest):
+    length_fields: ClassVar[Sequence[str]] = ("max_completion_tokens", "max_tokens")
+
+    messages: Filled[Message]
+    tools: Array[ChatTool] = Field([], max_length=128)
+    functions: Annotated[Any, unsupported("give tools", [], "none", "auto")] = None
+    function_call: Annotated[Any, unsupported("give tool_choice", [], "none", "auto")] = None
+    modalities: Annotated[Any, unsupported("the model writes text", [], ["text"])] = None
+    audio: Annotated[Any, unsupported("the model writes text")] = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
+    max_completion_tokens: Whole | None = Field(None, ge=1, le=2**31)
+    max_tokens: Whole | None = Field(None, ge=1, le=2**31)
+    response_format: ResponseFormat = ResponseFormat(type="text")
+
+    def check(self, service: Any) -> None:
+        super().check(service)
+        if self.top_logprobs is not None and not self.logprobs:
+            refuse("top_logprobs", "needs logprobs: true")
+
+    @property
+    def chat(self) -> Messages:
+        return [message.as_read for message in self.messages]
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        given = self.response_format.json_schema
+        return schema_of(self.response_format.type, None if given is None else given.schema_)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -11,11 +12,12 @@ from starlette.types import Receive, Scope
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError, OnnxparError
+from onnxpar.llm.encoder import Tokens
 from onnxpar.llm.requests import Busy, End, Failure
-from onnxpar.serve.api_error import ApiError, json_bytes, written_response
-from onnxpar.serve.body import fields_of
+from onnxpar.serve.api_error import ApiError, JsonResponse
 from onnxpar.serve.embedding_request import EncoderRequest
 from onnxpar.serve.event_stream import EventStream
+from onnxpar.serve.request import object_of, read_request
 from onnxpar.serve.service import EmbeddingService, failed
 from onnxpar.serve.visiting import Visiting
 
@@ -33,19 +35,23 @@ class EmbeddingAnswering(Visiting):
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        request = await run_sync(lambda: self._request(body))
-        results = await self._results(request)
-        written = await run_sync(lambda: json_bytes(request.answer(results)))
-        await written_response(written)(scope, receive, stream.raw)
+        request, texts = await run_sync(self._prepared, body)
+        results = await self._results(texts)
+        number = sum(len(text.ids) for text in texts)
+        head = {
+            "object": "list",
+            "model": self._service.settings.model_name,
+            "usage": {"prompt_tokens": number, "total_tokens": number},
+        }
+        response = await run_sync(lambda: JsonResponse(head | request.answer(results)))
+        await response(scope, receive, stream.raw)
 
-    def _request(self, body: bytes) -> EncoderRequest:
-        """Errors: ApiError."""
-        fields = fields_of(body)
-        request = self._read(fields, self._service)
-        fields.refuse_others()
-        return request
+    def _prepared(self, body: bytes) -> tuple[EncoderRequest, Sequence[Tokens]]:
+        """A request and its texts. Errors: ApiError."""
+        request = read_request(self._read, object_of(body), self._service)
+        return request, request.checked_tokens(self._service)
 
-    async def _results(self, request: EncoderRequest) -> Array:
+    async def _results(self, texts: Sequence[Tokens]) -> Array:
         """What the model computes of the texts. Errors: ApiError if it does not."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Array | End | Failure] = loop.create_future()
@@ -59,7 +65,7 @@ class EmbeddingAnswering(Visiting):
                 loop.call_soon_threadsafe(set_result, event)
 
         try:
-            running = self._service.embedder.submit(request.texts, listen)
+            running = self._service.embedder.submit(texts, listen)
         except InputError as error:
             raise ApiError(str(error)) from None
         except OnnxparError as error:

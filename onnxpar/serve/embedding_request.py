@@ -1,12 +1,14 @@
-"""Reads requests for embeddings and for scores, and writes their answers."""
+"""Requests for embeddings and for scores, and what is computed of their texts as JSON."""
 
 from __future__ import annotations
 
 import base64
 import secrets
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
 
 from onnxpar.base.arrays import Array
 from onnxpar.errors import InputError
@@ -14,142 +16,104 @@ from onnxpar.llm.embedder import scores
 from onnxpar.llm.encoder import Tokens
 from onnxpar.llm.pooling import normalized
 from onnxpar.serve.api_error import ApiError
-from onnxpar.serve.body import Fields
+from onnxpar.serve.request import Filled, Request, Texts, Whole, refuse
 from onnxpar.serve.service import EmbeddingService
-from onnxpar.serve.texts import texts_or_ids
-from onnxpar.serve.wanted import check_model
 
 
-class EncoderRequest(ABC):
-    """A request to an embedding model or a reranker. Errors: ApiError.
+class EncoderRequest(Request):
+    """A request to an embedding model or a reranker.
 
-    texts  what the model reads
+    texts_field  the field that has its texts
     """
 
-    texts: Sequence[Tokens]
+    texts_field: ClassVar[str]
 
     @abstractmethod
-    def __init__(self, fields: Fields, service: EmbeddingService) -> None: ...
+    def tokens(self, service: EmbeddingService) -> list[Tokens]:
+        """Returns what the model reads."""
 
     @abstractmethod
     def answer(self, results: Array) -> dict[str, Any]:
         """Returns the JSON of the answer, of the results of all texts."""
 
-    @property
-    def usage(self) -> dict[str, int]:
-        """The numbers of tokens."""
-        total = sum(len(text.ids) for text in self.texts)
-        return {"prompt_tokens": total, "total_tokens": total}
+    def check(self, service: Any) -> None:
+        number, most = len(getattr(self, self.texts_field)), service.settings.max_inputs
+        if number > most:
+            refuse(self.texts_field, f"has {number} texts; at most {most} are allowed")
+
+    def checked_tokens(self, service: EmbeddingService) -> Sequence[Tokens]:
+        """Returns what the model reads. Errors: ApiError for what it cannot."""
+        found = self.tokens(service)
+        for index, text in enumerate(found):
+            try:
+                service.embedder.check(text)
+            except InputError as error:
+                where = f"[{index}]" if len(found) > 1 else ""
+                code = "context_length_exceeded" if len(text.ids) > service.longest else None
+                message, param = f"{self.texts_field}{where}: {error}", self.texts_field
+                raise ApiError(message, param=param, code=code) from None
+        return found
 
 
 class EmbeddingRequest(EncoderRequest):
     """A request of /v1/embeddings."""
 
-    def __init__(self, fields: Fields, service: EmbeddingService) -> None:
-        check_model(fields, service.settings)
-        self._model = service.settings.model_name
-        form = fields.text("encoding_format") or "float"
-        if form not in ("float", "base64"):
-            fields.refuse("encoding_format", "must be float or base64")
-        self._is_base64 = form == "base64"
-        self._width = fields.whole("dimensions", 1, service.embedder.model.width)
-        given = texts_or_ids(fields, "input")
-        _check_number(fields, "input", len(given), service)
-        embedder = service.embedder
-        self.texts = [
-            _checked(
-                fields,
-                _where("input", index, len(given)),
-                embedder.tokens(each) if isinstance(each, str) else Tokens(each),
-                service,
-            )
-            for index, each in enumerate(given)
-        ]
+    texts_field: ClassVar[str] = "input"
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Whole | None = Field(None, ge=1, le=2**31)
+
+    def check(self, service: Any) -> None:
+        most = service.embedder.model.width
+        if self.dimensions is not None and self.dimensions > most:
+            refuse("dimensions", f"is {self.dimensions}; it should be at most {most}")
+        super().check(service)
+
+    def tokens(self, service: EmbeddingService) -> list[Tokens]:
+        read = service.embedder.tokens
+        return [read(each) if isinstance(each, str) else Tokens(each) for each in self.input]
 
     def answer(self, results: Array) -> dict[str, Any]:
-        if self._width is not None and self._width < results.shape[1]:
-            results = normalized(results[:, : self._width])
+        if self.dimensions is not None and self.dimensions < results.shape[1]:
+            results = normalized(results[:, : self.dimensions])
         data = [
             {"object": "embedding", "index": index, "embedding": self._written(vector)}
             for index, vector in enumerate(results)
         ]
-        return {"object": "list", "data": data, "model": self._model, "usage": self.usage}
+        return {"data": data}
 
-    def _written(self, vector: Array) -> str | list[float]:
+    def _written(self, vector: Array) -> Any:
         """A vector in JSON."""
-        if self._is_base64:
+        if self.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        found: list[float] = vector.tolist()
-        return found
+        return vector.tolist()
+
+
+_Document = Annotated[str, BeforeValidator(lambda v: v.get("text") if isinstance(v, dict) else v)]
+"""A text, or an object that has one."""
 
 
 class RerankRequest(EncoderRequest):
     """A request of /v1/rerank."""
 
-    def __init__(self, fields: Fields, service: EmbeddingService) -> None:
-        check_model(fields, service.settings)
-        self._model = service.settings.model_name
-        query = fields.text("query")
-        if query is None:
-            fields.refuse("query", "is missing; give a text")
-        found = fields.array("documents")
-        if not found:
-            fields.refuse("documents", "is missing or empty; give a list of texts")
-        _check_number(fields, "documents", len(found), service)
-        self._documents = [_document(fields, each) for each in found]
-        most = fields.whole("top_n", 1, 2**31)
-        self._most = len(found) if most is None else most
-        self._returns = fields.flag("return_documents")
-        self.texts = [
-            _checked(
-                fields,
-                _where("documents", index, len(found)),
-                service.embedder.tokens(query, text),
-                service,
-            )
-            for index, text in enumerate(self._documents)
-        ]
+    texts_field: ClassVar[str] = "documents"
+
+    query: str
+    documents: Filled[_Document]
+    top_n: Whole = Field(2**31, ge=1, le=2**31)
+    return_documents: bool = False
+
+    def tokens(self, service: EmbeddingService) -> list[Tokens]:
+        return [service.embedder.tokens(self.query, text) for text in self.documents]
 
     def answer(self, results: Array) -> dict[str, Any]:
         found = scores(results)
-        best = sorted(range(len(found)), key=lambda index: -found[index])[: self._most]
-        return {
-            "id": f"rerank-{secrets.token_hex(12)}",
-            "object": "list",
-            "model": self._model,
-            "usage": self.usage,
-            "results": [self._result(index, float(found[index])) for index in best],
-        }
+        best = sorted(range(len(found)), key=lambda index: -found[index])[: self.top_n]
+        each = [self._result(index, float(found[index])) for index in best]
+        return {"id": f"rerank-{secrets.token_hex(12)}", "results": each}
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
         """What is told of a document."""
-        result: dict[str, Any] = {"index": index, "relevance_score": score}
-        return result | ({"document": {"text": self._documents[index]}} if self._returns else {})
-
-
-def _document(fields: Fields, value: object) -> str:
-    """The text of a document: a string, or an object that has one."""
-    return fields.valid_text("documents", value.get("text") if isinstance(value, dict) else value)
-
-
-def _check_number(fields: Fields, name: str, number: int, service: EmbeddingService) -> None:
-    """Errors: ApiError for too many texts."""
-    most = service.settings.max_inputs
-    if number > most:
-        fields.refuse(name, f"has {number} texts; at most {most} are allowed")
-
-
-def _where(name: str, index: int, number: int) -> str:
-    """A text as messages name it."""
-    return name if number == 1 else f"{name}[{index}]"
-
-
-def _checked(fields: Fields, where: str, text: Tokens, service: EmbeddingService) -> Tokens:
-    """A text that the model can read. Errors: ApiError."""
-    try:
-        service.embedder.check(text)
-    except InputError as error:
-        is_long = len(text.ids) > service.longest
-        code = "context_length_exceeded" if is_long else None
-        raise ApiError(f"{where}: {error}", param=where.partition("[")[0], code=code) from None
-    return text
+        document = {"document": {"text": self.documents[index]}} if self.return_documents else {}
+        return {"index": index, "relevance_score": score, **document}

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from onnxpar.serve.answer_parts import CallArguments, CallBegin, Calls, Part
 from onnxpar.serve.answers import Piece, Usage
+from onnxpar.serve.generation_request import GenerationRequest
 from onnxpar.serve.placed_text import PlacedToken
-from onnxpar.serve.wanted import Wanted
 
 _LEAST_LOGPROB = -9999.0
 """What OpenAI sends for less; JSON has no infinity."""
@@ -54,9 +54,9 @@ class ChoicesFormat(Format):
     chunk_kind: ClassVar[str]
 
     def __init__(
-        self, model: str, wanted: Wanted, bytes_of: Callable[[int], bytes], number: int
+        self, model: str, request: GenerationRequest, bytes_of: Callable[[int], bytes], number: int
     ) -> None:
-        self._wanted, self._bytes_of = wanted, bytes_of
+        self._request, self._bytes_of = request, bytes_of
         made = {"created": int(time.time()), "model": model}
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind, **made}
         self._texts = [""] * number
@@ -101,7 +101,7 @@ class ChoicesFormat(Format):
         return []
 
     def end(self, usage: Usage) -> list[dict[str, Any]]:
-        if not self._wanted.wants_usage:
+        if not self._request.stream_options.include_usage:
             return []
         head = {**self._head, "object": self.chunk_kind}
         return [{**head, "choices": [], "usage": _usage(usage)}]
@@ -112,7 +112,7 @@ class ChoicesFormat(Format):
         choice = {"index": index, **self._delta(index, text, tokens, finish is not None)}
         found = {**self._head, "object": self.chunk_kind}
         found["choices"] = [{**choice, "finish_reason": finish}]
-        return {**found, "usage": None} if self._wanted.wants_usage else found
+        return {**found, "usage": None} if self._request.stream_options.include_usage else found
 
     def _key_of(self, token: int) -> str:
         """The text of a token, as OpenAI writes it: bytes that are no whole characters as such, so
@@ -135,9 +135,9 @@ class ChatFormat(ChoicesFormat):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, model: str, wanted: Wanted, bytes_of: Callable[[int], bytes], number: int
+        self, model: str, request: GenerationRequest, bytes_of: Callable[[int], bytes], number: int
     ) -> None:
-        super().__init__(model, wanted, bytes_of, number)
+        super().__init__(model, request, bytes_of, number)
         self._calls_of = [Calls() for _ in range(number)]
 
     def add(self, piece: Piece) -> None:
@@ -173,7 +173,7 @@ class ChatFormat(ChoicesFormat):
         return {"message": message, "logprobs": self._logprobs(tokens, is_whole=True)}
 
     def _logprobs(self, tokens: Sequence[PlacedToken], is_whole: bool = False) -> Any:
-        if self._wanted.logprobs is None or not (tokens or is_whole):
+        if self._request.likeliest is None or not (tokens or is_whole):
             return None
         content = [
             {
@@ -205,7 +205,7 @@ class CompletionFormat(ChoicesFormat):
         return {"text": text, "logprobs": self._logprobs(tokens, is_whole=True)}
 
     def _logprobs(self, tokens: Sequence[PlacedToken], is_whole: bool = False) -> Any:
-        if self._wanted.logprobs is None or not (tokens or is_whole):
+        if self._request.likeliest is None or not (tokens or is_whole):
             return None
         return {
             "tokens": [self._key_of(token.id) for token in tokens],

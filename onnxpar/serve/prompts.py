@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from onnxpar.errors import InputError
 from onnxpar.llm.requests import Limits
-from onnxpar.llm.tokenizer import Messages
 from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.generation_request import CompletionRequest, GenerationRequest
 from onnxpar.serve.grammar import Form, JsonConstraint
 from onnxpar.serve.service import GeneratingService
-from onnxpar.serve.tools import with_ids
-from onnxpar.serve.wanted import Prompt, Wanted
 
 
 @dataclass(frozen=True)
@@ -34,51 +31,57 @@ class Prepared:
     ends: frozenset[int]
 
 
-def prepare(service: GeneratingService, wanted: Wanted) -> Prepared:
+def prepare(service: GeneratingService, request: GenerationRequest) -> Prepared:
     """Returns the tokens of a request and what goes with them; may take a while. Errors: ApiError
     for what the model cannot read."""
     try:
-        wanted.sampling.check(service.engine.vocabulary)
+        request.sampling.check(service.engine.vocabulary)
     except InputError as error:
         raise ApiError(str(error)) from None
-    prompts = [_tokens(service, wanted, prompt) for prompt in wanted.prompts]
-    rooms = [_room(service, wanted, prompt) for prompt in prompts]
-    number = len(prompts) * wanted.number
+    prompts = [_checked(service, prompt) for prompt in request.tokens(service)]
+    number, most = len(prompts) * request.n, service.settings.max_choices
+    if number > most:
+        count = f"{len(prompts)} prompts times n={request.n} are {number} answers"
+        text = f"n asks for too many: {count}, and --max-choices allows {most}"
+        raise ApiError(text, param="n")
+    rooms = [_room(service, request, prompt) for prompt in prompts]
     echoes = [""] * len(prompts)
-    if wanted.echo:
+    if isinstance(request, CompletionRequest) and request.echo:
         decode = service.engine.tokenizer.decode
-        each = zip(wanted.prompts, prompts, strict=True)
+        each = zip(request.prompt, prompts, strict=True)
         echoes = [text if isinstance(text, str) else decode(tokens) for text, tokens in each]
-    form = _form(service, wanted)
+    form = _form(service, request)
     constraints = [] if form is None else service.grammars.constraints(form, number)
-    if wanted.logprobs is not None:
+    if request.likeliest is not None:
         service.grammars.load()
-    of_each = [echoes[index // wanted.number] for index in range(number)]
-    return Prepared(prompts, of_each, rooms, constraints, _ends(service, wanted))
+    of_each = [echoes[index // request.n] for index in range(number)]
+    return Prepared(prompts, of_each, rooms, constraints, _ends(service, request))
 
 
-def limits_of(service: GeneratingService, wanted: Wanted, prepared: Prepared, index: int) -> Limits:
+def limits_of(
+    service: GeneratingService, request: GenerationRequest, prepared: Prepared, index: int
+) -> Limits:
     """Returns the engine's limits of an answer, by its number."""
     return Limits(
-        sampling=wanted.sampling,
-        max_new_tokens=max(prepared.rooms[index // wanted.number], 1),
-        min_new_tokens=wanted.min_tokens,
+        sampling=request.sampling,
+        max_new_tokens=max(prepared.rooms[index // request.n], 1),
+        min_new_tokens=request.min_tokens,
         ends=prepared.ends,
-        tells_prompt=wanted.tells_prompt,
-        top_logprobs=wanted.logprobs or 0,
+        tells_prompt=request.tells_prompt,
+        top_logprobs=request.likeliest or 0,
         row=index,
         constraint=prepared.constraints[index] if prepared.constraints else None,
     )
 
 
-def _form(service: GeneratingService, wanted: Wanted) -> Form | None:
+def _form(service: GeneratingService, request: GenerationRequest) -> Form | None:
     """The form of answers; None if it is not asked for. Errors: ApiError for tools where it is not
     known how the model calls them."""
-    tools = wanted.tools
+    tools = request.callable_tools
     if tools is not None and tools.are_required:
         return Form(None, tools, "tools")
-    if wanted.schema is not None:
-        return Form(wanted.schema, tools, wanted.schema_field)
+    if request.answer_schema is not None:
+        return Form(request.answer_schema, tools, request.schema_field)
     if tools is not None and service.family is None:
         raise ApiError(
             "tools cannot be called: how the model calls them is not known of its chat template; "
@@ -89,15 +92,9 @@ def _form(service: GeneratingService, wanted: Wanted) -> Form | None:
     return None
 
 
-def _tokens(service: GeneratingService, wanted: Wanted, prompt: Prompt) -> Sequence[int]:
-    """The tokens of a prompt."""
+def _checked(service: GeneratingService, found: Sequence[int]) -> Sequence[int]:
+    """The tokens of a prompt, of which there is at least one. Errors: ApiError."""
     engine = service.engine
-    if isinstance(prompt, str):
-        found: Sequence[int] = engine.tokenizer.encode(prompt)
-    elif prompt and not isinstance(prompt[0], int):
-        found = chat_tokens(service, cast(Messages, prompt), wanted.chat)
-    else:
-        found = cast(Sequence[int], prompt)
     if not found and engine.model.begin is not None:
         found = [engine.model.begin]
     if not found:
@@ -108,32 +105,13 @@ def _tokens(service: GeneratingService, wanted: Wanted, prompt: Prompt) -> Seque
     return found
 
 
-def chat_tokens(
-    service: GeneratingService, messages: Messages, options: Mapping[str, Any]
-) -> Sequence[int]:
-    """Returns the tokens of a chat, by options of its template. Errors: ApiError."""
-    tokenizer = service.engine.tokenizer
-    if not tokenizer.has_chat:
-        raise ApiError(
-            "the model has no chat template; use /v1/completions",
-            param="messages",
-            code="no_chat_template",
-        )
-    if service.family is not None and service.family.ids:
-        messages = with_ids(messages, service.family.ids)
-    try:
-        return tokenizer.chat(messages, **options)
-    except InputError as error:
-        raise ApiError(str(error), param="messages") from None
-
-
-def _room(service: GeneratingService, wanted: Wanted, prompt: Sequence[int]) -> int:
+def _room(service: GeneratingService, request: GenerationRequest, prompt: Sequence[int]) -> int:
     """The most new tokens after a prompt."""
     longest = service.engine.longest
-    most = service.settings.max_tokens or longest
-    most = most if wanted.max_tokens is None else wanted.max_tokens
-    if wanted.min_tokens > most:
-        text = f"min_tokens is {wanted.min_tokens}, and at most {most} may be new; ask for fewer"
+    asked, allowed = request.new_tokens, service.settings.max_tokens or longest
+    most = allowed if asked is None else min(asked, allowed)
+    if request.min_tokens > most:
+        text = f"min_tokens is {request.min_tokens}, and at most {most} may be new; ask for fewer"
         raise ApiError(text, param="min_tokens")
     if len(prompt) >= longest:
         raise ApiError(
@@ -144,14 +122,14 @@ def _room(service: GeneratingService, wanted: Wanted, prompt: Sequence[int]) -> 
     return min(most, longest - len(prompt))
 
 
-def _ends(service: GeneratingService, wanted: Wanted) -> frozenset[int]:
+def _ends(service: GeneratingService, request: GenerationRequest) -> frozenset[int]:
     """The tokens that end an answer: of the model, those that are asked for, and stop strings that
     are special tokens, which no text has. Errors: ApiError for a token that there is not."""
     vocabulary = range(service.engine.vocabulary)
-    for token in wanted.stop_tokens:
+    for token in request.stop_token_ids:
         if token not in vocabulary:
             text = f"stop_token_ids has {quoted(token)}; ids are from 0 to {vocabulary[-1]}"
             raise ApiError(text, param="stop_token_ids")
-    own = frozenset() if wanted.ignore_eos else service.engine.model.ends
-    named = service.engine.tokenizer.special_ids(wanted.stops)
-    return frozenset(t for t in own | named | wanted.stop_tokens if t in vocabulary)
+    own = frozenset() if request.ignore_eos else service.engine.model.ends
+    named = service.engine.tokenizer.special_ids(request.stop)
+    return frozenset(t for t in (*own, *named, *request.stop_token_ids) if t in vocabulary)

@@ -11,7 +11,7 @@ from typing import Any
 from onnxpar.serve.answer_parts import CallArguments, CallBegin, Part, Text
 from onnxpar.serve.answers import Piece, Usage
 from onnxpar.serve.formats import Format
-from onnxpar.serve.wanted import Wanted
+from onnxpar.serve.responses_request import ResponsesRequest
 
 Events = list[dict[str, Any]]
 _RUNNING, _DONE, _CUT = "in_progress", "completed", "incomplete"
@@ -56,10 +56,10 @@ class ResponsesFormat(Format):
     """The answer of /v1/responses, of which there is one."""
 
     def __init__(
-        self, model: str, wanted: Wanted, bytes_of: Callable[[int], bytes], number: int
+        self, model: str, request: ResponsesRequest, bytes_of: Callable[[int], bytes], number: int
     ) -> None:
         made = {"id": _id("resp"), "object": "response", "created_at": int(time.time())}
-        self._head = {**made, "model": model, **wanted.repeated}
+        self._head = {**made, "model": model, **request.repeated}
         self._head |= {"previous_response_id": None, "store": False, "truncation": "disabled"}
         self._items: list[_Item] = []
         self._open: _Item | None = None

@@ -1,117 +1,137 @@
-"""Reads requests of /v1/responses."""
+"""Requests of /v1/responses."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from onnxpar.serve.api_error import quoted
-from onnxpar.serve.body import Fields
-from onnxpar.serve.chat_request import called, message_of, schema_of, template_options, text_of
-from onnxpar.serve.settings import Settings
-from onnxpar.serve.tools import functions_of, tools_of
-from onnxpar.serve.wanted import Wanted, check_model, common, max_tokens
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
-_HARMLESS = {
-    "background": (False,),
-    "include": ([], ["reasoning.encrypted_content"]),
-    "n": (1,),
-    "previous_response_id": (),
-    "store": (False,),
-    "truncation": ("disabled",),
+from onnxpar.llm.tokenizer import Messages
+from onnxpar.serve.chat_request import (
+    CalledFunction,
+    DialogRequest,
+    FlatTool,
+    FormatType,
+    Message,
+    Text,
+    ToolCall,
+    schema_of,
+)
+from onnxpar.serve.request import Array, Part, Whole, refuse, unsupported
+
+_REPEATED = {
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature"),
+    *("text", "tool_choice", "tools", "top_p"),
 }
-"""Fields that are not supported, with the values that change nothing."""
-_INSTEAD = {
-    "previous_response_id": "send the whole conversation as input",
-    "store": "no response is stored: send false",
-    "truncation": "send a shorter input",
-}
+"""Fields that the response has, too."""
+_Unsupported = Annotated[Any, unsupported("leave it out")]
 
 
-def responses_request(fields: Fields, settings: Settings) -> Wanted:
-    """Returns what a request wants. Errors: ApiError."""
-    check_model(fields, settings)
-    _refuse_unsupported(fields)
-    functions = functions_of(fields, is_flat=True)
-    tools = tools_of(fields, functions)
-    text = fields.inner("text")
-    form = None if text is None else text.inner("format")
-    return Wanted(
-        prompts=[_messages(fields)],
-        max_tokens=max_tokens(fields, "max_output_tokens", settings),
-        logprobs=None,
-        schema=schema_of(form, is_flat=True),
-        schema_field="text.format",
-        chat=template_options(fields, functions if tools else ()),
-        tools=tools,
-        repeated=_repeated(fields),
-        **common(fields, settings, 1),
-    )
+class FunctionCall(CalledFunction):
+    call_id: str = ""
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    """Errors: ApiError for what would change an answer, and is not there."""
-    for name, values in _HARMLESS.items():
-        value = fields.get(name)
-        if value is not None and value not in values:
-            fields.refuse(name, f"is not supported; {_INSTEAD.get(name, 'leave it out')}")
-    for name, members in (("reasoning", ("effort", "summary")), ("text", ("verbosity",))):
-        inner = fields.inner(name)
-        for member in members:
-            if inner is not None and inner.get(member) is not None:
-                inner.refuse(member, "is not supported; leave it out")
+class FunctionCallOutput(Part):
+    call_id: str = ""
+    output: Text
 
 
-def _repeated(fields: Fields) -> dict[str, Any]:
-    """What the response says of its request."""
-    defaults: dict[str, Any] = {
-        "instructions": None,
-        "max_output_tokens": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": 1.0,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": 1.0,
-    }
-    given = {name: fields.get(name) for name in defaults}
-    return defaults | {name: value for name, value in given.items() if value is not None}
+class _Kind(Part):
+    type: Literal["message", "function_call", "function_call_output"] = "message"
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """The chat of a request: its instructions, which join those of the input, and the input."""
-    found = fields.get("input")
-    if not found:
-        fields.refuse("input", "is missing or empty; give a text or a list of items")
-    if not isinstance(found, list):
-        messages = [{"role": "user", "content": fields.valid_text("input", found)}]
-    else:
-        messages = []
-        for at, item in enumerate(found):
-            _add(messages, fields.item("input", at, item))
-    instructions = fields.text("instructions")
-    if instructions is None:
-        return messages
-    if messages[0]["role"] == "system":
-        instructions += f"\n\n{messages.pop(0)['content']}"
-    return [{"role": "system", "content": instructions}, *messages]
-
-
-def _add(messages: list[dict[str, Any]], item: Fields) -> None:
-    """Adds an item of the input to a chat."""
-    kind = item.text("type") or "message"
+def _read_item(found: object) -> Message | FunctionCall | FunctionCallOutput:
+    kind = _Kind.model_validate(found).type
     if kind == "message":
-        messages.append(message_of(item))
-    elif kind == "function_call":
+        return Message.model_validate(found)
+    return (FunctionCall if kind == "function_call" else FunctionCallOutput).model_validate(found)
+
+
+Item = Annotated[Message | FunctionCall | FunctionCallOutput, PlainValidator(_read_item)]
+
+
+def _read_input(found: object) -> object:
+    if not found or not isinstance(found, (str, list)):
+        raise ValueError("must be a text or a list of items, and not empty")
+    return [{"role": "user", "content": found}] if isinstance(found, str) else found
+
+
+class FlatFormat(Part):
+    """The format of an answer, which repeats all of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: FormatType
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    def check(self, service: Any) -> None:
+        if self.type == "json_schema" and self.schema_ is None:
+            refuse("schema", "is missing; give an object")
+
+
+class TextOptions(Part):
+    format: FlatFormat = FlatFormat.model_validate({"type": "text"})
+    verbosity: _Unsupported = None
+
+
+class Reasoning(Part):
+    effort: _Unsupported = None
+    summary: _Unsupported = None
+
+
+class ResponsesRequest(DialogRequest):
+    schema_field: ClassVar[str] = "text.format"
+    length_fields: ClassVar[Sequence[str]] = ("max_output_tokens",)
+
+    input: Annotated[
+        Array[Annotated[Item, PlainValidator(_read_item)]], BeforeValidator(_read_input)
+    ]
+    instructions: str | None = None
+    max_output_tokens: Whole | None = Field(None, ge=1, le=2**31)
+    metadata: Any = Field({})
+    text: TextOptions = TextOptions()
+    tools: Array[FlatTool] = Field([], max_length=128)
+    background: Annotated[Any, unsupported("leave it out", False)] = None
+    include: Annotated[Any, unsupported("leave it out", [], ["reasoning.encrypted_content"])] = None
+    n: Whole = Field(1, ge=1, le=1)
+    previous_response_id: Annotated[Any, unsupported("send the whole conversation as input")] = None
+    reasoning: Reasoning | None = None
+    store: Annotated[Any, unsupported("no response is stored: send false", False)] = None
+    truncation: Annotated[Any, unsupported("send a shorter input", "disabled")] = None
+
+    @property
+    def chat(self) -> Messages:
+        """The instructions, which join those of the input, and the input."""
+        messages: list[dict[str, Any]] = []
+        for item in self.input:
+            _add(messages, item)
+        instructions = self.instructions
+        if instructions is None:
+            return messages
+        if messages[0]["role"] == "system":
+            instructions += f"\n\n{messages.pop(0)['content']}"
+        return [{"role": "system", "content": instructions}, *messages]
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        return schema_of(self.text.format.type, self.text.format.schema_)
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """What the response says of its request."""
+        given = self.model_dump(include=_REPEATED, by_alias=True, exclude_none=True)
+        return {"instructions": None, "max_output_tokens": None, **given}
+
+
+def _add(messages: list[dict[str, Any]], item: Part) -> None:
+    """Adds an item of the input to a chat."""
+    if isinstance(item, Message):
+        messages.append(item.as_read)
+    elif isinstance(item, FunctionCallOutput):
+        messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+    elif isinstance(item, FunctionCall):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
-        call = called(item.text("call_id"), item)
+        call = ToolCall(id=item.call_id, function=item).model_dump()
         messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
-    elif kind == "function_call_output":
-        told = {"role": "tool", "content": text_of(item, "output")}
-        messages.append({**told, "tool_call_id": item.text("call_id") or ""})
-    else:
-        item.refuse(
-            "type",
-            f"is {quoted(kind)}; the model reads message, function_call and function_call_output",
-        )

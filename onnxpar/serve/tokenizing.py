@@ -1,25 +1,40 @@
-"""Answers requests for the tokens of a text or a chat, and for the text of tokens."""
+"""Answers requests for the tokens of a text or a chat, and for the text of tokens, as vLLM writes
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
-from onnxpar.serve.api_error import json_response
-from onnxpar.serve.body import Fields, fields_of
-from onnxpar.serve.chat_request import messages_of, template_options
+from onnxpar.serve.api_error import JsonResponse, quoted
+from onnxpar.serve.chat_request import ChatCompletionRequest
 from onnxpar.serve.event_stream import EventStream
-from onnxpar.serve.prompts import chat_tokens
+from onnxpar.serve.request import Array, Request, object_of, read_request, refuse
 from onnxpar.serve.service import GeneratingService
-from onnxpar.serve.texts import ids_of
-from onnxpar.serve.tools import functions_of
 from onnxpar.serve.visiting import Visiting
-from onnxpar.serve.wanted import check_model
 
-Answer = Callable[[Fields, GeneratingService], dict[str, Any]]
+
+class TokenizeCompletionRequest(Request):
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ChatCompletionRequest):
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Request):
+    tokens: Array[int]
+
+    def check(self, service: Any) -> None:
+        most = max(service.engine.tokenizer.size, service.engine.vocabulary)
+        for token in self.tokens:
+            if not 0 <= token < most:
+                refuse("tokens", f"has {quoted(token)}; ids are from 0 to {most - 1}")
 
 
 class Tokenizing(Visiting):
@@ -28,53 +43,41 @@ class Tokenizing(Visiting):
     answer  what a request is answered
     """
 
-    def __init__(self, service: GeneratingService, answer: Answer) -> None:
+    def __init__(
+        self,
+        service: GeneratingService,
+        answer: Callable[[dict[str, Any], GeneratingService], dict[str, Any]],
+    ) -> None:
         super().__init__(service)
         self._service, self._of = service, answer
 
     async def _answer(
         self, body: bytes, scope: Scope, receive: Receive, stream: EventStream
     ) -> None:
-        answer = await run_sync(self._answered, body)
-        await json_response(answer)(scope, receive, stream.raw)
-
-    def _answered(self, body: bytes) -> dict[str, Any]:
-        fields = fields_of(body)
-        answer = self._of(fields, self._service)
-        fields.refuse_others()
-        return answer
+        answer = await run_sync(lambda: self._of(object_of(body), self._service))
+        await JsonResponse(answer)(scope, receive, stream.raw)
 
 
-def tokenized(fields: Fields, service: GeneratingService) -> dict[str, Any]:
-    """Returns the tokens of a text or a chat, as vLLM writes them. Errors: ApiError."""
-    check_model(fields, service.settings)
+def tokenized(found: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
+    """Returns the tokens of a text or a chat. Errors: ApiError."""
     tokenizer = service.engine.tokenizer
-    text = fields.text("prompt")
-    tokens: Sequence[int]
-    if text is not None:
-        specials = fields.flag("add_special_tokens", default=True)
-        tokens = tokenizer.encode(text, specials)
-    elif fields.get("messages") is not None:
-        functions = functions_of(fields, is_flat=False)
-        tokens = chat_tokens(service, messages_of(fields), template_options(fields, functions))
+    request: TokenizeCompletionRequest | TokenizeChatRequest
+    if found.get("prompt") is None and found.get("messages") is not None:
+        request = read_request(TokenizeChatRequest, found, service)
+        (tokens,) = request.tokens(service)
     else:
-        fields.refuse("prompt", "is missing; give a text, or messages")
-    has_texts = fields.flag("return_token_strs")
+        request = read_request(TokenizeCompletionRequest, found, service)
+        tokens = tokenizer.encode(request.prompt, request.add_special_tokens)
+    texts = [tokenizer.token(token) for token in tokens] if request.return_token_strs else None
     return {
         "count": len(tokens),
         "max_model_len": service.longest,
         "tokens": tokens,
-        "token_strs": [tokenizer.token(token) for token in tokens] if has_texts else None,
+        "token_strs": texts,
     }
 
 
-def detokenized(fields: Fields, service: GeneratingService) -> dict[str, Any]:
-    """Returns the text of tokens, with special tokens, as vLLM writes it. Errors: ApiError."""
-    check_model(fields, service.settings)
-    tokens = ids_of(fields, "tokens", fields.get("tokens"))
-    tokenizer = service.engine.tokenizer
-    most = max(tokenizer.size, service.engine.vocabulary)
-    for token in tokens:
-        if not 0 <= token < most:
-            fields.refuse("tokens", f"has {token}; ids are from 0 to {most - 1}")
-    return {"prompt": tokenizer.decode(tokens, specials=True)}
+def detokenized(found: dict[str, Any], service: GeneratingService) -> dict[str, Any]:
+    """Returns the text of tokens, with special tokens. Errors: ApiError."""
+    request = read_request(DetokenizeRequest, found, service)
+    return {"prompt": service.engine.tokenizer.decode(request.tokens, specials=True)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import anyio
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from onnxpar.serve.api_error import ApiError
-from onnxpar.serve.body import Gone, read_body
 from onnxpar.serve.event_stream import EventStream
 from onnxpar.serve.gate import Visit, ending
 from onnxpar.serve.service import Service
@@ -54,10 +54,10 @@ class Visiting(ABC):
             seconds = self._shared.settings.request_timeout
             group.cancel_scope.deadline = anyio.current_time() + seconds
             try:
-                body = await read_body(receive, self._shared.settings.max_body)
+                body = await _read(Request(scope, receive), self._shared.settings.max_body)
                 group.start_soon(_watch, receive, visit)
                 await self._answer(body, scope, receive, stream)
-            except Gone:
+            except ClientDisconnect:
                 visit.stop(GONE)
             except ApiError as found:
                 error = found
@@ -69,6 +69,16 @@ class Visiting(ABC):
             return ending()
         text = f"the request has taken more than {seconds:g} s, which is the limit of the server"
         return ApiError(text, 504, code="timeout")
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """The bytes of a request. Errors: ApiError if they are more than `most`; ClientDisconnect."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise ApiError(f"the request is larger than {most} bytes", 413, code="too_large")
+    return bytes(body)
 
 
 async def _watch(receive: Receive, visit: Visit) -> None:

@@ -152,7 +152,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].type",
     ),
     (CHAT, called(1), "messages[0].tool_calls[0]"),
     (CHAT, called({}), "messages[0].tool_calls[0].function"),
@@ -209,7 +209,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None]] = [
     (
         RESPONSES,
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "input[0].content[0]",
+        "input[0].content[0].type",
     ),
     (
         RESPONSES,
@@ -295,6 +295,29 @@ def test_fields_that_are_wrong(
     found = error_of(shared.http.post(path, json=body), 400)
     assert param is None or found["param"] == param
     assert found["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body,message",
+    [
+        ({"temperature": 9}, "temperature is 9; it should be less than or equal to 2"),
+        ({"stop": [5]}, "stop has 5; it should be a valid string"),
+        ({"stop": ["a"] * 5}, "stop is an array; it should have at most 4 items, not 5"),
+        ({"logit_bias": {"x": 1}}, "logit_bias has 'x'; it should be a valid integer"),
+        ({"messages": None}, "messages is missing; add it"),
+        ({"messages": ["x"]}, "messages[0] is 'x'; it should be an object"),
+        (
+            called({"function": {"name": "f", "arguments": "{"}}),
+            "messages[0].tool_calls[0].function.arguments is '{'; it should be the JSON text of an "
+            "object",
+        ),
+    ],
+    ids=range(7),
+)
+def test_sentences(shared: Served, body: dict[str, Any], message: str) -> None:
+    """Each has the user's field and value, and what it should be."""
+    response = shared.http.post(CHAT, json={"messages": USER, **body})
+    assert error_of(response, 400)["message"] == message
 
 
 def test_a_field_that_is_misspelt(shared: Served) -> None:

@@ -15,12 +15,11 @@ from llm.test_streamed_text import FAMILIES, family, text_of
 from serve.scripted_engine import FOLDER
 
 from onnxpar.llm.requests import Token
-from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.tokenizer import Stream, Tokenizer
 from onnxpar.serve.formats import CompletionFormat
+from onnxpar.serve.generation_request import CompletionRequest
 from onnxpar.serve.grammar import Grammars
 from onnxpar.serve.placed_text import PlacedText, PlacedToken
-from onnxpar.serve.wanted import Wanted
 
 PAD = 2
 BYTES = {1: b"\xc3", 2: b"\xa9", 3: b"?", 4: b"\xc4", 5: "\u20ac!".encode()}
@@ -101,8 +100,8 @@ def test_texts_of_families_with_bytes(name: str, tmp_path: Path) -> None:
 
 
 def test_tokens_with_other_bytes_differ() -> None:
-    wanted = Wanted([], 1, Sampling(), None, (), 2, False, False)
-    form = CompletionFormat("m", wanted, BYTES.__getitem__, 1)
+    request = CompletionRequest(prompt="x", logprobs=2)
+    form = CompletionFormat("m", request, BYTES.__getitem__, 1)
     tokens = [
         Token(1, -0.5, [(4, -0.2), (3, -0.3)]),
         Token(2, -0.1, [(2, -0.1)]),

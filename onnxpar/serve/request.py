@@ -1,0 +1,157 @@
+"""What all requests have in common: how their fields are read, and how wrong ones are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.service import Service
+from onnxpar.serve.settings import Settings
+
+
+def _served(name: str, info: Any) -> str:
+    if name != info.context.settings.model_name:
+        raise unknown_model(name, info.context.settings)
+    return name
+
+
+def unknown_model(name: str, settings: Settings) -> ApiError:
+    """Returns the error of a model that is not served here."""
+    text = f"there is no model {quoted(name)}; this server has {settings.model_name!r}"
+    return ApiError(text, 404, param="model", code="model_not_found")
+
+
+class Part(BaseModel):
+    """An object in a request. A member that is null counts as left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
+        return {name: value for name, value in found.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _checked(self, info: Any) -> Part:
+        self.check(info.context)
+        return self
+
+    def check(self, service: Any) -> None:
+        """Refuses values that are wrong together, or more than the service allows."""
+
+
+class Request(Part):
+    """A request. A field that it does not know may be misspelt; those here change no answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Annotated[str | None, AfterValidator(_served)] = None
+    metadata: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+
+
+R = TypeVar("R", bound=Request)
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """Returns the object of a request. Errors: ApiError if it is not a JSON object."""
+    try:
+        found = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"the request is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise ApiError("the request must be a JSON object", code="invalid_json")
+    return found
+
+
+def read_request(kind: type[R], found: Mapping[str, Any], service: Service) -> R:
+    """Returns a request of a kind, with what the service allows. Errors: ApiError."""
+    try:
+        return kind.model_validate(found, context=service)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0], kind) from None
+
+
+def _refusal(error: ErrorDetails, request: type[Request]) -> ApiError:
+    """What a client is told of an error of pydantic, which says what its `Input` should be."""
+    kind, place, is_key = error["type"], error["loc"], error["loc"][-1] == "[key]"
+    is_within = is_key or (isinstance(place[-1], int) and kind != "model_type")
+    if is_within:
+        place = place[: -2 if is_key else -1]
+    param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place)[1:]
+    if kind == "extra_forbidden":
+        known = get_close_matches(param, request.model_fields, 1)
+        hint = f"{quoted(known[0])} is" if known else "leave it out"
+        text = f"{quoted(param)} is not a field of this request; {hint}"
+        return ApiError(text, param=param, code="unknown_field")
+    if kind == "missing":
+        return ApiError(f"{param} is missing; add it", param=param)
+    if kind == "value_error":
+        return ApiError(f"{param} {error['ctx']['error']}", param=param)
+    should = re.sub(r"^\w+ should", "it should", error["msg"]).replace(" after validation", "")
+    should = re.sub("a valid dictionary.*", "an object", should)
+    if kind.startswith("json"):
+        should = "it should be the JSON text of an object"
+    verb = "has" if is_within else "is"
+    return ApiError(f"{param} {verb} {quoted(error['input'])}; {should}", param=param)
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raises the error of a member of the object that is checked; `why` goes behind its name."""
+    kind = PydanticCustomError("value_error", "{error}", {"error": why})
+    raise ValidationError.from_exception_data(name, [{"type": kind, "loc": (name,), "input": None}])
+
+
+def unsupported(remedy: str, *harmless: object) -> AfterValidator:
+    """Refuses all values of a field but those that change no answer."""
+
+    def check(value: object) -> object:
+        if value not in harmless:
+            raise ValueError(f"is not supported; {remedy}")
+        return value
+
+    return AfterValidator(check)
+
+
+T = TypeVar("T")
+Array = Annotated[list[T], Field(fail_fast=True)]
+"""A list, of which the first wrong item is told."""
+Filled = Annotated[list[T], Field(fail_fast=True, min_length=1)]
+_TEXTS = TypeAdapter[Any](str | Filled[int] | Filled[str] | Filled[Array[int]])
+
+
+def _read_texts(value: object) -> list[Any]:
+    try:
+        found = _TEXTS.validate_python(value, strict=True)
+    except ValidationError:
+        raise ValueError("must be a text, token ids, or a list of either, and not empty") from None
+    return [found] if isinstance(found, str) or isinstance(found[0], int) else found
+
+
+Texts = Annotated[list[str | list[int]], BeforeValidator(_read_texts)]
+"""Texts, or lists of token ids. Alone, neither needs a list."""
+Whole = Annotated[int, BeforeValidator(lambda v: int(v) if type(v) is float and v % 1 == 0 else v)]
+"""A whole number, which JSON may write as 1.0."""
