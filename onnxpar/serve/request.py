@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from onnxpar.serve.api_error import ApiError, quoted
+from onnxpar.serve.api_error import ApiError, json_bytes, quoted
 from onnxpar.serve.service import Service
 from onnxpar.serve.settings import Settings
 
@@ -80,6 +80,7 @@ def object_of(body: bytes) -> dict[str, Any]:
     """Returns the object of a request. Errors: ApiError if it is not a JSON object."""
     try:
         found = from_json(body, allow_inf_nan=False)
+        json_bytes(found)  # which refuses numbers beyond the range of floats, such as 1e999
     except ValueError as error:
         raise ApiError(f"the request is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(found, dict):

@@ -54,6 +54,7 @@ BODIES = [
     b'{"model": "\\ud800", "prompt": "x"}',
     b'{"prompt": "x", "seed": ' + b"9" * 50_000 + b"}",
     b'{"prompt": "x", "temperature": 1e999}',
+    b'{"prompt": "x", "metadata": {"a": [1e999]}}',
     b'{"prompt": [' + b"9" * 5000 + b"]}",
     b"\xef\xbb\xbf{}",
 ]
