@@ -81,8 +81,8 @@ if TYPE_CHECKING:
         auto_parallel_context as auto_parallel_context,
     )
     from onnxpar.pipeline.calibrate import calibrate as calibrate
-    from onnxpar.pipeline.plan_options import LayoutOptions as LayoutOptions
-    from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
+    from onnxpar.pipeline.option_table import LayoutOptions as LayoutOptions
+    from onnxpar.pipeline.option_table import PlanOptions as PlanOptions
     from onnxpar.runtime.session import InferenceSession as InferenceSession
     from onnxpar.strategy.strategy import Strategy as Strategy
 
@@ -119,13 +119,13 @@ _HOMES = {
     "InferenceSession": "onnxpar.runtime.session:InferenceSession",
     "InputError": "onnxpar.errors:InputError",
     "Layout": "onnxpar.layout.layout:Layout",
-    "LayoutOptions": "onnxpar.pipeline.plan_options:LayoutOptions",
+    "LayoutOptions": "onnxpar.pipeline.option_table:LayoutOptions",
     "Mesh": "onnxpar.layout.mesh:Mesh",
     "ModelError": "onnxpar.errors:ModelError",
     "OnnxparError": "onnxpar.errors:OnnxparError",
     "PassTimes": "onnxpar.base.pass_times:PassTimes",
     "Plan": "onnxpar.compiler.plan:Plan",
-    "PlanOptions": "onnxpar.pipeline.plan_options:PlanOptions",
+    "PlanOptions": "onnxpar.pipeline.option_table:PlanOptions",
     "RankError": "onnxpar.errors:RankError",
     "Strategy": "onnxpar.strategy.strategy:Strategy",
     "StrategyError": "onnxpar.errors:StrategyError",

@@ -22,10 +22,11 @@ from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.dump import Dump
 from onnxpar.pipeline.named_passes import run_named
 from onnxpar.pipeline.observer import Observer, Observers
+from onnxpar.pipeline.option_table import LayoutOptions, PlanOptions
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.overwritten import refuse_overwriting
 from onnxpar.pipeline.paging import paged_by_default
-from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
+from onnxpar.pipeline.plan_options import lists, options_of
 from onnxpar.pipeline.plugins import load_plugin
 from onnxpar.pipeline.save_strategy import Saver
 from onnxpar.report import compare_trace as comparing

@@ -21,8 +21,9 @@ from onnxpar.load.load import Model
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.pipeline.context import load_model, prepare
 from onnxpar.pipeline.default_passes import passes_of
+from onnxpar.pipeline.option_table import PlanOptions
 from onnxpar.pipeline.pass_registry import parse_passes
-from onnxpar.pipeline.plan_options import PlanOptions, options_of
+from onnxpar.pipeline.plan_options import options_of
 from onnxpar.pipeline.run_passes import run_passes
 from onnxpar.training import grad
 

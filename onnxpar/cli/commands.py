@@ -36,10 +36,11 @@ from onnxpar.errors import InputError, StrategyError
 from onnxpar.open_sizes.typical import Typical
 from onnxpar.pipeline import pipeline
 from onnxpar.pipeline.named_passes import run_named
+from onnxpar.pipeline.option_table import Kind, LayoutOptions, PlanOptions, table
 from onnxpar.pipeline.options import Options
 from onnxpar.pipeline.paging import paged_by_default
 from onnxpar.pipeline.pass_registry import LIST, pass_lines
-from onnxpar.pipeline.plan_options import Kind, LayoutOptions, PlanOptions, option_names, options_of
+from onnxpar.pipeline.plan_options import options_of
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
 from onnxpar.report.comparison_result import Comparison
@@ -218,7 +219,7 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
-    asked = {name: value for name, value in vars(args).items() if name in option_names(kind)}
+    asked = {name: value for name, value in vars(args).items() if name in table(kind)}
     read = {
         "dims": dims_of(args.dims),
         "states": states_of(args.states),

@@ -8,7 +8,7 @@ from dataclasses import fields
 from onnxpar.cli.options import (
     GivenModel,
     Options,
-    add_dims,
+    add_option,
     mesh,
     named_number,
     named_number_or_none,
@@ -16,6 +16,7 @@ from onnxpar.cli.options import (
 from onnxpar.cli.rank_options import add_library
 from onnxpar.ir.training_spec import IGNORED
 from onnxpar.manual.manual import MANUAL
+from onnxpar.pipeline.option_table import table
 from onnxpar.training.losses import LOSSES
 from onnxpar.training.margins import FILTER, SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
@@ -37,7 +38,7 @@ def add_grad(to: argparse.ArgumentParser) -> None:
     _add_batch_norm(to.add_argument_group("batch norms"))
     _add_step(to.add_argument_group("step"))
     _add_trained(to.add_argument_group("what is trained"))
-    add_dims(to)
+    add_option(to, table()["dims"])
     add_library(to)
     _add_manual(to.add_argument_group("manual programs"))
 

@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from onnxpar.errors import StrategyError
-from onnxpar.lowering.compression import NONE
+from onnxpar.layout.mesh import Mesh
+from onnxpar.pipeline.option import DUMP, MANUAL_PROGRAM
+from onnxpar.pipeline.option_table import table
+from onnxpar.pipeline.options import Options
 from onnxpar.search.objective import LATENCY
 from onnxpar.search.search import AUTO, EXHAUSTIVE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from onnxpar.layout.mesh import Mesh
-    from onnxpar.pipeline.options import Options
 
 
 def refuse_for_manual(options: Options) -> None:
     """Errors: StrategyError for an option that has no effect on a manual program, which has layouts
     and collectives of its own."""
-    name = _first_of(
-        {
-            "compression": options.compression not in (None, NONE),
-            "fusion": options.fusion is not None,
-            "overlap": options.overlap is not None,
-            "bucket-mb": options.bucket_bytes is not None,
-            "search": options.search is not None,
-            "objective": options.objective.goal != LATENCY,
-            "memory-limit": options.objective.memory is not None,
-            "untied": options.objective.untied,
-            "topology": options.topology is not None,
-            "balance": options.balance,
-            "configuration": options.configuration is not None,
-            "strict": options.strict,
-            "place": bool(options.place),
-        }
-    )
-    if name is not None:
-        instead = _INSTEAD if name in ("fusion", "bucket-mb") else "leave it out"
+    for flag in _without_effect(options, MANUAL_PROGRAM):
+        instead = _INSTEAD if flag in ("fusion", "bucket-mb") else "leave it out"
         raise StrategyError(
-            f"--{name}: a manual program's layouts and collectives stay as they are written; "
+            f"--{flag}: a manual program's layouts and collectives stay as they are written; "
             f"{instead}"
         )
+
+
+def _without_effect(options: Options, kind: str) -> Iterator[str]:
+    """Yields the flags of options that are given, though a kind of model has decided them."""
+    defaults = Options()
+    for each in (e for e in table().values() if kind in e.option.decided):
+        value, default = each.value(options), each.value(defaults)
+        if value != default and (value or default):
+            yield each.flag
 
 
 _INSTEAD = (
@@ -63,34 +52,12 @@ def refuse_groups(options: Options) -> None:
 def refuse_for_dump(options: Options, path: Path, mesh: Mesh) -> None:
     """Errors: StrategyError for an option that has no effect on the dump `path`, whose sizes, mesh
     and layouts are decided."""
-    name = _first_of(
-        {
-            "mesh": options.mesh not in (None, mesh),
-            "devices": options.devices not in (None, mesh.size),
-            "preset": options.preset is not None,
-            "search": options.search is not None,
-            "strategy": options.strategy is not None,
-            "dataset-strategy": options.dataset is not None,
-            "configuration": options.configuration is not None,
-            "topology": options.topology is not None,
-            "balance": options.balance,
-            "objective": options.objective.goal != LATENCY,
-            "memory-limit": options.objective.memory is not None,
-            "untied": options.objective.untied,
-            "dim": bool(options.dims),
-            "typical": bool(options.typical.profiles),
-            "state": bool(options.states),
-            "only-given-states": not options.find_states,
-            "page-size": bool(options.page_size),
-            "kv-dtype": options.kv_dtype is not None,
-            "strict": options.strict,
-            "place": bool(options.place),
-        }
-    )
-    if name is not None:
+    for flag in _without_effect(options, DUMP):
+        if flag in ("mesh", "devices") and getattr(options, flag) in (mesh, mesh.size):
+            continue
         raise StrategyError(
-            f"--{name}: {path} was dumped for the mesh {mesh}, and its layouts are decided; "
-            f"leave --{name} out"
+            f"--{flag}: {path} was dumped for the mesh {mesh}, and its layouts are decided; "
+            f"leave --{flag} out"
         )
 
 
