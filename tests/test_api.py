@@ -18,12 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
 import onnxpar.training
+from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cli.parser import parser
-from onnxpar.errors import InputError, ModelError, StrategyError
 from onnxpar.llm.sampling import Sampling
-from onnxpar.pipeline.option_table import Kind, table
-from onnxpar.pipeline.plan_options import options_of
+from onnxpar.planner.option_table import Kind, table
+from onnxpar.planner.plan_options import options_of
 from onnxpar.serve.settings import Settings
 from onnxpar.training.optimizers import OPTIMIZERS
 

@@ -11,7 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 import onnxpar
-from onnxpar.checking.compare import compare
+from onnxpar.report.compare import compare
 from onnxpar.runtime.threads import ThreadSession
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL

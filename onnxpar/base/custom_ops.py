@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import onnxruntime as ort
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 _libraries: dict[str, None] = {}
 HELP = (

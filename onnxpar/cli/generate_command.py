@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import InputError
 from onnxpar.base.quick_imports import quick_imports
 from onnxpar.cli.rank_options import (
     add_cores,
@@ -18,7 +19,6 @@ from onnxpar.cli.rank_options import (
     add_runtime,
     add_verify,
 )
-from onnxpar.errors import InputError
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.redirect import redirect_output
 

@@ -14,9 +14,9 @@ from onnxpar.cli.options import (
     named_number_or_none,
 )
 from onnxpar.cli.rank_options import add_library
-from onnxpar.ir.training_spec import IGNORED
-from onnxpar.manual.manual import MANUAL
-from onnxpar.pipeline.option_table import table
+from onnxpar.graph.training_spec import IGNORED
+from onnxpar.planner.option_table import table
+from onnxpar.strategy.manual import MANUAL
 from onnxpar.training.losses import LOSSES
 from onnxpar.training.margins import FILTER, SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.layout.mesh import MOST_RANKS, Mesh
-from onnxpar.pipeline.option import GROUPS, NamedOption, members
-from onnxpar.pipeline.option_table import Kind, PlanOptions, table
+from onnxpar.planner.option import GROUPS, NamedOption, members
+from onnxpar.planner.option_table import Kind, PlanOptions, table
 
 Options = argparse._ActionsContainer
 """A parser, or a group of its arguments."""

@@ -8,8 +8,6 @@ from textwrap import wrap
 from typing import Any
 
 from onnxpar.base.version import versions_text
-from onnxpar.calibration.measure import MOST_RANKS
-from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.completion import SHELLS, PrintCompletion
@@ -27,10 +25,12 @@ from onnxpar.cli.options import (
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
 from onnxpar.cli.training_parser import add_merge, add_train, add_weights
-from onnxpar.pipeline import calibrate as calibration
-from onnxpar.pipeline.option import NEEDED, OUTPUT, TRAINING
-from onnxpar.pipeline.option_table import LayoutOptions, table
-from onnxpar.pipeline.pass_registry import passes_help
+from onnxpar.cost.measure import MOST_RANKS
+from onnxpar.planner import calibrate as calibration
+from onnxpar.planner.option import NEEDED, OUTPUT, TRAINING
+from onnxpar.planner.option_table import LayoutOptions, table
+from onnxpar.planner.pass_registry import passes_help
+from onnxpar.report.check import RATE, STEPS
 
 EXAMPLES = """examples:
   onnxpar shard gpt2.onnx --devices 4                  # writes gpt2.par

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.base.bundle_names import PLAN
+from onnxpar.base.errors import InputError
 from onnxpar.cli.predicted import compared
-from onnxpar.errors import InputError
-from onnxpar.files.bundle_names import PLAN
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.interrupts import Terminated, end_at_next_signal
 from onnxpar.base.quick_imports import quick_imports
-from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.checks import check_timeout
 from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.launch import Launched

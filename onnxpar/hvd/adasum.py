@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.process_sets import Members
 from onnxpar.runtime import collectives
 

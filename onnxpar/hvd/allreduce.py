@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor, prepared
 from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of

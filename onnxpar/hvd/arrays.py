@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.allreduce import called, overwritten, writable
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor

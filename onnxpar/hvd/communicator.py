@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.hvd.timeline import Timeline
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import Group, World, thread_worlds

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.compression import Cast
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import Reduction

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.compression import Compression, Compressor, prepared
 from onnxpar.hvd.cycles import Cycles
 from onnxpar.hvd.fusion import Fusion, Layout, layout_of

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.hvd.autotune import Autotune, number
 from onnxpar.hvd.communicator import connect, current, is_initialized
 from onnxpar.hvd.cycles import Cycles

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.fusion import agree, layout_of
 from onnxpar.hvd.process_sets import Members
 from onnxpar.lowering.compression import THRESHOLD, TWO_BIT

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.session import Session

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.llm.encoder import Encoder, Tokens
 from onnxpar.llm.encoder_model import EncoderModel
 from onnxpar.llm.requests import Busy, End, Failure, tell

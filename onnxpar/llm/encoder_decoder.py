@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import InputError
-from onnxpar.files.bundle_names import ENCODER_PART
+from onnxpar.base.bundle_names import ENCODER_PART
+from onnxpar.base.errors import InputError
 from onnxpar.llm.beginnings import Beginning, speech_beginning, text_beginning
 from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.generated_tokens import EncodedSource

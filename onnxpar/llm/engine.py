@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from onnxpar.errors import InputError, ModelError, OnnxparError
+from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import PagedDecoder, count_pages, page_bytes

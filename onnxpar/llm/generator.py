@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.encoder_decoder import EncoderDecoder

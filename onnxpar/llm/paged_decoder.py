@@ -13,8 +13,13 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.base.units import quantity
-from onnxpar.canonicalize.candidates import (
+from onnxpar.graph.paged_attention import too_old
+from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.scheduler import Piece
+from onnxpar.load.candidates import (
     ASKED,
     ASKED_LOGITS,
     BEST_LOGITS,
@@ -22,13 +27,8 @@ from onnxpar.canonicalize.candidates import (
     LOG_TOTALS,
     TEMPERATURES,
 )
-from onnxpar.canonicalize.next_step import next_of
-from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.errors import InputError, ModelError, OnnxparError
-from onnxpar.ir.paged_attention import too_old
-from onnxpar.llm.candidates import Candidates
-from onnxpar.llm.language_model import LanguageModel
-from onnxpar.llm.scheduler import Piece
+from onnxpar.load.next_step import next_of
+from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.host_memory import HostMemory
 from onnxpar.runtime.launch import launched_rank

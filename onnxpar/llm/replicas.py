@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.embedder import Embedder, EmbedderCounts, Embedding
 from onnxpar.llm.embedder import Listener as EmbeddingListener
 from onnxpar.llm.encoder import Tokens

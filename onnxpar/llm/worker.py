@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from onnxpar.errors import LaunchError, ModelError, OnnxparError, RankError, RunError
+from onnxpar.base.errors import LaunchError, ModelError, OnnxparError, RankError, RunError
 from onnxpar.llm.requests import Busy
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.closing import Closing

@@ -1,7 +1,7 @@
 """Puts the fused ops of a model's file into the ranks' graphs, where nothing came between their
 parts.
 
-The loader takes such ops apart (`canonicalize/unfuse.py`), because a collective may have to come
+The loader takes such ops apart (`load/unfuse.py`), because a collective may have to come
 between. Whether one did, or whether a split replaced a part, is seen in the ranks' graph itself:
 tensors keep their names, and what a pass inserts or replaces reads and writes others.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from onnx import GraphProto, NodeProto
 
-from onnxpar.canonicalize.unfuse import FusedNode
-from onnxpar.ir.stored import graphs_of
+from onnxpar.graph.stored import graphs_of
+from onnxpar.load.unfuse import FusedNode
 
 _OUTPUT = ""
 """Stands for the end of the graph among the readers of a tensor."""

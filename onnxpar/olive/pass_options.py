@@ -7,8 +7,8 @@ from typing import Any, Union, cast, get_origin
 
 from olive.passes.pass_config import PassConfigParam
 
-from onnxpar.pipeline.option import members
-from onnxpar.pipeline.option_table import PlanOptions, table
+from onnxpar.planner.option import members
+from onnxpar.planner.option_table import PlanOptions, table
 
 _JSON: Mapping[Any, type] = {
     **{kind: kind for kind in (bool, int, float, str)},

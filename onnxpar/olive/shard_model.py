@@ -9,7 +9,7 @@ from olive.model import DistributedOnnxModelHandler, ONNXModelHandler
 from olive.passes import Pass
 
 from onnxpar.api import shard
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.olive.pass_options import options, parameters
 from onnxpar.runtime.library import library_path
 

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from onnxpar.base.arrays import Array
-from onnxpar.files.digests import Digests
+from onnxpar.base.digests import Digests
 from onnxpar.ray.calls import Actor, Calls
 from onnxpar.ray.rank_actor import Answer
 from onnxpar.runtime.bundle import Bundle, Sizes

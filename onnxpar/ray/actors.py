@@ -16,7 +16,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.ray.actor_ranks import ActorRanks
 from onnxpar.ray.calls import CONTROL, Actor, Calls
 from onnxpar.ray.rank_actor import INSECURE, TLS_DIR, Joining, RankActor

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from ray.util import get_node_ip_address
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import ModelError, OnnxparError
-from onnxpar.files.digests import Digests
-from onnxpar.files.own_folder import OwnFolder
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import ModelError, OnnxparError
+from onnxpar.base.own_folder import OwnFolder
 from onnxpar.runtime.arena import Heap
 from onnxpar.runtime.bundle import Sizes
 from onnxpar.runtime.checks import check_table_dir

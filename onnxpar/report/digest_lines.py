@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from onnxpar.files.bundle_names import PLAN
-from onnxpar.files.digests import file_sum
+from onnxpar.base.bundle_names import PLAN
+from onnxpar.base.digests import file_sum
 from onnxpar.runtime.bundle import Bundle, with_encoder
 from onnxpar.runtime.bundle_files import ranks_text
 

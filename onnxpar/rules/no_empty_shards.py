@@ -7,7 +7,7 @@ Factors whose lowering communicates are not listed: it handles empty shards itse
 
 from __future__ import annotations
 
-from onnxpar.ir.attribute_weights import ML
+from onnxpar.graph.attribute_weights import ML
 from onnxpar.rules.rule import no_empty_parts
 
 CONTRIB = "com.microsoft"

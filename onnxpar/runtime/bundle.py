@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.base.bundle_names import ENCODER_PART, PLAN, rank_name, suffix_of
+from onnxpar.base.digests import check_listed, check_seal
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.base.lookup import Lookup
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.bundle_names import ENCODER_PART, PLAN, rank_name, suffix_of
-from onnxpar.files.digests import check_listed, check_seal
-from onnxpar.files.read_bounded import read_bounded
-from onnxpar.files.unreadable import cannot_read, missing
-from onnxpar.ir.training_spec import Step
+from onnxpar.base.read_bounded import read_bounded
+from onnxpar.base.unreadable import cannot_read, missing
+from onnxpar.graph.training_spec import Step
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.symbols import Polynomial
 from onnxpar.runtime.bundle_files import WRITE_AGAIN, BundleFiles
 from onnxpar.runtime.tensors import ELEMENTS, tensor_type
 from onnxpar.runtime.values import is_value
-from onnxpar.symbols.symbols import Polynomial
 
 FORMAT = 4
 """The only format of plan.json that this runtime reads."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from onnxpar.errors import ModelError
-from onnxpar.files.bundle_names import ENCODER_PART, PLAN, inner_path, is_own, owner_of, rank_name
-from onnxpar.files.digests import Block, Digests, blocks_of, check_files, check_size
-from onnxpar.files.unreadable import cannot_read
+from onnxpar.base.bundle_names import ENCODER_PART, PLAN, inner_path, is_own, owner_of, rank_name
+from onnxpar.base.digests import Block, Digests, blocks_of, check_files, check_size
+from onnxpar.base.errors import ModelError
+from onnxpar.base.unreadable import cannot_read
 
 _ENCODER = f"{ENCODER_PART}/{PLAN}"
 WRITE_AGAIN = "write the folder again with `onnxpar shard`, or copy it again"

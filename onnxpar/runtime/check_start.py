@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onnxpar.errors import ModelError, OnnxparError
-from onnxpar.files.digests import Block, check_blocks
+from onnxpar.base.digests import Block, check_blocks
+from onnxpar.base.errors import ModelError, OnnxparError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.bundle_files import WRITE_AGAIN
 from onnxpar.runtime.collectives import gather_bytes

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.units import quantity
-from onnxpar.errors import InputError, OnnxparError
 from onnxpar.runtime.bundle import Bundle, Port
 from onnxpar.runtime.cores import BINDINGS
 from onnxpar.runtime.options import CACHE

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.runtime.groups import Group, World
 from onnxpar.runtime.library import check, library
 

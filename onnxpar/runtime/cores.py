@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 BINDINGS = ("cores", "numa", "none")
 """What a rank can be bound to: its cores, the NUMA nodes of its cores, or nothing."""

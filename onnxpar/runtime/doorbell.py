@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import os
 
-from onnxpar.files.memory_file import make_file
+from onnxpar.base.memory_file import make_file
 from onnxpar.runtime.library import library
 from onnxpar.runtime.wire import Message, Wire
 

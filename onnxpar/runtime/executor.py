@@ -11,9 +11,9 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import RankError, RunError
-from onnxpar.files.digests import Digests
-from onnxpar.ir.training_spec import EVALUATION
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import RankError, RunError
+from onnxpar.graph.training_spec import EVALUATION
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import NOWHERE, Heap, Room, Slot
 from onnxpar.runtime.binding import Binding

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.files.write_file import new_file
+from onnxpar.base.errors import InputError
+from onnxpar.base.write_file import new_file
 from onnxpar.runtime.npz import read_npz
 
 InputSpec = tuple[str, str, Sequence[int]]

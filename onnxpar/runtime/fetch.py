@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.base.bundle_names import ENCODER_PART, PLAN, inner_path, is_own
+from onnxpar.base.digests import Block, blocks_of
+from onnxpar.base.errors import ModelError, RankError
+from onnxpar.base.own_folder import OwnFolder
 from onnxpar.base.units import text_of
-from onnxpar.errors import ModelError, RankError
-from onnxpar.files.bundle_names import ENCODER_PART, PLAN, inner_path, is_own
-from onnxpar.files.digests import Block, blocks_of
-from onnxpar.files.own_folder import OwnFolder
-from onnxpar.files.write_file import cause, new_file, sync_folder
+from onnxpar.base.write_file import cause, new_file, sync_folder
 from onnxpar.runtime.bundle import Bundle, read_plan
 from onnxpar.runtime.bundle_files import ranks_text
 from onnxpar.runtime.check_start import check_same, check_together, common, exchange, place_of

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import ModelError
-from onnxpar.files.bundle_names import inner_path
-from onnxpar.files.write_file import cause
+from onnxpar.base.bundle_names import inner_path
+from onnxpar.base.errors import ModelError
+from onnxpar.base.write_file import cause
 from onnxpar.runtime.bundle_files import BundleFiles
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.collectives import barrier, broadcast

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.runtime.bundle import Bundle
 
 if TYPE_CHECKING:  # ranks without stored states need no onnx
@@ -54,7 +54,7 @@ class FirstStates:
         the value is zeros, or in the states file itself."""
         if self._bundle.initial.get(name) != STORED:
             return None
-        from onnxpar.ir.stored import external_location
+        from onnxpar.graph.stored import external_location
 
         proto = self._stored[name]
         if proto.data_location != proto.EXTERNAL:

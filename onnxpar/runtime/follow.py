@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import OnnxparError, RankError, RunError
-from onnxpar.files.own_folder import OwnFolder
+from onnxpar.base.errors import OnnxparError, RankError, RunError
+from onnxpar.base.own_folder import OwnFolder
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.launched_rank import LaunchedRank
 from onnxpar.runtime.log import describe

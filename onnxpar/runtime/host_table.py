@@ -23,9 +23,9 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.copy_part import copy_part
-from onnxpar.files.write_file import cause, unread
+from onnxpar.base.copy_part import copy_part
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.base.write_file import cause, unread
 from onnxpar.runtime.tensors import ELEMENTS, view_of
 
 BLOCK = 8 << 20

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import onnxruntime as ort
 
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.runtime.io_binding import IOBinding, answer_for_sharded_sessions
 from onnxpar.runtime.metadata import ModelMetadata
 from onnxpar.runtime.ort_values import element_dtype, ort_value_of

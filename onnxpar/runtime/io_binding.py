@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.runtime.checks import check_array
 from onnxpar.runtime.ort_values import Memory, array_of, element_dtype, ort_value_of
 

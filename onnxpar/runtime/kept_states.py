@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.base.arrays import Array
-from onnxpar.files.digests import Digests
-from onnxpar.ir.training_spec import FROZEN
+from onnxpar.base.digests import Digests
+from onnxpar.graph.training_spec import FROZEN
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.first_states import FirstStates
 from onnxpar.runtime.host_table import HostTable, RowCache, RowUpdate

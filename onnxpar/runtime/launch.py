@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 
 LOOPBACK = "127.0.0.1"
 GENERATION = "ONNXPAR_GENERATION"

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import OnnxparError, RankError, RunError
-from onnxpar.files.digests import Digests
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import OnnxparError, RankError, RunError
 from onnxpar.runtime.arena import Heap
 from onnxpar.runtime.bundle import Bundle, Port, Sizes
 from onnxpar.runtime.checks import check_table_dir

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import LaunchError, OnnxparError, RankError, RunError
 from onnxpar.base.interrupts import STATUSES, Terminated
-from onnxpar.errors import LaunchError, OnnxparError, RankError, RunError
-from onnxpar.files.digests import Digests
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.host_memory import HostMemory

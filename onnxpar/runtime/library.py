@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 
 OWN = Path(__file__).parents[1]
 """The folder of this package."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from onnxpar.errors import OnnxparError, wants_traceback
-from onnxpar.files.write_file import writing
+from onnxpar.base.errors import OnnxparError, wants_traceback
+from onnxpar.base.write_file import writing
 
 QUOTED_LINES = 15
 QUOTED_BYTES = 16384

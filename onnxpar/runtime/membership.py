@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 
 MAX_RESTARTS = 3
 """How often ranks that died start again, unless a user says otherwise."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.ir.collectives import KINDS
+from onnxpar.graph.collectives import KINDS
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.expert_load import expert_loads, finder_of
 from onnxpar.runtime.profile import Record

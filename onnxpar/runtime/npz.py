@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.files.unreadable import cannot_read
+from onnxpar.base.errors import InputError
+from onnxpar.base.unreadable import cannot_read
 
 
 def read_npz(file: Path, names: Collection[str] | None = None) -> dict[str, Array]:

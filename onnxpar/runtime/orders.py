@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import RankError
 from onnxpar.base.typed_bytes import of_bytes, to_bytes
-from onnxpar.errors import RankError
 from onnxpar.runtime.check_start import exchange
 from onnxpar.runtime.closing import Closing
 from onnxpar.runtime.collectives import gather_bytes

@@ -12,8 +12,8 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import InputError
 from onnxpar.base.packing import PACKED, unpack
-from onnxpar.errors import InputError
 from onnxpar.runtime.tensors import ELEMENTS, copy_of, dtype_of, memory_of, view_of
 
 _NAMES = {number: name for name, (number, _) in ELEMENTS.items()}

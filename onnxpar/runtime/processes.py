@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from onnxpar.errors import RankError, RunError
+from onnxpar.base.errors import RankError, RunError
 from onnxpar.runtime.arena import Arena
 from onnxpar.runtime.lasting_memory import LastingMemory
 from onnxpar.runtime.rank_process import RankProcess

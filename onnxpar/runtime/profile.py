@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime as ort
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -141,7 +141,7 @@ def _nodes(file: Path, optimized: Path) -> list[dict[str, Any]]:
     """Returns the entries for a record's `nodes`: the nodes of onnxruntime's optimized graph."""
     import onnx  # ranks need it only here
 
-    from onnxpar.ir.origin import origins_of
+    from onnxpar.graph.origin import origins_of
     from onnxpar.runtime.fused import Fused, nodes_in
 
     graph, run = (onnx.load(f, load_external_data=False).graph for f in (file, optimized))

@@ -84,7 +84,7 @@ def _origins(file: Path) -> dict[str, str]:
 
 
 def _named(graph: onnx.GraphProto) -> list[tuple[str, str]]:
-    from onnxpar.ir.origin import origin_of
+    from onnxpar.graph.origin import origin_of
 
     found = [(node.name, origin_of(node)) for node in graph.node]
     for node in graph.node:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from onnxpar.errors import RankError
-from onnxpar.files.memory_file import make_file
+from onnxpar.base.errors import RankError
+from onnxpar.base.memory_file import make_file
 from onnxpar.runtime.doorbell import Doorbell
 from onnxpar.runtime.log import Log
 from onnxpar.runtime.wire import Closed, Message, Wire, pair

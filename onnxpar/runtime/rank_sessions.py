@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.runtime import groups
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.load_session import load_session

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import RankError
 from onnxpar.base.interrupts import uninterrupted
-from onnxpar.errors import RankError
-from onnxpar.files.digests import Digests
-from onnxpar.files.own_folder import OwnFolder
+from onnxpar.base.own_folder import OwnFolder
 from onnxpar.runtime.bundle import Bundle, Sizes
 from onnxpar.runtime.checks import check_table_dir
 from onnxpar.runtime.cores import shares_of_replica

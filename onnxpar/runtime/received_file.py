@@ -6,8 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from onnxpar.errors import ModelError
-from onnxpar.files.digests import BLOCK, Digests
+from onnxpar.base.digests import BLOCK, Digests
+from onnxpar.base.errors import ModelError
 
 _SYNCED = 32 << 20
 """Bytes after which what has arrived is written to the disk: all at the end could take longer than

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError, OnnxparError, RunError
-from onnxpar.files.own_folder import OwnFolder
+from onnxpar.base.errors import InputError, ModelError, OnnxparError, RunError
+from onnxpar.base.own_folder import OwnFolder
 from onnxpar.runtime import launch
 from onnxpar.runtime.bundle import Bundle, NodeArg, Sizes
 from onnxpar.runtime.checks import (

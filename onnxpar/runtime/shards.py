@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.layout.layout import Dim, Factor, Layout, dim_axes, indices, is_data_dependent, runs
 from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.bundle import Bundle, Sizes

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import OnnxparError
-from onnxpar.files.digests import Digests
-from onnxpar.files.write_file import unread
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import OnnxparError
+from onnxpar.base.write_file import unread
 from onnxpar.runtime.host_table import HostTable
 from onnxpar.runtime.log import describe
 from onnxpar.runtime.state_files import remove_parts, write_parts

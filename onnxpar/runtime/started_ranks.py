@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from onnxpar.files.memory_file import make_file
+from onnxpar.base.memory_file import make_file
 from onnxpar.runtime.cores import own_cores
 from onnxpar.runtime.doorbell import Doorbell
 from onnxpar.runtime.log import Log

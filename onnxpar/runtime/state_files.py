@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.digests import Digests, DigestWriter
+from onnxpar.base.errors import ModelError
 from onnxpar.base.packing import stored_bits
-from onnxpar.errors import ModelError
-from onnxpar.files.digests import Digests, DigestWriter
-from onnxpar.files.write_file import durable_file, writing
+from onnxpar.base.write_file import durable_file, writing
 from onnxpar.layout.layout import Layout, indices
 from onnxpar.layout.mesh import Mesh
 from onnxpar.runtime.bundle import Port

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.files.digests import Digests
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import InputError
 from onnxpar.runtime.bundle import Port, Sizes
 from onnxpar.runtime.checks import check_array, check_kept, state_port
 from onnxpar.runtime.host_table import row_blocks, unmap_written

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime.membership import Generation, Membership, Slot
 
 AGAIN = 75

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import RankError, RunError
-from onnxpar.files.digests import Digests
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import RankError, RunError
 from onnxpar.runtime import groups
 from onnxpar.runtime.arena import Heap
 from onnxpar.runtime.bundle import Bundle, Sizes

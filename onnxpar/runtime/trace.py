@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from onnxpar.errors import InputError
-from onnxpar.files.unreadable import cannot_read
-from onnxpar.files.write_file import whole_file
+from onnxpar.base.errors import InputError
+from onnxpar.base.unreadable import cannot_read
+from onnxpar.base.write_file import whole_file
 
 FORMAT = 1
 NODE, RUN = "Node", "Run"

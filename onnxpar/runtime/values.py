@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxpar.base import typed_bytes
 from onnxpar.base.arrays import Array
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime.tensors import dtype_of
 
 BYTES = np.dtype(np.uint8)

@@ -1,1 +1,2 @@
-"""Factors of a whole graph, and the state of their sharding while it is decided."""
+"""Factors of a whole graph, the state of their sharding while it is decided, and the shortest path
+of collectives from one layout to another."""

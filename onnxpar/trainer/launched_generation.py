@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import OnnxparError, StrategyError
+from onnxpar.base.folder_lock import FolderLock
 from onnxpar.base.interrupts import Deferred
-from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.files.folder_lock import FolderLock
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.collectives import gather_bytes
 from onnxpar.runtime.groups import World

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.ir.training_spec import IGNORED
+from onnxpar.base.errors import InputError
+from onnxpar.graph.training_spec import IGNORED
 from onnxpar.runtime.tensors import dtype_of
 
 Chunk = dict[str, Array]

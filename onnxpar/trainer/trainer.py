@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import DivergenceError, InputError, ModelError, RankError
-from onnxpar.files.folder_lock import NAME as LOCK
-from onnxpar.files.folder_lock import FolderLock
-from onnxpar.ir.training_spec import (
+from onnxpar.base.errors import DivergenceError, InputError, ModelError, RankError
+from onnxpar.base.folder_lock import NAME as LOCK
+from onnxpar.base.folder_lock import FolderLock
+from onnxpar.graph.training_spec import (
     EVALUATION,
     FROZEN,
     IN_MODEL,

@@ -26,7 +26,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from onnxpar.ir.paged_attention import COMPUTE
+from onnxpar.graph.paged_attention import COMPUTE
 
 RUNS = 15
 ADAM = (

@@ -33,7 +33,7 @@ import onnx
 import onnxruntime as ort
 
 import onnxpar
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.first_states import ZERO

@@ -14,9 +14,9 @@ from fuzz.mutate import mutated
 from fuzz.sessions import random_feeds
 from fuzz.trial import Case, chance_of, refusal
 
-from onnxpar.checking.compare import compare
-from onnxpar.errors import OnnxparError
-from onnxpar.model.shapes_by_onnxruntime import REFUSED
+from onnxpar.base.errors import OnnxparError
+from onnxpar.graph.shapes_by_onnxruntime import REFUSED
+from onnxpar.report.compare import compare
 from onnxpar.runtime.threads import ThreadSession
 
 WAYS = (

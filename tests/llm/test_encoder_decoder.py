@@ -19,7 +19,7 @@ from sharded import sharded
 from sounds import RATE, sound
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, StrategyError
+from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.sampling import Sampling

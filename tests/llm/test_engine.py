@@ -22,7 +22,7 @@ from runtime.bundles import pids, wait_until
 from sharded import sharded
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, RunError
+from onnxpar.base.errors import InputError, ModelError, RunError
 from onnxpar.llm.engine import FAILED, READY, Engine, Generation
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.language_model import LanguageModel

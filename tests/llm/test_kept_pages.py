@@ -12,7 +12,7 @@ from committed import MODELS
 from sharded import sharded
 
 import onnxpar
-from onnxpar.errors import InputError, RunError
+from onnxpar.base.errors import InputError, RunError
 from onnxpar.runtime.session import Session
 from onnxpar.runtime.threads import ThreadSession
 

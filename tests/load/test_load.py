@@ -27,7 +27,7 @@ from tiny_models import (
 )
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.runtime.threads import ThreadSession
 
 # opsets 7 to 9

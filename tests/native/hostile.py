@@ -32,7 +32,7 @@ from native.frames import (
 )
 from native.handshakes import connect, damaged, shake_hands
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import World
 

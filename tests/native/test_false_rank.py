@@ -14,7 +14,7 @@ import pytest
 from native.frames import KEY, Kind, frame, hello
 from native.handshakes import Refused, accept, connect, read
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import World
 

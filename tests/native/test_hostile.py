@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import World
 

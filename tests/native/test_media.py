@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from native.media import results_over
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime.groups import thread_worlds
 
 

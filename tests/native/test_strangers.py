@@ -19,7 +19,7 @@ from native.frames import KEY
 from native.handshakes import MAGIC, NONCE, Refused, connect, proof, read, shake_hands
 from native.strangers import KINDS
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import Hub, World
 

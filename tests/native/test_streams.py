@@ -13,7 +13,7 @@ import pytest
 from native.ranks import TOKEN, errors_on_ranks, model, node, on_ranks, session
 from onnx import TensorProto
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime.groups import World
 
 Fresh = Callable[..., list[World]]

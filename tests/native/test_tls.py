@@ -15,7 +15,7 @@ import pytest
 from certificates import authority, certificate
 from native.frames import KEY, sockets
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.runtime import collectives
 from onnxpar.runtime.groups import World
 

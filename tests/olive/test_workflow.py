@@ -14,9 +14,9 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.errors import ModelError, RankError
-from onnxpar.pipeline.option_table import table
-from onnxpar.pipeline.plan_options import options_of
+from onnxpar.base.errors import ModelError, RankError
+from onnxpar.planner.option_table import table
+from onnxpar.planner.plan_options import options_of
 
 pytest.importorskip("olive.passes")
 

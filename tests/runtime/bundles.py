@@ -13,8 +13,8 @@ import numpy as np
 from agreement import TIMEOUT
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, save
 
+from onnxpar.base.errors import OnnxparError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import OnnxparError
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.runtime.bundle import FORMAT, Bundle

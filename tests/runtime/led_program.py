@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onnxpar.errors import OnnxparError, RankError
+from onnxpar.base.errors import OnnxparError, RankError
 from onnxpar.runtime.follow import follow
 from onnxpar.runtime.launch import launched_rank
 from onnxpar.runtime.lead import Lead

@@ -15,7 +15,7 @@ import pytest
 from runtime.bad_requests import BATCH, ROWS, STRATEGIES, decoder
 
 import onnxpar
-from onnxpar.errors import InputError, OnnxparError, RunError
+from onnxpar.base.errors import InputError, OnnxparError, RunError
 from onnxpar.runtime.session import InferenceSession, Session
 from onnxpar.runtime.threads import ThreadSession
 

@@ -13,8 +13,8 @@ from onnx import helper
 from runtime.bundles import Tensor, k_split, write_par
 
 import onnxpar
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import InputError, ModelError
 from onnxpar.runtime.bundle import FORMAT, Bundle
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runtime.bundles import k_split, pids
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.runtime.cores import (
     BINDINGS,
     Core,

@@ -11,8 +11,8 @@ import pytest
 from agreement import options, relative_error
 from small_models import HEAD, write_text
 
-from onnxpar.checking.unsplit import open_unsplit, run_unsplit
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
+from onnxpar.report.unsplit import open_unsplit, run_unsplit
 from onnxpar.runtime.options import keep_double
 from onnxpar.runtime.threads import ThreadSession
 

@@ -12,8 +12,8 @@ from agreement import options
 from lowering.mixtures import SLOW, exchanging, feeds_of, mixture
 
 import onnxpar
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.report.trace_lines import expert_lines
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.trace import ExpertLoad, Trace, read_trace

@@ -20,11 +20,11 @@ import pytest
 from onnx import TensorProto, helper
 from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_until, write_par
 
+from onnxpar.base.errors import RankError, RunError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import RankError, RunError
 from onnxpar.load import load as model
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.runtime import rank_process
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.processes import Processes

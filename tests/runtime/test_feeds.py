@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
 
 INPUTS = [

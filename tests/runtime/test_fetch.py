@@ -23,8 +23,8 @@ from agreement import feeds_for
 from committed import MODELS
 
 import onnxpar
-from onnxpar.errors import OnnxparError
-from onnxpar.files.digests import BLOCK, sealed
+from onnxpar.base.digests import BLOCK, sealed
+from onnxpar.base.errors import OnnxparError
 from onnxpar.runtime import check_start, fetch, transfers
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.fetch import complete

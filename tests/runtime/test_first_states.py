@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 from training.steps import MLP, Array, run_unsplit, shard, write_step
 
-from onnxpar.errors import InputError, ModelError, OnnxparError
+from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.session import Session
 from onnxpar.runtime.state_files import StateFiles

@@ -15,7 +15,7 @@ import pytest
 from large_table import FEEDS, LIMIT, ROWS, WIDTH, needs_proc, peaks, write_model
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, RankError
+from onnxpar.base.errors import InputError, ModelError, RankError
 from onnxpar.runtime.host_table import HostTable
 from onnxpar.trainer.checkpoint import Progress
 from onnxpar.trainer.trainer import Trainer

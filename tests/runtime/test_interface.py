@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from runtime.bundles import Tensor, pids, write_par
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, OnnxparError, RankError
+from onnxpar.base.errors import InputError, ModelError, OnnxparError, RankError
 from onnxpar.runtime.interface import Interface
 from onnxpar.runtime.io_binding import IOBinding
 from onnxpar.runtime.session import InferenceSession, Session

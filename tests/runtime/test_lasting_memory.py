@@ -12,7 +12,7 @@ import pytest
 from onnx import helper
 from runtime.bundles import Tensor, write_par
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime.session import InferenceSession
 
 pytestmark = pytest.mark.processes

@@ -22,8 +22,8 @@ from runtime.bad_requests import STRATEGIES, decoder
 from runtime.bundles import Tensor, all_reduce, write_par
 
 import onnxpar
-from onnxpar.errors import RankError
-from onnxpar.pipeline import pipeline
+from onnxpar.base.errors import RankError
+from onnxpar.planner import pipeline
 from onnxpar.runtime import launched_rank as launched
 from onnxpar.runtime.launch import Launched, bind_address, launched_rank
 from onnxpar.runtime.threads import ThreadSession
@@ -33,7 +33,7 @@ TESTS = Path(__file__).parent.parent
 SCRIPT = """
 import os, sys
 import numpy as np
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime.session import InferenceSession
 x = np.load(sys.argv[2])
 try:
@@ -196,7 +196,7 @@ def test_ranks_by_the_environment(tmp_path: Path, x: np.ndarray) -> None:
 BAD_REQUESTS = """
 import os, sys
 import numpy as np
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.runtime.session import InferenceSession
 rank = os.environ["ONNXPAR_RANK"]
 with InferenceSession(sys.argv[1], timeout=30) as session:

@@ -20,7 +20,7 @@ from runtime.bundles import k_split, weight_of_k_split
 from runtime.led_program import PROMPTS
 
 import onnxpar
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.llm.generator import Generator
 from onnxpar.runtime.executor import Request
 from onnxpar.runtime.host_memory import HostMemory, memory_of_hosts

@@ -13,7 +13,7 @@ import pytest
 from committed import MODELS
 
 import onnxpar
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.runtime import groups, library
 
 

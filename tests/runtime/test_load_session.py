@@ -9,8 +9,8 @@ import pytest
 from agreement import TIMEOUT, options
 from small_models import write_text
 
-from onnxpar.checking.unsplit import run_unsplit
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
+from onnxpar.report.unsplit import run_unsplit
 from onnxpar.runtime.threads import ThreadSession
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.runtime.launch import generation_number
 from onnxpar.runtime.membership import Generation, Membership, Slot, slots_of
 from onnxpar.runtime.supervision import AGAIN, HOST_GONE, Supervisor

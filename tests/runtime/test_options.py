@@ -14,7 +14,7 @@ import pytest
 from onnx import helper
 from runtime.bundles import Tensor, pids, write_par
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.runtime import ranks
 from onnxpar.runtime.cores import Share, own_cores
 from onnxpar.runtime.options import SessionSpec, run_options, run_spec

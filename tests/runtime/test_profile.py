@@ -22,11 +22,11 @@ from runtime.bundles import Tensor, all_reduce, write_par
 from small_models import write_text
 from training.steps import MLP, shard, write_step
 
+from onnxpar.base.errors import InputError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.report.trace_lines import trace_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.fused import Fused

@@ -13,7 +13,7 @@ from lowering.mixtures import beside_shared_expert, between_hosts, feeds_of, mix
 from small_models import HEAD, write_text
 
 from onnxpar.cli.command_line import main
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.trace import Trace, read_trace
 

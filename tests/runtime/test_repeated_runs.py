@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, save
 from runtime.bundles import Tensor, weight_of_k_split, write_par
 
 from onnxpar.api import shard
-from onnxpar.errors import InputError, RunError
+from onnxpar.base.errors import InputError, RunError
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.session import InferenceSession
 

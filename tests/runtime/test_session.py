@@ -20,7 +20,7 @@ from runtime.bundles import (
     write_par,
 )
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.layout.layout import Concat, Factor, Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.runtime.session import InferenceSession, Session

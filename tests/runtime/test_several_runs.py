@@ -13,7 +13,7 @@ import pytest
 from onnx import NodeProto, helper
 from runtime.bundles import Tensor, all_reduce, write_par
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.runtime.processes import Processes
 from onnxpar.runtime.session import InferenceSession
 from onnxpar.runtime.threads import ThreadSession

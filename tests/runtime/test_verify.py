@@ -18,11 +18,11 @@ from committed import MODELS
 from runtime.bundles import started
 
 import onnxpar
+from onnxpar.base import digested_folder, digests
+from onnxpar.base.digests import blocks_of
+from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import OnnxparError
-from onnxpar.files import digested_folder, digests
-from onnxpar.files.digests import blocks_of
 from onnxpar.llm.generator import Generator
 from onnxpar.runtime import check_start
 from onnxpar.runtime.bundle import Bundle

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.runtime.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 

@@ -20,8 +20,8 @@ from trainer.test_train_command import left, metrics
 from training.steps import MLP, ThreadTrainer, newest, same, states, write_step
 
 import onnxpar
+from onnxpar.base.errors import StoppedError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StoppedError
 from onnxpar.runtime.membership import Generation, Membership, slots_of
 from onnxpar.runtime.supervision import Supervisor
 from onnxpar.trainer.data import Data

@@ -11,10 +11,10 @@ import pytest
 from training.steps import DOUBLE, MLP, write_step
 
 import onnxpar
+from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError, ModelError, StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline.request import requests_for
+from onnxpar.planner.request import requests_for
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.step_plans import StepPlans

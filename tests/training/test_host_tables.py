@@ -24,9 +24,9 @@ from training.steps import (
 from training.test_lazy import MODEL, rows
 
 import onnxpar
-from onnxpar.checking.compare_training import compare_training
+from onnxpar.base.errors import RunError, StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import RunError, StrategyError
+from onnxpar.report.compare_training import compare_training
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.trainer.checkpoint import Progress

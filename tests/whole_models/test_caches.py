@@ -21,12 +21,12 @@ from decoders import (
 from onnx import helper
 
 import onnxpar
-from onnxpar.checking.check import Way, check_model
+from onnxpar.base.errors import OnnxparError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import OnnxparError
+from onnxpar.graph.typical import Typical
 from onnxpar.load.load import load
-from onnxpar.open_sizes.typical import Typical
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
+from onnxpar.report.check import Way, check_model
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.threads import ThreadSession
 

@@ -12,9 +12,9 @@ import pytest
 from agreement import TIMEOUT, check_outputs, options
 from onnx import numpy_helper
 
+from onnxpar.base.errors import InputError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import InputError
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 from onnxpar.report.report import plan_lines
 from onnxpar.runtime.threads import ThreadSession
 

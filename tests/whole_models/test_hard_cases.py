@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
-from onnxpar.checking.compare import compare
+from onnxpar.report.compare import compare
 from onnxpar.runtime.threads import ThreadSession
 
 Shape = Sequence[int]

@@ -28,7 +28,7 @@ from optimized_models import (
     session_options,
 )
 
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 from onnxpar.runtime.bundle import Bundle
 from onnxpar.runtime.threads import ThreadSession
 

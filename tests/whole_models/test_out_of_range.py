@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.errors import InputError, OnnxparError, RunError
+from onnxpar.base.errors import InputError, OnnxparError, RunError
 from onnxpar.runtime.threads import ThreadSession
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'

@@ -22,8 +22,8 @@ from quantized_models import (
     quantized_ops,
 )
 
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import pipeline
+from onnxpar.base.errors import StrategyError
+from onnxpar.planner import pipeline
 from onnxpar.runtime.feeds import make_feeds
 from onnxpar.runtime.threads import ThreadSession
 

@@ -13,8 +13,8 @@ import pytest
 from agreement import TIMEOUT, check_agrees, check_outputs, feeds_for, options, run_unsplit
 from committed import DYNAMIC, MODELS, ODD, dims_of
 
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.runtime.threads import ThreadSession
 
 BATCHES = (1, 2, 5)
