@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from onnxpar.planner.calibrate import calibrate as calibrate
     from onnxpar.planner.option_table import LayoutOptions as LayoutOptions
     from onnxpar.planner.option_table import PlanOptions as PlanOptions
-    from onnxpar.runtime.session import InferenceSession as InferenceSession
+    from onnxpar.runtime.session.session import InferenceSession as InferenceSession
     from onnxpar.strategy.strategy import Strategy as Strategy
 
 __all__ = [
@@ -104,7 +104,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "InferenceSession": "onnxpar.runtime.session:InferenceSession",
+    "InferenceSession": "onnxpar.runtime.session.session:InferenceSession",
     "InputError": "onnxpar.base.errors:InputError",
     "Layout": "onnxpar.layout.layout:Layout",
     "LayoutOptions": "onnxpar.planner.option_table:LayoutOptions",

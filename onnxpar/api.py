@@ -39,8 +39,8 @@ from onnxpar.report.pass_steps import PassSteps
 from onnxpar.report.report_page import explained_of, write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.walk import Walk
-from onnxpar.runtime.bundle import Bundle, with_encoder
-from onnxpar.runtime.trace import read_trace
+from onnxpar.runtime.profile.trace import read_trace
+from onnxpar.runtime.session.bundle import Bundle, with_encoder
 from onnxpar.strategy.manual import MANUAL
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from onnxpar.compiler.plan import Plan, Port
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 Array = npt.NDArray[Any]

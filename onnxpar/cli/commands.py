@@ -50,8 +50,8 @@ from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.walk import walk
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.bundle_files import ranks_text
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.bundle_files import ranks_text
 
 Command = Callable[[argparse.Namespace], int]
 

@@ -19,8 +19,8 @@ from onnxpar.cli.rank_options import (
     add_runtime,
     add_verify,
 )
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.redirect import redirect_output
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.ranks.redirect import redirect_output
 
 _NUMBERS: Mapping[str, tuple[type, str]] = {
     "temperature": (float, "logits are divided by it (default 1); 0 is greedy"),

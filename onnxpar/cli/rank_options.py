@@ -6,8 +6,8 @@ import argparse
 import os
 
 from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
-from onnxpar.runtime.cores import BINDINGS
-from onnxpar.runtime.launch import HELP as LAUNCH_HELP
+from onnxpar.runtime.launch.launch import HELP as LAUNCH_HELP
+from onnxpar.runtime.ranks.cores import BINDINGS
 
 
 def add_runtime(to: argparse.ArgumentParser) -> None:

@@ -28,11 +28,11 @@ from onnxpar.graph.training_spec import Step
 from onnxpar.planner.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
-from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.launch import generation_number, launched_rank
-from onnxpar.runtime.redirect import redirect_output
-from onnxpar.runtime.supervision import AGAIN
-from onnxpar.runtime.trace import check_place
+from onnxpar.runtime.launch.launch import generation_number, launched_rank
+from onnxpar.runtime.launch.supervision import AGAIN
+from onnxpar.runtime.profile.trace import check_place
+from onnxpar.runtime.ranks.redirect import redirect_output
+from onnxpar.runtime.session.checks import check_timeout
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step
 from onnxpar.trainer.checkpoint import Progress, tell

@@ -20,7 +20,7 @@ from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.layout.symbols import Polynomial
 from onnxpar.rules.rule import is_lack
-from onnxpar.runtime.bundle import FORMAT
+from onnxpar.runtime.session.bundle import FORMAT
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.planned_collectives import Collective
 

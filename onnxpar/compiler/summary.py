@@ -23,7 +23,7 @@ from onnxpar.layout.layout import Layout, leaves
 from onnxpar.layout.mesh import Mesh
 from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
 from onnxpar.rules.rule import is_lack
-from onnxpar.runtime.first_states import STORED, ZERO
+from onnxpar.runtime.states.first_states import STORED, ZERO
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import Links, OpFactors
 from onnxpar.sharding.flops import flops, flops_of_ranks

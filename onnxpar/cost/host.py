@@ -26,8 +26,8 @@ from onnxpar.base.user_cache import user_cache
 from onnxpar.base.version import version_of
 from onnxpar.base.write_file import make_folders, unread, whole_file
 from onnxpar.cost.topology import Topology
-from onnxpar.runtime.cores import Core, own_cores
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.ranks.cores import Core, own_cores
 
 if TYPE_CHECKING:
     from onnxpar.cost.measure import Shard

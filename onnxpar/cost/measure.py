@@ -17,11 +17,11 @@ import onnx
 from onnxpar.base.own_folder import OwnFolder
 from onnxpar.cost import models
 from onnxpar.graph.collectives import KINDS
-from onnxpar.runtime.cores import own_cores, shares
-from onnxpar.runtime.launch import bind_address
-from onnxpar.runtime.processes import Processes
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.timing import WARM_UP
+from onnxpar.runtime.launch.launch import bind_address
+from onnxpar.runtime.ranks.cores import own_cores, shares
+from onnxpar.runtime.ranks.processes import Processes
+from onnxpar.runtime.ranks.timing import WARM_UP
+from onnxpar.runtime.session.session import InferenceSession
 
 Shard = Callable[[Path, Path, int], object]
 """Writes a model over so many ranks, in parts of its batch, to a folder: the compiler."""

@@ -16,11 +16,11 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxpar.base.custom_ops import quiet_options, use_libraries
-from onnxpar.runtime.cores import Share
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.load_session import load_session
-from onnxpar.runtime.options import SLOW_FUSIONS, SessionSpec
-from onnxpar.runtime.values import is_value
+from onnxpar.runtime.ranks.cores import Share
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.load_session import load_session
+from onnxpar.runtime.session.options import SLOW_FUSIONS, SessionSpec
+from onnxpar.runtime.session.values import is_value
 
 SECONDS = 0.05
 """Duration of the runs of each kind, at least."""

@@ -9,9 +9,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from onnxpar.base.custom_ops import libraries
-from onnxpar.runtime.cores import Share, shares
-from onnxpar.runtime.feeds import InputSpec
-from onnxpar.runtime.rank_process import command, environment
+from onnxpar.runtime.ranks.cores import Share, shares
+from onnxpar.runtime.ranks.rank_process import command, environment
+from onnxpar.runtime.session.feeds import InputSpec
 
 PATIENCE = 20.0
 """Longest wait, in seconds, for the process that runs the model."""

@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from onnxpar.base.arrays import Array
 from onnxpar.graph.attribute_weights import ML
 from onnxpar.graph.custom_shapes import custom_shapes
 from onnxpar.graph.kernel_sizes import correct_sizes
@@ -48,6 +49,16 @@ _NEVER = frozenset(
 below."""
 
 
+_OF_SIZES = frozenset(
+    (
+        *("Add", "Sub", "Mul", "Max", "Min", "Neg", "Abs", "Equal", "Less", "Greater", "And", "Or"),
+        *("Not", "Where", "Gather", "Concat", "Unsqueeze", "Squeeze", "Reshape", "Transpose"),
+        *("Slice", "Expand", "Range", "ConstantOfShape", "Cast", "Identity", "Shape", "Size"),
+    )
+)
+"""Ops of which onnx computes for sizes, without a session, what onnxruntime does."""
+_SIZE_TYPES = ("int64", "int32", "bool")
+_SIZE_ELEMENTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.FLOAT)
 _UNKNOWN_DEFAULTS = {"STFT": {"onesided": 1}}
 """Attributes without which ONNX infers a wrong shape, with the defaults of the standard."""
 
@@ -71,6 +82,18 @@ def keep_nodes(graph: onnx.GraphProto, kept: Sequence[NodeProto], others: bool =
         found = list(kept)
         del graph.node[:]
         graph.node.extend(found)
+
+
+def _is_of_sizes(node: NodeProto, operands: Mapping[str, Array]) -> bool:
+    """True if a node computes sizes, and onnx computes the same as onnxruntime: not for slices from
+    the end, whose start onnxruntime clamps to the first element."""
+    are_sizes = all(str(array.dtype) in _SIZE_TYPES for array in operands.values())
+    if node.op_type not in _OF_SIZES or not are_sizes:
+        return False
+    if node.op_type == "Cast":
+        return next(a.i for a in node.attribute if a.name == "to") in _SIZE_ELEMENTS
+    steps = operands.get(node.input[4]) if node.op_type == "Slice" and len(node.input) > 4 else None
+    return steps is None or not (steps < 0).any()
 
 
 class Walk:
@@ -182,14 +205,13 @@ class Walk:
         return results
 
     def _computed(self, node: NodeProto) -> list[Any] | None:
-        """The results of a node of known operands; None if they are left to the runtime, which has
-        every op."""
+        """The results of a node of known operands, as the runtime computes them; None if they are
+        left to the runtime."""
         feeds = {name: self.values[name] for name in node.input if name}
-        if any(array.dtype.kind == "f" for array in feeds.values()):
-            # the last bits are then those that the runtime would compute
+        if not _is_of_sizes(node, feeds):
             found = self.runtime.evaluate(node, self.types, self.protos)
             if found is not None:
-                return found
+                return found or None
         try:
             return list(ReferenceEvaluator(self._one_node(node)).run(None, feeds))
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):

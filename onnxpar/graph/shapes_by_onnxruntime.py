@@ -17,6 +17,7 @@ import onnx
 import onnxruntime as ort
 from onnx import AttributeProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto
 
+from onnxpar.base.arrays import Array
 from onnxpar.base.custom_ops import quiet_options
 from onnxpar.graph.attribute_weights import ML
 
@@ -92,15 +93,15 @@ class RuntimeShapes:
         types: Mapping[str, TypeProto],
         values: Mapping[str, TensorProto],
     ) -> list[Any] | None:
-        """The results of a node whose operands are all known; None if onnxruntime has no kernel
-        for it, or NumPy no type for a result. Layers repeat nodes on small operands, so these are
-        computed once."""
+        """The results of a node whose operands are all known: an empty list if onnxruntime refuses
+        these operands, or NumPy has no type for a result; None if onnxruntime has no kernel for the
+        node. Layers repeat nodes on small operands, so these are computed once."""
         model = self._one_node(node, types, values)
         if model.ByteSize() > _SMALL:
-            return _results(model)
+            return results_of(model)
         key = model.SerializeToString(deterministic=True)
         if key not in self._computed:
-            self._computed[key] = _results(model)
+            self._computed[key] = results_of(model)
         return self._computed[key]
 
     def _one_node(
@@ -166,12 +167,31 @@ def _session(model: onnx.ModelProto) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
-def _results(model: onnx.ModelProto) -> list[Any] | None:
-    """The results of a one-node model; None if it cannot run, or NumPy has no type for one."""
+def results_of(
+    model: onnx.ModelProto, feeds: Mapping[str, Array] | None = None
+) -> list[Any] | None:
+    """The results of a one-node model: an empty list if onnxruntime refuses its operands, or NumPy
+    has no type for a result; None if onnxruntime has no kernel for it."""
     try:
-        return list(_session(model).run(None, {}))
-    except (*REFUSED, RuntimeError):
+        session = _session(model)
+    except REFUSED:
         return None
+    try:
+        results = session.run(None, dict(feeds or {}))
+    except (*REFUSED, RuntimeError):
+        return []
+    pairs = zip(results, session.get_outputs(), strict=True)
+    return [_typed(result, output.type) for result, output in pairs]
+
+
+def _typed(result: Any, text: str) -> Any:
+    """A result with the type of its output: onnxruntime gives elements of float8e4m3fn as
+    uint8."""
+    type_ = _of_text(text)
+    if not isinstance(result, np.ndarray) or type_ is None or not type_.HasField("tensor_type"):
+        return result
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(type_.tensor_type.elem_type)
+    return result.view(dtype) if result.dtype.itemsize == dtype.itemsize else result
 
 
 def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:

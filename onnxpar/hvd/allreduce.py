@@ -26,7 +26,7 @@ from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reduce_work import Reduce
 from onnxpar.hvd.reductions import ReduceOp, Reduction, op_of
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse, gather_sparse
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 KIND = "ALLREDUCE"
 

@@ -21,7 +21,7 @@ from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.handles import Handle, synchronize
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reductions import Adasum, Average, ReduceOp, Reduction
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 Splits = Sequence[int] | Array | None
 

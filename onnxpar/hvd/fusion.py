@@ -16,7 +16,7 @@ from onnxpar.base.errors import InputError
 from onnxpar.hvd.compression import Cast
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import Reduction
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 FUSION_THRESHOLD = 64 << 20
 """The default size of a buffer, in bytes."""

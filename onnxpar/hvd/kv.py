@@ -33,7 +33,7 @@ from onnxpar.hvd.reductions import Reduction, Sum
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse
 from onnxpar.hvd.two_bit import TwoBit
 from onnxpar.lowering.compression import NONE, TWO_BIT
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 Key = int | str
 Keys = Key | Sequence[Key]

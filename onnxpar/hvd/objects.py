@@ -14,7 +14,7 @@ from onnxpar.hvd.allreduce import writable
 from onnxpar.hvd.arrays import broadcast, check_root
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 
 class Stateful(Protocol):

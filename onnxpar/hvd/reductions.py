@@ -14,7 +14,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError
 from onnxpar.hvd.adasum import adasum, check_ranks
 from onnxpar.hvd.process_sets import Members
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 
 class ReduceOp(Enum):

@@ -10,7 +10,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.base.errors import InputError
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import Average, Reduction, Sum, is_float
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 
 class IndexedSlices(NamedTuple):

@@ -16,7 +16,7 @@ from onnxpar.base.errors import InputError
 from onnxpar.hvd.fusion import agree, layout_of
 from onnxpar.hvd.process_sets import Members
 from onnxpar.lowering.compression import THRESHOLD, TWO_BIT
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 PER_BYTE = 4
 

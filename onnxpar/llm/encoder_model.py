@@ -12,7 +12,7 @@ from onnxpar.base.bundle_names import CONFIG
 from onnxpar.base.errors import ModelError
 from onnxpar.graph.model_folder import read_config
 from onnxpar.llm.pooling import Pooling
-from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.session.bundle import Bundle, Port
 
 _VECTORS = ("sentence_embedding",)
 _HIDDEN = ("last_hidden_state", "token_embeddings")

@@ -18,8 +18,8 @@ from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import FAILED as FAILED
 from onnxpar.llm.worker import READY as READY
 from onnxpar.llm.worker import Worker
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from onnxpar.base.errors import InputError, ModelError
 from onnxpar.graph.model_folder import genai_config, read_config
 from onnxpar.load.candidates import ASKED, TEMPERATURES
 from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.runtime.bundle import Bundle, Port
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.session.bundle import Bundle, Port
 
 _GROUPED = "GroupQueryAttention"
 """The op of com.microsoft that reads the length of each row of a batch, and no mask."""

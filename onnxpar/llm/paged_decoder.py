@@ -29,10 +29,10 @@ from onnxpar.load.candidates import (
 )
 from onnxpar.load.next_step import next_of
 from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.host_memory import HostMemory
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import Session
+from onnxpar.runtime.states.host_memory import HostMemory
 
 LONGEST = 4096
 """Tokens of a text for which the default size of the caches has room, if the context is longer."""
@@ -177,7 +177,7 @@ def _hosts(bundle: Bundle, options: Mapping[str, Any]) -> Sequence[HostMemory]:
     """The memory of the hosts of a session's ranks."""
     start = options.get("start_ranks")
     if start is not None:
-        from onnxpar.runtime.lead import Lead  # most programs do not need it
+        from onnxpar.runtime.launch.lead import Lead  # most programs do not need it
 
         if isinstance(start, Lead):
             return start.hosts

@@ -24,7 +24,7 @@ from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.requests import Busy, Limits, Listener
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import CLOSED, FAILED, READY, STARTING
-from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.ranks.closing import Closing
 
 W = TypeVar("W", Engine, Embedder)
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from onnxpar.base.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.sampling import Sampling
 from onnxpar.load.candidates import BEST
-from onnxpar.runtime.log import describe
+from onnxpar.runtime.ranks.log import describe
 
 E = TypeVar("E", contravariant=True)
 

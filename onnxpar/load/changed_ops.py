@@ -187,9 +187,13 @@ def _dropout_mask(node: NodeProto, at: Surroundings) -> None:
 
 
 def _dropout(node: NodeProto, at: Surroundings) -> None:
+    """onnxruntime gives a mask of nothing but false before opset 12, of nothing but true since."""
     ratio = _take(node, "ratio")
     if ratio is not None:
         _give(node, 1, at.constant(node, ratio, TensorProto.FLOAT))
+    if len(node.output) > 1 and node.output[1] in at.read:
+        mask, node.output[1] = node.output[1], at.free(node)
+        at.after.append(helper.make_node("Not", [node.output[1]], [mask]))
 
 
 def _batch_norm(node: NodeProto, at: Surroundings) -> None:

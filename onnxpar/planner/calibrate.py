@@ -17,8 +17,8 @@ from onnxpar.cost.fit import file_text, fit, lines
 from onnxpar.cost.measure import Measurements, default_ranks, measure
 from onnxpar.cost.topology import Topology
 from onnxpar.planner.plan_options import shard_batch
-from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.session.checks import check_timeout
 
 
 def calibrate(

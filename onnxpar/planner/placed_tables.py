@@ -13,7 +13,7 @@ from onnxpar.graph.metadata import node_names
 from onnxpar.graph.subgraphs import all_nodes, constants
 from onnxpar.graph.training_spec import Step
 from onnxpar.load.load import Model
-from onnxpar.runtime.values import is_value
+from onnxpar.runtime.session.values import is_value
 from onnxpar.strategy.mindspore_keys import PRIMITIVE_TARGET
 from onnxpar.strategy.named_ops import matching
 from onnxpar.strategy.strategy import Strategy

@@ -19,7 +19,7 @@ from onnxpar.layout.mesh import Axes, merge_axes
 from onnxpar.load.load import Model
 from onnxpar.passes.propagate_layouts import PropagateLayouts
 from onnxpar.planner.observer import Observer
-from onnxpar.runtime.trace import check_place
+from onnxpar.runtime.profile.trace import check_place
 from onnxpar.search.op_strategies import partial_kinds
 from onnxpar.search.repeats import tied
 from onnxpar.search.search import AUTO, EXHAUSTIVE

@@ -14,7 +14,7 @@ from onnxpar.cost.host import MEASURED
 from onnxpar.cost.topology import Topology
 from onnxpar.cost.unsplit_runs import time_unsplit
 from onnxpar.layout.symbols import Polynomial
-from onnxpar.runtime.first_states import ZERO
+from onnxpar.runtime.states.first_states import ZERO
 
 MOST_BYTES, LONGEST = 256 << 20, 0.5
 """Most bytes of weights and states of a model that is run to make a plan, and the longest predicted

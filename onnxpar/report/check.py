@@ -38,11 +38,11 @@ from onnxpar.report.finite_differences import compare_gradients
 from onnxpar.report.replicas import compare_replicas, compare_trained_replicas
 from onnxpar.report.report import plan_lines
 from onnxpar.report.unsplit import Unsplit
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.checks import check_array, check_timeout
-from onnxpar.runtime.feeds import make_feeds, read_given
-from onnxpar.runtime.first_states import ZERO
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.checks import check_array, check_timeout
+from onnxpar.runtime.session.feeds import make_feeds, read_given
+from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.runtime.states.first_states import ZERO
 from onnxpar.strategy.manual import MANUAL
 from onnxpar.trainer.rates import check_rate
 from onnxpar.trainer.trainer import Trainer, check_step

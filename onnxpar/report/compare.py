@@ -23,9 +23,9 @@ from onnxpar.report.sensitivity import (
     movements,
 )
 from onnxpar.report.unsplit import Unsplit
-from onnxpar.runtime.cores import own_cores
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.values import arrays_in
+from onnxpar.runtime.ranks.cores import own_cores
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.values import arrays_in
 
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-12,

@@ -24,7 +24,7 @@ from onnxpar.report.compare import (
 )
 from onnxpar.report.sensitivity import movements, read_model
 from onnxpar.report.unsplit import Unsplit
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.session.session import Session
 
 SLICE_BYTES = 256 << 20
 """The bytes of tensors that are compared at a time; both models' results are in memory."""

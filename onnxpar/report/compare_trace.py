@@ -24,7 +24,7 @@ from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.graph.typical import Profile
 from onnxpar.planner.observer import Observer
 from onnxpar.report.comparison_result import Communicated, Comparison, Computed, sum_known
-from onnxpar.runtime.trace import Event, Trace
+from onnxpar.runtime.profile.trace import Event, Trace
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.sharding.state import ShardingState
 

@@ -13,7 +13,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.graph.training_spec import GRADIENT, RESIDUAL, Step
 from onnxpar.report.compare import Comparison, Report
 from onnxpar.report.unsplit import open_unsplit
-from onnxpar.runtime.tensors import dtype_of
+from onnxpar.runtime.session.tensors import dtype_of
 from onnxpar.trainer.trainer import Trainer
 
 FIRST = "loss, first step"

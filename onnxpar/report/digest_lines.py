@@ -7,8 +7,8 @@ from pathlib import Path
 
 from onnxpar.base.bundle_names import PLAN
 from onnxpar.base.digests import file_sum
-from onnxpar.runtime.bundle import Bundle, with_encoder
-from onnxpar.runtime.bundle_files import ranks_text
+from onnxpar.runtime.session.bundle import Bundle, with_encoder
+from onnxpar.runtime.session.bundle_files import ranks_text
 
 
 def verified_text(par: str | os.PathLike[str]) -> str:

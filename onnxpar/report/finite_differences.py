@@ -26,7 +26,7 @@ from onnxpar.graph.training_spec import SCALE, Step
 from onnxpar.load.load import read_proto
 from onnxpar.report.compare import Comparison
 from onnxpar.report.unsplit import open_unsplit
-from onnxpar.runtime.tensors import dtype_of
+from onnxpar.runtime.session.tensors import dtype_of
 
 TITLE = "gradients, by differences"
 TOLERANCE = 0.1

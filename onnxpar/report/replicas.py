@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.report.compare import Closeness, Comparison, Report, compare_arrays
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.session.session import Session
 from onnxpar.strategy.manual import REPLICAS
 from onnxpar.trainer.trainer import Trainer
 

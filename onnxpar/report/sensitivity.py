@@ -25,7 +25,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.base.custom_ops import quiet_options
 from onnxpar.graph.stored import read_stored
 from onnxpar.load.load import read_proto
-from onnxpar.runtime.tensors import as_fed
+from onnxpar.runtime.session.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0
 """The number of runs of the unsplit model; the largest relative change of each element of small

@@ -16,10 +16,10 @@ from onnxpar.base.errors import InputError, ModelError
 from onnxpar.load.kept_bounds import DROPPING, drops_bounds
 from onnxpar.load.kept_ranges import SLICING, takes_ranges
 from onnxpar.report.sensitivity import ORT_ERRORS, read_model
-from onnxpar.runtime.load_session import load_session
-from onnxpar.runtime.options import keep_double
-from onnxpar.runtime.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
-from onnxpar.runtime.values import is_optional, is_value
+from onnxpar.runtime.session.load_session import load_session
+from onnxpar.runtime.session.options import keep_double
+from onnxpar.runtime.session.tensors import as_fed, bind_input, dtype_of, memory_of, view_of
+from onnxpar.runtime.session.values import is_optional, is_value
 
 
 class Unsplit:

@@ -20,9 +20,9 @@ from onnxpar.load.load import Model
 from onnxpar.planner.context import load_model
 from onnxpar.planner.options import Options, manual_of
 from onnxpar.planner.overwritten import refuse_overwriting
-from onnxpar.runtime.cores import BINDINGS
-from onnxpar.runtime.ranks import StartRanks
-from onnxpar.runtime.trace import check_place
+from onnxpar.runtime.profile.trace import check_place
+from onnxpar.runtime.ranks.cores import BINDINGS
+from onnxpar.runtime.ranks.ranks import StartRanks
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.elastic import Elastic
 from onnxpar.trainer.import_weights import read_values

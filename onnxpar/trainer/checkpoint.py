@@ -37,8 +37,8 @@ from onnxpar.base.write_file import unread
 from onnxpar.graph.training_spec import Slot
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.runtime.redirect import report_for_all_ranks
-from onnxpar.runtime.state_files import StateFiles
+from onnxpar.runtime.ranks.redirect import report_for_all_ranks
+from onnxpar.runtime.states.state_files import StateFiles
 from onnxpar.trainer.together import ALONE, Together
 
 FORMAT = 3

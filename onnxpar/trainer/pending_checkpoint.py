@@ -12,7 +12,7 @@ from pathlib import Path
 from onnxpar.base.digests import Digests
 from onnxpar.base.errors import OnnxparError
 from onnxpar.base.write_file import writing
-from onnxpar.runtime.snapshot import forget_written, marker, written_by
+from onnxpar.runtime.states.snapshot import forget_written, marker, written_by
 from onnxpar.trainer.write_checkpoint import discard
 
 _LOOK = 0.1

@@ -11,7 +11,7 @@ from typing import Any
 from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.base.write_file import make_folders, writing
 from onnxpar.planner.request import model_digest, requests_for
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 
 _WITHOUT = "topology"
 """The option that may list a device for each rank, and so does not fit more."""

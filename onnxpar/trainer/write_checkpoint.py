@@ -22,7 +22,7 @@ from onnxpar.base.digests import Digests, check_size, sealed
 from onnxpar.base.new_folder import aside, put_back, take_place
 from onnxpar.base.write_file import durable_file, sync_folder, writing
 from onnxpar.graph.training_spec import Step
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.trainer.checkpoint import FORMAT, RECORD, Progress, checkpoints
 
 _UNFINISHED = ".unfinished"

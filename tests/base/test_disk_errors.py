@@ -19,7 +19,7 @@ from onnx import numpy_helper
 import onnxpar
 from onnxpar import training
 from onnxpar.base.errors import OnnxparError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 
 class Disk:

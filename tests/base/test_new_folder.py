@@ -19,7 +19,7 @@ from onnxpar.cli.command_line import main
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 
 MODEL = MODELS / "llama.dynamo.static.onnx"
 OLD, NEW = (Options(mesh=Mesh.parse(m), preset="tensor-parallel") for m in ("tp=2", "tp=4"))

@@ -46,7 +46,7 @@ from onnxpar.cost.measure import (
     measure,
 )
 from onnxpar.cost.topology import Device, Topology
-from onnxpar.runtime.groups import World, thread_worlds
+from onnxpar.runtime.ranks.groups import World, thread_worlds
 from onnxpar.search.rated_ops import rated_as, work_of
 
 

@@ -20,7 +20,7 @@ from onnxpar.planner.predicted_times import (
     VALUE_OF_RANK_SECONDS,
     VALUE_SECONDS,
 )
-from onnxpar.runtime.feeds import InputSpec
+from onnxpar.runtime.session.feeds import InputSpec
 from onnxpar.training import grad
 
 MODELS = Path(__file__).parents[2] / "models"

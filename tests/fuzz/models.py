@@ -17,7 +17,7 @@ from fuzz.trial import Case, chance_of, refusal
 from onnxpar.base.errors import OnnxparError
 from onnxpar.graph.shapes_by_onnxruntime import REFUSED
 from onnxpar.report.compare import compare
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 WAYS = (
     ("--devices", "2", "--preset", "data-parallel"),

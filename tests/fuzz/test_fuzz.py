@@ -27,7 +27,7 @@ from onnxpar.base.digests import sealed
 from onnxpar.base.errors import InputError
 from onnxpar.base.plain_yaml import parse
 from onnxpar.cli.command_line import main
-from onnxpar.runtime.npz import read_npz
+from onnxpar.runtime.session.npz import read_npz
 
 Capture = pytest.CaptureFixture[str]
 

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from onnxpar.graph.inference import infer
 from onnxpar.graph.shapes import Walk
 from onnxpar.planner import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9)

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.base.errors import InputError, OnnxparError, StrategyError
 from onnxpar.planner import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 LAYOUTS = ["2", "data-parallel 2", "tensor-parallel 2", "tensor-parallel 3"]

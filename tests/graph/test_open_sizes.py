@@ -21,8 +21,8 @@ from onnxpar.cost.topology import Topology
 from onnxpar.layout.symbols import Polynomial
 from onnxpar.load.load import load
 from onnxpar.planner import pipeline
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 
 LAYOUTS = ["2", "tensor-parallel 2", "tensor-parallel 3", "hybrid dp=2,tp=2"]
 SIZES = (EVEN, ODD, {"batch": 3, "seq": 5, "target": 4, "past": 0})

@@ -15,7 +15,7 @@ from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.compiler.open_ports import open_ports
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 OF_ELEMENTS = """<ir_version: 8, opset_import: ["" : 18]>
 m (float[3,N] data, int64[2,3] at, float[2,3] updates) => (float[3,N] y)

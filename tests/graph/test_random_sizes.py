@@ -18,7 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 import onnxpar
 from onnxpar.base.errors import InputError, OpenSizesError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 WAYS: list[dict[str, Any]] = [
     {"devices": 2, "preset": "data-parallel"},

@@ -15,7 +15,7 @@ from onnxpar.graph.reshape_sizes import is_possible, proportion
 from onnxpar.layout.symbols import Polynomial
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 CROSS = (

@@ -28,7 +28,7 @@ from onnxpar.graph.open_sizes import OpenSizes
 from onnxpar.layout.fits import DOMAINS, sample
 from onnxpar.layout.symbols import Polynomial, minimum
 from onnxpar.planner import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "data-parallel": ("data-parallel 2", {}),

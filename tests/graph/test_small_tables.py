@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>
 m (float[batch,seq,4] x) => (float[batch,seq,4] y) {

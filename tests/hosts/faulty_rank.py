@@ -19,7 +19,7 @@ from hosts.model_of_faults import expected, feeds
 
 import onnxpar.hvd as hvd
 from onnxpar.base.errors import OnnxparError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 

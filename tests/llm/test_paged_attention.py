@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnxpar.graph.paged_attention import COMPUTE, PAGED_ATTENTION, PAGED_ATTENTION_PART, too_old
-from onnxpar.runtime.library import library_path
+from onnxpar.runtime.ranks.library import library_path
 
 pytestmark = pytest.mark.skipif(too_old() is not None, reason=str(too_old()))
 ROWS, PAGE = 64, 4

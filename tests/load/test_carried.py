@@ -17,7 +17,7 @@ from onnxpar.base.errors import ModelError, StrategyError
 from onnxpar.graph.interchange import export_graph, import_graph
 from onnxpar.load.load import load
 from onnxpar.report.compare import compare
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 
 def described() -> onnx.ModelProto:

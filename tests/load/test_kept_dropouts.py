@@ -10,7 +10,7 @@ import onnx.parser
 import pytest
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODEL = """<ir_version: 10, opset_import: ["" : 22]>
 m (float[N,64] x) => (float[N,64] y, float[N,1] z{more})

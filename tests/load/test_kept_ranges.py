@@ -13,7 +13,7 @@ from agreement import TIMEOUT, options
 
 from onnxpar.planner import pipeline
 from onnxpar.report.unsplit import run_unsplit
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 RANGES = {
     "reversed": ("Range(last, minus, minus)", np.s_[::-1]),

@@ -28,7 +28,7 @@ from tiny_models import (
 
 import onnxpar
 from onnxpar.base.errors import InputError, ModelError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 # opsets 7 to 9
 

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 
 def scan(axes: tuple[int, int], backwards: int) -> onnx.ModelProto:

@@ -17,7 +17,7 @@ from tiny_models import BOOL, INT, RANDOM, TP, W, X, agree, model, port, product
 import onnxpar
 from onnxpar.base.arrays import Array
 from onnxpar.base.errors import ModelError, StrategyError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 Build = Callable[[Path], onnx.ModelProto]
 CASES: dict[str, Build] = {}

@@ -27,7 +27,7 @@ from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.split_ranks import _export, _instantiate
-from onnxpar.runtime.groups import World, session_options, thread_worlds
+from onnxpar.runtime.ranks.groups import World, session_options, thread_worlds
 from onnxpar.sharding.factors import GraphFactors, Leaf, TensorFactors, with_axes
 from onnxpar.sharding.planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.state import FactorSharding, overlaps

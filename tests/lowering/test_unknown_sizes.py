@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from small_models import HEAD, write_text
 
 from onnxpar.planner import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 GROUPED = (
     HEAD

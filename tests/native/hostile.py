@@ -33,8 +33,8 @@ from native.frames import (
 from native.handshakes import connect, damaged, shake_hands
 
 from onnxpar.base.errors import OnnxparError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import World
 
 SIZE = 3
 HOSTILE = 2

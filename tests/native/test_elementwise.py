@@ -13,7 +13,7 @@ from native.ranks import node
 from onnx import TensorProto, helper
 
 from onnxpar.graph.elementwise_groups import OPERATIONS
-from onnxpar.runtime.groups import World, session_options
+from onnxpar.runtime.ranks.groups import World, session_options
 
 Worlds = Callable[[int], list[World]]
 

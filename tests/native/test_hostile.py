@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from onnxpar.base.errors import RankError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import World
 
 TESTS = Path(__file__).parent.parent
 

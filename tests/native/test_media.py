@@ -17,7 +17,7 @@ import pytest
 from native.media import results_over
 
 from onnxpar.base.errors import RankError
-from onnxpar.runtime.groups import thread_worlds
+from onnxpar.runtime.ranks.groups import thread_worlds
 
 
 @pytest.fixture(scope="module", autouse=True)

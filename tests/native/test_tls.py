@@ -16,8 +16,8 @@ from certificates import authority, certificate
 from native.frames import KEY, sockets
 
 from onnxpar.base.errors import OnnxparError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import World
 
 
 @pytest.fixture(scope="module")

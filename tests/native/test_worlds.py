@@ -24,8 +24,8 @@ from onnx import TensorProto
 from runtime.bundles import wait_until
 
 from onnxpar.base.errors import OnnxparError
-from onnxpar.runtime.groups import Hub, World, session_options, thread_worlds
-from onnxpar.runtime.library import library_path
+from onnxpar.runtime.ranks.groups import Hub, World, session_options, thread_worlds
+from onnxpar.runtime.ranks.library import library_path
 
 Worlds = Callable[..., list[World]]
 

@@ -17,7 +17,7 @@ from small_models import write_text
 from onnxpar.graph.elementwise_groups import FEWEST, ONE, OPERATIONS, elementwise_units
 from onnxpar.graph.origin import origins_of
 from onnxpar.planner import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18, "onnxpar" : 1, "com.microsoft" : 1]>\n'
 

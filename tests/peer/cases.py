@@ -18,7 +18,7 @@ from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
 from onnxpar.graph.checker import newest_ir, newest_opset
-from onnxpar.runtime.tensors import dtype_of, view_of
+from onnxpar.runtime.session.tensors import dtype_of, view_of
 
 KINDS = ("node", "simple", "pytorch-operator", "pytorch-converted")
 MAX_IR, MAX_OPSET = newest_ir(), newest_opset()

@@ -23,8 +23,8 @@ from onnxpar.planner.context import make_context
 from onnxpar.planner.default_passes import DEFAULT_PASSES
 from onnxpar.planner.options import Options
 from onnxpar.planner.run_passes import run_passes
-from onnxpar.runtime.groups import World, thread_worlds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.ranks.groups import World, thread_worlds
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.sharding.analysis import analyse
 
 TIMEOUT = 20.0

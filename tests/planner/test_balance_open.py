@@ -22,8 +22,8 @@ from onnxpar.layout.shares import Proportion
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
 from onnxpar.report.compare_trace import PlannedNodes
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 SIZES = [

@@ -26,8 +26,8 @@ from onnxpar.base.errors import ModelError, OnnxparError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import foreign_part
 from onnxpar.planner.write_bundle import _have_same_plan
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 
 LLAMA = MODELS / "llama.dynamo.static.onnx"
 HYBRID: dict[str, Any] = {"mesh": "dp=2,tp=2", "preset": "hybrid"}

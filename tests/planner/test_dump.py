@@ -184,7 +184,7 @@ def test_a_graph_that_was_only_rewritten_is_a_plain_model(tmp_path: Path) -> Non
 
 
 def test_passes_from_outside_rewrite_graphs_of_open_sizes(tmp_path: Path) -> None:
-    from onnxpar.runtime.session import InferenceSession
+    from onnxpar.runtime.session.session import InferenceSession
 
     plugin = tmp_path / "negate.py"
     plugin.write_text(NEGATE)

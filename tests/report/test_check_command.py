@@ -20,7 +20,7 @@ from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
 from onnxpar.report import compare
 from onnxpar.report.check import Way, check_model
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>
 two (float[8,16] x, float[8,16] z) => (float[8,4] y) {

@@ -12,7 +12,7 @@ from runtime.bundles import weight_of_k_split
 
 from onnxpar.base.errors import InputError, ModelError
 from onnxpar.report.compare import Closeness, Report, compare, compare_arrays
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 NAN, INF = np.nan, np.inf
 

@@ -26,7 +26,7 @@ from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.planner import pipeline
 from onnxpar.report.compare_trace import PlannedNode, compare_trace, planned_nodes
 from onnxpar.report.comparison_result import NOTHING_RAN, Comparison
-from onnxpar.runtime.trace import Collective, Event, Span, Trace, read_trace, write_trace
+from onnxpar.runtime.profile.trace import Collective, Event, Span, Trace, read_trace, write_trace
 from onnxpar.search.predict import Prediction
 from onnxpar.sharding.planned_collectives import Collective as Planned
 

@@ -18,7 +18,7 @@ from onnxpar.planner import pipeline
 from onnxpar.report.compare import MOVED, TOLERANCES, Report, compare
 from onnxpar.report.compare_each import compare_each, inner_tensors
 from onnxpar.report.sensitivity import LARGE
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 INT4 = Decoder("GroupQueryAttention", "int4")
 USUAL = TOLERANCES["float32"]

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 
 from onnxpar.api import shard
 from onnxpar.base.errors import InputError, OnnxparError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = pytest.mark.usefixtures("medium")
 

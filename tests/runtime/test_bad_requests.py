@@ -16,8 +16,8 @@ from runtime.bad_requests import BATCH, ROWS, STRATEGIES, decoder
 
 import onnxpar
 from onnxpar.base.errors import InputError, OnnxparError, RunError
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 

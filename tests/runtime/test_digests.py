@@ -20,8 +20,8 @@ from onnxpar.cli.command_line import main
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODEL = MODELS / "llama.dynamo.static.onnx"
 TP = Options(mesh=Mesh.parse("tp=2"), preset="tensor-parallel")

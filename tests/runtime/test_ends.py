@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runtime.bundles import is_alive, wait_until
 
-from onnxpar.runtime.launcher import Command, Launcher
+from onnxpar.runtime.launch.launcher import Command, Launcher
 
 LEAVES = "sleep 600 & echo $! > {pid}; {end}"
 """A program that ends while one that it has started holds its output open."""

@@ -9,7 +9,7 @@ import pytest
 
 import onnxpar
 from onnxpar.base.errors import InputError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODEL = Path(__file__).parents[2] / "models" / "llama_decode.dynamo.dynamic.onnx"
 

@@ -13,7 +13,7 @@ from onnx import helper
 from runtime.bundles import Tensor, write_par
 
 from onnxpar.base.errors import RankError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = pytest.mark.processes
 

@@ -14,7 +14,7 @@ from committed import MODELS
 
 import onnxpar
 from onnxpar.base.errors import RankError
-from onnxpar.runtime import groups, library
+from onnxpar.runtime.ranks import groups, library
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from small_models import write_text
 
 from onnxpar.planner import pipeline
 from onnxpar.report.unsplit import run_unsplit
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 
 @pytest.mark.parametrize("channels", [1, 2])

@@ -14,8 +14,8 @@ from small_models import HEAD, write_text
 
 from onnxpar.cli.command_line import main
 from onnxpar.planner import pipeline
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.trace import Trace, read_trace
+from onnxpar.runtime.profile.trace import Trace, read_trace
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 

@@ -13,8 +13,8 @@ from runtime.bundles import Tensor, weight_of_k_split, write_par
 
 from onnxpar.api import shard
 from onnxpar.base.errors import InputError, RunError
-from onnxpar.runtime.processes import Processes
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.ranks.processes import Processes
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = pytest.mark.processes
 

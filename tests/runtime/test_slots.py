@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from onnxpar.base.errors import InputError
-from onnxpar.runtime.slots import Slots, parse_hosts, ranks_of, read_hostfile
+from onnxpar.runtime.launch.slots import Slots, parse_hosts, ranks_of, read_hostfile
 
 
 def test_hosts() -> None:

@@ -16,8 +16,8 @@ import onnxpar
 from onnxpar.base.errors import InputError, ModelError
 from onnxpar.cli.command_line import main
 from onnxpar.report.compare import compare
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 FLOAT, INT, BOOL, STRING = (
     TensorProto.FLOAT,

@@ -24,10 +24,10 @@ from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import write_plan
 from onnxpar.llm.generator import Generator
-from onnxpar.runtime import check_start
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.bundle_files import BundleFiles
-from onnxpar.runtime.groups import thread_worlds
+from onnxpar.runtime.ranks import check_start
+from onnxpar.runtime.ranks.groups import thread_worlds
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.bundle_files import BundleFiles
 
 LLAMA = MODELS / "llama.dynamo.static.onnx"
 

@@ -10,8 +10,8 @@ import pytest
 
 from onnxpar.base.errors import InputError, RankError
 from onnxpar.cli.command_line import main
-from onnxpar.runtime.checks import CROWD, check_threads
-from onnxpar.runtime.launcher import Command, Launcher
+from onnxpar.runtime.launch.launcher import Command, Launcher
+from onnxpar.runtime.session.checks import CROWD, check_threads
 
 LAUNCH = ["launch", "--hosts", "localhost:2", "--"]
 

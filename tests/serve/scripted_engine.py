@@ -18,7 +18,7 @@ from onnxpar.base.errors import RankError
 from onnxpar.llm.engine import Counts
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener, PromptTokens, Token
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.ranks.closing import Closing
 
 FOLDER = MODELS / "llm" / "llama"
 END = 1

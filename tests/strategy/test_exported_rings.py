@@ -26,7 +26,7 @@ from training.steps import CROSS_ENTROPY, check_training
 from onnxpar.compiler.plan import Plan
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad
 
 LAYERS, POSITIONS = 2, 4 * 16

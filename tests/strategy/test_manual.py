@@ -18,8 +18,8 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 FLOAT = TensorProto.FLOAT

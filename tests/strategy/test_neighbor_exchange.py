@@ -16,7 +16,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 ABOVE = [*[-1] * 4, 1, *[-1] * 3, 0, *[-1] * 7]

@@ -15,7 +15,7 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 X = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)

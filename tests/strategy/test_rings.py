@@ -20,7 +20,7 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.search.objective import Objective
 from onnxpar.training import grad
 

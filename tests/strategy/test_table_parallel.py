@@ -23,8 +23,8 @@ from onnxpar.compiler.plan import Plan
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
 from onnxpar.report.compare_training import compare_training
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.table_parallel import deal
 from onnxpar.trainer.checkpoint import Progress
 from onnxpar.training import grad

@@ -19,7 +19,7 @@ from training.test_lazy import MODEL as LOOKUPS
 
 from onnxpar.base.digests import DigestWriter
 from onnxpar.base.errors import InputError, OnnxparError, RankError
-from onnxpar.runtime.snapshot import marker
+from onnxpar.runtime.states.snapshot import marker
 from onnxpar.trainer import pending_checkpoint
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, checkpoints, damage
 from onnxpar.trainer.data import Data

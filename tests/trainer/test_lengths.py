@@ -21,7 +21,7 @@ from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.graph.training_spec import Step
 from onnxpar.planner import pipeline
-from onnxpar.runtime.bundle import NodeArg
+from onnxpar.runtime.session.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.loop import Run, evaluate, records
 from onnxpar.trainer.step_plans import StepPlans

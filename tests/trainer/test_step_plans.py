@@ -15,7 +15,7 @@ from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.layout.mesh import Mesh
 from onnxpar.planner.request import requests_for
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.step_plans import StepPlans
 

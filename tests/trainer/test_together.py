@@ -16,8 +16,8 @@ from training.steps import MLP, ThreadTrainer, shard, write_step
 
 from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.folder_lock import FolderLock
-from onnxpar.runtime import redirect
-from onnxpar.runtime.launch import Launched
+from onnxpar.runtime.launch.launch import Launched
+from onnxpar.runtime.ranks import redirect
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, warn
 from onnxpar.trainer.together import Together
 

@@ -16,7 +16,7 @@ from onnxpar.graph.training_spec import Step
 from onnxpar.report.compare import Comparison, Report, compare_arrays
 from onnxpar.report.compare_training import judge_gradients
 from onnxpar.report.unsplit import run_unsplit
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad
 
 

@@ -28,7 +28,7 @@ from onnxpar.load.load import load
 from onnxpar.planner import pipeline
 from onnxpar.report.check import Way, check_model
 from onnxpar.report.report import plan_lines
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 TOKENS = {1: 32, 2: 6, 5: 4}
 """By batch, so that one request is long."""

@@ -16,7 +16,7 @@ from onnxpar.base.errors import InputError
 from onnxpar.compiler.plan import Plan
 from onnxpar.planner import pipeline
 from onnxpar.report.report import plan_lines
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 HEADS, WIDTH, VOCABULARY, FRAMES = 4, 4, 24, 7
 HIDDEN = HEADS * WIDTH

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.library import library_path
+from onnxpar.runtime.ranks.library import library_path
 from onnxpar.strategy.strategy import Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
 from onnxpar.report.compare import compare
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 Shape = Sequence[int]
 RANDOM = np.random.default_rng(7)

@@ -29,8 +29,8 @@ from optimized_models import (
 )
 
 from onnxpar.planner import pipeline
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 
 LAYOUTS = [f"{preset} {n}" for preset in ("tensor-parallel", "data-parallel") for n in (2, 3, 4)]
 

@@ -17,7 +17,7 @@ import pytest
 
 import onnxpar
 from onnxpar.base.errors import InputError, OnnxparError, RunError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
 MODELS: dict[str, tuple[str, int]] = {

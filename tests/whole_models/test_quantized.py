@@ -24,8 +24,8 @@ from quantized_models import (
 
 from onnxpar.base.errors import StrategyError
 from onnxpar.planner import pipeline
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "int4 mlp, wide": lambda: int4_mlp(1, 256, 1024),

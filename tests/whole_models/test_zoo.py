@@ -15,7 +15,7 @@ from committed import DYNAMIC, MODELS, ODD, dims_of
 
 from onnxpar.planner import pipeline
 from onnxpar.planner.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 BATCHES = (1, 2, 5)
 RANKS = (1, 2, 3, 4, 8)
