@@ -169,3 +169,19 @@ def test_integer_products_of_one_row(tmp_path: Path) -> None:
     feeds = [{"a": np.full((1, 4), 9, np.uint8), "p": np.array([3], np.uint8)}]
     strategy = {"mesh": {"x": 2}, "tensors": {"a": ["x", None]}}
     agree(text, {"b": np.arange(24, dtype=np.int8).reshape(4, 6)}, feeds, tmp_path, strategy)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_scales_whose_number_is_open(size: int, tmp_path: Path) -> None:
+    """onnxruntime takes one, or one for each column, and no other number."""
+    text = """m (uint8[2,4] a, float[S] s) => (uint8[2,3] y)
+    { y = QLinearMatMul (a, c, p, b, s, p, d, p) }"""
+    constants = {"b": np.arange(12, dtype=np.uint8).reshape(4, 3), "p": np.array(3, np.uint8)}
+    constants |= {"c": np.float32(0.1), "d": np.float32(0.2)}
+    feed = {
+        "a": np.arange(8, dtype=np.uint8).reshape(2, 4) * 20,
+        "s": np.full(size, 0.3, np.float32),
+    }
+    for axis in (0, 1):
+        split = {"mesh": {"x": 2}, "tensors": {"a": ["x" if i == axis else None for i in range(2)]}}
+        agree(text, constants, [feed], tmp_path, split)
