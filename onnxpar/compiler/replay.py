@@ -9,6 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.errors import OpenSizesError
 from onnxpar.compiler.pass_ import Pass, PassContext, Variant
+from onnxpar.compiler.run_pass import run_again
 from onnxpar.graph.origin import origin_of
 from onnxpar.graph.tensors import Whole
 from onnxpar.graph.typical import Profile
@@ -38,8 +39,7 @@ def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:
         return
     for variant in ctx.variants or variants(model)[1]:
         other = _context(ctx, variant.factors)
-        for step in passes:
-            step.run(variant.graph, other)
+        run_again(passes, variant.graph, other, _text(variant.sizes))
         ctx.lowered.replays.append((variant.graph, other))
 
 
@@ -55,8 +55,7 @@ def replay_typical(
         assert own is not None  # as at this binding before
         factors = at_sizes(own, atom_sizes(found, wanted))
         other = _context(ctx, factors)
-        for step in passes:
-            step.run(variant.graph, other)
+        run_again(passes, variant.graph, other, _text(wanted))
         yield weight, variant.graph, other
 
 
@@ -105,7 +104,11 @@ def _lacks_elements(model: Model, node: gs.Node) -> OpenSizesError:
 def _first_sizes(model: Model) -> str:
     """The sizes at which the model is planned."""
     assert model.sizes is not None
-    return ", ".join(f"{name}={size}" for name, size in model.sizes.bindings[0].items())
+    return _text(model.sizes.bindings[0])
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _growing(model: Model, each: Sequence[GraphFactors]) -> set[tuple[str, int]]:

@@ -11,6 +11,7 @@ from onnxpar.base.units import text_of
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, Predicted, RankLoad
 from onnxpar.compiler.replay import replay_typical
+from onnxpar.compiler.run_pass import run_pass
 from onnxpar.compiler.summary import summarize
 from onnxpar.cost.cost import bytes_sent
 from onnxpar.cost.topology import Topology
@@ -198,7 +199,7 @@ def reckon_typical(
         model, ctx, passes[:at], model.sizes.typical or first
     ):
         plan = summarize(graph, other, made.model, made.preset)
-        passes[at].run(graph, other)
+        run_pass(passes[at], graph, other)
         plan.loads = with_compute(plan.loads, graph, other)
         observer.priced(weight, graph, other)
         each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
@@ -238,7 +239,7 @@ def _reckon_runs(
     sizes = observer.priced_at
     for weight, graph, other in replay_typical(model, ctx, first, sizes):
         each.append((weight, _sizes(_sent(graph, other))))
-        fuse.run(graph, other)
+        run_pass(fuse, graph, other)
         observer.priced(weight, graph, other)
     sent = _bytes(made, ctx, each, sizes)
     return {entry.name: size for entry, size in zip(made.collectives, sent, strict=True)}

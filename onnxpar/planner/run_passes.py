@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
-from onnxpar.base.errors import OnnxparError, PassError
 from onnxpar.base.log import LOG
 from onnxpar.base.pass_times import DUMP, SUMMARIZE, VERIFY, PassTimes
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.plan import Mixture, Plan
+from onnxpar.compiler.run_pass import failures, run_pass
 from onnxpar.compiler.summary import summarize
 from onnxpar.compiler.verify import verify
 from onnxpar.cost.topology import Topology
@@ -52,7 +52,7 @@ def run_passes(
         with times.of(step.name):
             changed = _run(step, model, ctx, ran, observer, times)
         if check:
-            with times.of(VERIFY), _failures(step, ran):
+            with times.of(VERIFY), failures(step, ran):
                 verify(model.graph, ctx)
         ran.append(step.name)
         what = f"{len(model.graph.nodes)} nodes" if changed else "changed nothing"
@@ -93,11 +93,9 @@ def _run(
 ) -> bool:
     """Runs a pass, and shows what it leaves; returns whether anything changed."""
     known = known_of(model.graph) if step.stage is Stage.REWRITE else None
-    with _failures(step, ran):
+    with failures(step, ran):
         try:
-            changed = step.run(model.graph, ctx)
-            check_names(model.graph, f"pass {step.name}")
-            ctx.facts.update(step.ensures)
+            changed = run_pass(step, model.graph, ctx)
             if known is not None:
                 check_rewritten(step, model.graph, known)
                 ctx.sharding = open_sharding(model, ctx.sharding.mesh, ctx.sharding.costs.topology)
@@ -109,21 +107,6 @@ def _run(
     with times.of(DUMP) if observer.takes_time else nullcontext():
         observer.passed(step, model, ctx)
     return changed
-
-
-@contextmanager
-def _failures(step: Pass, ran: Sequence[str]) -> Iterator[None]:
-    """Turns an exception that is no OnnxparError into a PassError, which names the pass and those
-    before."""
-    try:
-        yield
-    except OnnxparError:
-        raise
-    except Exception as error:
-        before = f" after {', '.join(ran)}" if ran else ""
-        raise PassError(
-            f"pass {step.name} failed{before}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def open_sharding(model: Model, mesh: Mesh, topology: Topology | None) -> ShardingState:
