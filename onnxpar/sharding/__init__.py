@@ -1,1 +1,1 @@
-"""Factors of a whole graph, and the state of their sharding while it is decided."""
+"""Factors of a whole graph, and the state of their sharding during the decision."""
