@@ -1,2 +1,1 @@
-"""Reshards of a tensor from one layout to another: shortest paths in a graph of factor
-shardings."""
+"""Reshards of a tensor from one layout to another: shortest paths between factor shardings."""
