@@ -27,8 +27,8 @@ def _vectors(attrs: Mapping[str, Any], count: int) -> Array:
 
 @rule("SVMRegressor", domain=ML)
 def svm_regressor(node: gs.Node) -> Rule:
-    """`n f, s _ -> n 1 {sum: s}`: partial sums over the ranks' support vectors; for an outlier test
-    (one class), the ranks communicate before it."""
+    """`n f, s _ -> n 1 {sum: s}`: partial sums over the ranks' support vectors; ranks communicate
+    before an outlier test (one class)."""
     if not matrix(node.inputs[0]):
         return whole_rule(node, "a single row")
     whole = {"f": _FEATURES}
@@ -40,8 +40,8 @@ def svm_regressor(node: gs.Node) -> Rule:
     vectors, factors = _vectors(attrs, count), numbers(attrs["coefficients"])
 
     def held(local: Local) -> Array:
-        """The rank's vectors; one with the coefficient 0 if it has none: without vectors, the op
-        would compute another function."""
+        """The indices of the rank's vectors. A rank without vectors gets vector 0, with coefficient
+        0: without any vector, the op would compute another function."""
         own = local.positions("s")
         return own if len(own) else np.zeros(1, np.int64)
 
@@ -171,11 +171,11 @@ def _of_margins(attrs: Mapping[str, Any]) -> dict[str, Any]:
     for at, (_, j) in enumerate(pairs):
         table[j - 1, at] = 1
     of_class = [sum(i == c for i, _ in pairs) for c in range(count)]
-    made = {
+    unit_vectors = {
         "kernel_type": "LINEAR",
         "kernel_params": [0.0, 0.0, 0.0],
         "support_vectors": _floats(np.eye(len(pairs))),
         "coefficients": _floats(table),
         "vectors_per_class": of_class,
     }
-    return {**attrs, **made}
+    return {**attrs, **unit_vectors}
