@@ -230,7 +230,7 @@ class _Fusion:
         return [*readers, *([self.graph] if any(t is tensor for t in self.graph.outputs) else [])]
 
     def _summary(self, forward: gs.Node) -> gs.Tensor:
-        """The second result of a fused Attention, which is added if it is missing."""
+        """The second result of a fused Attention; added to the node if it is missing."""
         if len(forward.outputs) < 2:
             query, y = forward.inputs[0], forward.outputs[0]
             dims = attention_dims(forward)
@@ -252,7 +252,7 @@ class _Fusion:
                 self.graph.outputs[i] = new
 
     def _drop(self, nodes: list[gs.Node]) -> None:
-        """Removes those of the nodes whose results nobody reads any more."""
+        """Removes unread nodes, until each of `nodes` that remains has a reader."""
         outputs = {id(t) for t in self.graph.outputs}
         while True:
             unread = [n for n in nodes if not any(t.outputs or id(t) in outputs for t in n.outputs)]

@@ -108,7 +108,7 @@ def _fuse(graph: gs.Graph, units: Sequence[Sequence[str]], ctx: PassContext) -> 
             nodes += members
         else:
             fused = _fused(members, readers, ctx)
-            nodes += [fused] if fused.outputs else []  # else nobody reads a result
+            nodes += [fused] if fused.outputs else []  # else no node reads a result
     graph.nodes = _updates_early(nodes, readers)
     return True
 

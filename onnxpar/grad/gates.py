@@ -11,8 +11,8 @@ from onnxpar.rules.cell_activations import Activation
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation: its operand `x` and result `y`, connected by a chain of nodes, each of which
-    has the previous result as its first operand."""
+    """An activation: its operand `x`, and its result `y`. A chain of nodes computes y from x; the
+    first operand of each node is the result of the node before."""
 
     x: Value
     y: Value

@@ -29,7 +29,7 @@ def gradients(
     wanted: Iterable[gs.Tensor],
     prefix: str = "grad",
 ) -> dict[str, Value | None]:
-    """Appends gradients to a graph: of the sum of the seeded tensors, each times its seed.
+    """Appends to a graph the gradients of a sum: of the seeded tensors, each times its seed.
 
     seeds   the given gradients, by name of a tensor that a node of the graph computes
     wanted  tensors by which to differentiate, of the graph or of outer graphs

@@ -265,8 +265,8 @@ class _Judge:
     def _reason_of_number(
         self, tensor: gs.Constant, uses: Sequence[tuple[gs.Node, int]], value: float
     ) -> str | None:
-        """Returns the reason for a constant with one element. It is a parameter if it is used like
-        one (the bias of a single class), or if PyTorch has named it."""
+        """Returns the reason for a constant with one element. The constant is a parameter if nodes
+        use it like a parameter (the bias of a single class), or if PyTorch has named it."""
         if any(is_role(n, i) or _is_bias_of_one(n, i) for n, i in uses):
             return None
         if not self.by_torch or self.model.exported or _GENERATED.match(tensor.name):

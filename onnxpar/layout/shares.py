@@ -115,8 +115,8 @@ def _primes(number: int) -> list[int]:
 
 def apportioned(size: int, weights: Sequence[float], least: int = 1) -> list[int]:
     """Divides `size` elements into parts, and minimizes the largest quotient of a part and its
-    weight. Each part has at least `least` elements; at least one if there are too few for that, and
-    none if there are too few even for one.
+    weight. Each part has at least `least` elements; at least one, if `size` is too small for that;
+    and maybe none, if `size` is less than the number of parts.
 
     >>> apportioned(10, [0.45, 0.1, 0.45])
     [5, 1, 4]

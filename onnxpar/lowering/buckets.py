@@ -79,8 +79,8 @@ def _kind(node: gs.Node, wanted: Wanted, mesh: Mesh, ops: Collection[str]) -> Ki
 
 
 def held_dim(before: Layout, after: Layout) -> tuple[int, bool] | None:
-    """The dimension that an all-to-all between contiguous shards moves to or from the ranks at one
-    coordinate, and True if these ranks hold the dimension before; None if there is none."""
+    """For an all-to-all of contiguous shards that moves a dimension to or from the ranks at one
+    coordinate: the dimension, and True if these ranks hold it before. Else None."""
     changed = changed_dims(before, after)
     pairs = [(i, before.dims[i], after.dims[i]) for i in changed]
     if len(pairs) != 2 or not all(is_run(b) and is_run(a) for _, b, a in pairs):
@@ -251,9 +251,8 @@ def independent_groups(
             bucket.nodes.append(node)
             bucket.size += more
             bucket.dependent |= {t.name for t in node.outputs}
-            for other in (
-                open_buckets.values()
-            ):  # a node that depends on one node of a bucket depends on all of it
+            # a node that depends on one node of a bucket depends on the whole bucket
+            for other in open_buckets.values():
                 if any(t.name in other.dependent for t in node.inputs):
                     other.dependent |= bucket.dependent
         for bucket in open_buckets.values():

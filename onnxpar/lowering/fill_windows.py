@@ -28,9 +28,14 @@ a short one must not take the only product that could hide a long one."""
 
 @dataclass(frozen=True)
 class Filling:
-    """Nodes (by name) that move into the window of a collective: right after the collective if
-    they stood before it (`earlier`), else right before the first reader of its result. That reader
-    also waits for the tensor `awaited`; otherwise onnxruntime would run the reader first."""
+    """Nodes that move into the window of a collective.
+
+    nodes    the names of the nodes
+    awaited  the tensor for which the collective's first reader waits, too; otherwise onnxruntime
+             would run the reader first
+    earlier  True if the nodes move from before the collective to right after it; False if they
+             move from behind the first reader to right before it
+    """
 
     collective: str
     nodes: tuple[str, ...]
@@ -136,8 +141,8 @@ class _Window:
         return node.domain != DOMAIN and not bodies(node) and node.name not in self.taken
 
     def _earlier(self, lacking: float) -> list[gs.Node]:
-        """Nodes before the collective on which neither the collective nor another node before it
-        depends; the last such nodes, in graph order."""
+        """The last nodes before the collective on which no node up to the collective depends, in
+        graph order."""
         windows = self.windows
         chosen: list[gs.Node] = []
         moved: set[int] = set()
@@ -210,8 +215,8 @@ class _Window:
         return before + self.seconds.get(node.name, 0.0)
 
     def _pending(self) -> set[int]:
-        """The ids of collectives that nobody awaits before the first reader, and of the nodes that
-        only shape their results."""
+        """The ids of collectives that are still under way at the first reader, and of the nodes
+        that only shape the results of these collectives."""
         pending: set[int] = set()
         for node in self.windows.nodes[: self.end]:
             if is_collective(node) and self.windows.reader(node) >= self.end:

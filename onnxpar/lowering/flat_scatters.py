@@ -20,8 +20,8 @@ from onnxpar.ir.stored import reads_of
 
 
 def flatten_scatters(graph: GraphProto) -> None:
-    """Flattens each ScatterElements of a rank's graph that adds rows to a tensor of zeros, such as
-    the gradient of a table, in place. A negative index still counts from the end."""
+    """Flattens, in place, each ScatterElements of a rank's graph that adds rows to a tensor of
+    zeros, such as the gradient of a table. A negative index still counts from the end."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     nodes: list[NodeProto] = []

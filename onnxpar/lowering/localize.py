@@ -78,8 +78,8 @@ def _surround(
     layouts: Mapping[str, Layout],
     per_rank: PerRank,
 ) -> NodeView:
-    """Inserts nodes before a node that put stand-ins into empty shards of the factors `names`, and
-    nodes after it that drop the results of the stand-ins. Returns the node's view with stand-ins.
+    """Surrounds a node: nodes before it put stand-ins into empty shards of the factors `names`, and
+    nodes after it drop the results of the stand-ins. Returns the node's view with stand-ins.
     """
     filled = view.filled(op.rule, names)
     before, after = (

@@ -297,9 +297,9 @@ class ReshardBuilder:
 
 
 def shard_sources(before: Layout, after: Layout, mesh: Mesh, axes: Axes) -> list[int]:
-    """For each member of a group along `axes`, the index of the member that sends its shard of
-    `after`, and has this shard under `before`. A member that has its shard keeps it. All sources
-    differ."""
+    """For each member of a group along `axes`, the index of the member that sends the shard that
+    the layout `after` gives to the receiver, and `before` to the sender. A member that already has
+    its shard is its own sender. No member sends twice."""
 
     members = np.array(mesh.group(axes, 0))
 

@@ -308,7 +308,7 @@ class LoweringBuilder:
         return dim_axes(self.view.factors[factor])
 
     def _sizes(self, value: Any) -> gs.Tensor:
-        """An int64 constant; if `value` is a function, its value on a rank is that of the view."""
+        """An int64 constant: `value`, or the result of the function `value` on each rank's view."""
         if callable(value):
             return self.per_rank(lambda local: np.array(value(local), np.int64))
         return self._operand(np.array(value, np.int64))

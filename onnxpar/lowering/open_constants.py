@@ -246,7 +246,7 @@ class OpenConstants:
         filled: frozenset[int],
     ) -> OpenArray:
         """The constant as polynomials with these values. Errors: OpenSizesError if no polynomial
-        fits, or if two that fit differ at a probe."""
+        fits, or if two fitting polynomials differ at a probe."""
         variables, probes = self._variables(rank, filled)
         shards = self._shard_forms(rank, filled)
         first = values[0]
@@ -299,7 +299,7 @@ class OpenConstants:
     @cached_property
     def _probes(self) -> list[Binding]:
         """Random sizes within the limits of runs, which distinguish polynomials that agree at the
-        bindings: small sizes, at which ranks have empty shards, and larger ones."""
+        bindings: small sizes, at which ranks have empty shards, and larger sizes."""
         source = random.Random(0)
         bindings = self.sizes.bindings
         least = {symbol: min(b[symbol] for b in bindings) for symbol in self.sizes.symbols}
@@ -405,9 +405,7 @@ class OpenConstants:
         which a shard is smaller than the halo of its neighbours.
         """
         axis = _moved_axis(node)
-        if (
-            axis is None or vars(node).get("onnx_source") is None
-        ):  # hand-written: sizes are the author's
+        if axis is None or vars(node).get("onnx_source") is None:  # None: a node of the author
             return False
         results = [_result(lowered.nodes[node.name]) for lowered in self.all]
         return len({tuple(y.shape)[axis] for y in results}) > 1

@@ -147,8 +147,8 @@ class PairProgram:
         self.mapped[id(outputs[0])] = self.pairs.beside(outputs[0])
 
     def _outer(self, node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
-        """An operand of a row-wise node that is no tensor of pairs: it becomes one, or its target
-        shape."""
+        """Converts an operand of a row-wise node that is no tensor of pairs: a target shape becomes
+        that of pairs, and an operand of an elementwise node becomes a tensor of pairs."""
         if node.op in ("Expand", "Reshape"):
             behind = self.add("Slice", [tensor, [2], [RANK + 1], [0]], np.int64)
             before = [1, 1] if node.op == "Expand" else [1, 0]  # 0: Reshape copies the size
@@ -222,8 +222,8 @@ class PairProgram:
         self.add("ScatterND", [zeros, self.pairs.places, rows], tensor.dtype, written)
 
     def _drop_unread(self, tensors: Tensors) -> None:
-        """Removes nodes that repeat rows for each expert, or transpose matrices, if no node reads
-        their results any more."""
+        """Removes nodes that repeat rows for each expert, or transpose matrices, if their results
+        have no readers left."""
         ports, gone, todo = {id(t) for t in self.graph.outputs}, set(), list(tensors)
         while todo:
             tensor = todo.pop()

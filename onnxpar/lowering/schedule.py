@@ -1,5 +1,5 @@
-"""Orders nodes and reshards: a reshard that shrinks a tensor runs as early as possible, one that
-enlarges it as late as possible."""
+"""Orders nodes and reshards: a reshard that shrinks a tensor runs as early as possible; a reshard
+that enlarges a tensor runs as late as possible."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ tensor.
 
 On x86, onnxruntime computes with uint8: it changes the type between a QuantizeLinear and its only
 reader, a DequantizeLinear, and fuses only nodes of equal types. A collective between the two nodes
-prevents that change. So this module makes it there; dequantized values stay the same.
+prevents that change. So this module changes the type of such pairs; dequantized values stay the
+same.
 """
 
 from __future__ import annotations

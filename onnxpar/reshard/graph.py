@@ -126,9 +126,8 @@ class ReshardGraph:
         return sum(s * locations.index(places.get(axis)) for s, locations, axis in rows)
 
     def _between(self, numbers: Sequence[int]) -> Array:
-        """[given state, any state by number]: True if some other given state exists such that each
-        sub-axis of the second state is unused, or at its location in one of the two given states.
-        """
+        """[given state, any state by number]: True if the second state lies between the first and
+        some other given state: each sub-axis is unused, or at its location in one of these two."""
         is_between: Array = np.zeros((len(numbers), self.numbering.most), bool)
         strides, states = self.numbering.strides, self.numbering.places_of(np.array(numbers))
         for (i, one), (j, other) in combinations(enumerate(states), 2):

@@ -1,4 +1,4 @@
-"""Numbers of states; a state is a combination of places, one for each of several things."""
+"""Numbers states. A state has a place for each item; in a reshard graph, items are sub-axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxpar.base.arrays import Array
 
 
 class Numbering:
-    """All states, or the kept states, in which thing `i` has one of `counts[i]` places.
+    """All states, or the kept states; item `i` has `counts[i]` possible places.
 
     A state's number is the sum of `strides` times places, below `most`. `numbers` are the numbers
     of kept states, in rising order; a state's index is its position in `numbers`.
@@ -27,11 +27,11 @@ class Numbering:
 
     @cached_property
     def places(self) -> Array:
-        """[kept state, thing]: the place of the thing in the state."""
+        """[kept state, item]: the place of the item in the state."""
         return self.places_of(self.numbers)
 
     def places_of(self, numbers: Array) -> Array:
-        """[number, thing]: the place of the thing in the state with this number."""
+        """[number, item]: the place of the item in the state with this number."""
         pairs = zip(self.strides, self.counts, strict=True)
         columns = [numbers // stride % count for stride, count in pairs]
         return np.array(columns, int).reshape(len(self.counts), len(numbers)).T

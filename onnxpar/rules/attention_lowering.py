@@ -271,8 +271,8 @@ def hidden(build: Lowering, least: float) -> float:
 
 
 def masked(build: Lowering, scores: gs.Tensor, mask: gs.Tensor) -> gs.Tensor:
-    """The scores in 32 bits plus a mask of numbers. Where a 16-bit mask has the least number, the
-    result is that number, as in onnxruntime, which adds in 16 bits."""
+    """The scores in 32 bits plus a mask of numbers. Where a 16-bit mask has the least number, so
+    has the result, as in onnxruntime, which adds in 16 bits."""
     added = build.add("Add", [scores, widen(build, mask)])
     if dtype_of(mask) != np.float16 or build.opset >= _EVEN:
         return added

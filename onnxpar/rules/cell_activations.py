@@ -36,8 +36,8 @@ Step = tuple[str, tuple[float, ...], dict[str, float]]
 class Activation:
     """An activation by its name in lower case. Its operand is clipped to [-clip, clip] first.
 
-    As in onnxruntime, alpha and beta default to those of the ONNX op with that name; for
-    ThresholdedRelu and for functions that are not ONNX ops, they default to 0.
+    As in onnxruntime, alpha and beta have the defaults of the ONNX op with that name; the defaults
+    of ThresholdedRelu, and of functions that are not ONNX ops, are 0.
     """
 
     name: str

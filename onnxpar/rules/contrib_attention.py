@@ -164,7 +164,7 @@ def decoder_masked_attention(node: gs.Node) -> Rule:
     """`b 1 (n d), b 1 (n d), b 1 (n e), b u, b n 1 u, b n p d, b n p e -> b 1 (n e)`, for one
     token.
 
-    Keys may be those of an encoder, `b n t d`. In beam search, b must stay whole, because beams
+    Keys may come from an encoder, `b n t d`. In beam search, b must stay whole, because beams
     refer to rows of the whole batch.
     """
     query, key, value = (_shape(node, i) for i in range(3))

@@ -116,8 +116,8 @@ class _Embedding:
         return build.add("Mul", [build.add("Sub", [x, point]), build.input(form.scales[at])])
 
     def _rows(self, factor: str, ids: gs.Tensor) -> gs.Tensor:
-        """The rows of the table whose dimension of rows is this factor, from the ranks that hold
-        them. An id outside the table stays outside the rank's shard, and the kernel refuses it."""
+        """Looks up `ids` in the table whose rows are this factor; ranks exchange rows if the table
+        is split. The kernel refuses an id outside the table: the id stays outside the shard."""
         build, index = self.build, _TABLES[factor]
         at = list(_TABLES).index(factor)
         if not build.local.is_split(factor):

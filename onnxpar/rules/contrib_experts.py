@@ -82,8 +82,8 @@ def _bits(node: gs.Node) -> list[int]:
 
 
 def _unit(node: gs.Node, block: int, bits: Sequence[int]) -> int:
-    """The number of an expert's inner columns that stay together. With zero points, that is more
-    than one block: the kernel reads the zero points of a single block in another layout."""
+    """The number of an expert's inner columns that stay together. With zero points, these are two
+    blocks or more: the kernel reads the zero points of a single block in another layout."""
     shared = max(2, 8 // bits[1]) if given(node, 12) is not None else 1
     if block:
         return block * shared

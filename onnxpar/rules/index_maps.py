@@ -16,8 +16,8 @@ from onnxpar.rules.rule import Local, Lowering
 
 @dataclass(frozen=True, eq=False)
 class IndexMap:
-    """For each index of factor `after` (of the result), the indices of factor `before` (of the
-    operand) that it needs: an element or a row of `index`."""
+    """A map from each index of the result's factor `after` to the indices of the operand's factor
+    `before` that the result needs: an element or a row of `index`."""
 
     before: str
     after: str

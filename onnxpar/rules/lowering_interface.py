@@ -148,8 +148,8 @@ class Lowering(Protocol):
     def filled(
         self, x: gs.Tensor, factor: str, axis: int, value: Any = 0, count: int = 1
     ) -> gs.Tensor:
-        """`x`; on ranks with an empty shard of the factor, a tensor with `count` elements `value`
-        along dimension `axis`. That dimension has `count` elements for each of the factor's."""
+        """`x`; where the rank's shard is empty, `count` elements of `value` along `axis`. Dimension
+        `axis` of `x` has `count` elements for each element of the factor."""
         ...
 
     def fetch(

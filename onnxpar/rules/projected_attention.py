@@ -145,7 +145,7 @@ class ProjectedAttention:
 
 
 def _keys(local: Local) -> int:
-    """The number of columns of queries, which is that of keys."""
+    """The number of columns of the keys; the queries have as many."""
     return local.size("n") * local.size("d")
 
 

@@ -234,9 +234,8 @@ class _Network:
         return self._op("Add", gate, self._op("Mul", c, self.peepholes[peephole]))
 
     def _activated(self, which: int, x: gs.Tensor, is_bound: bool = True) -> gs.Tensor:
-        """Applies activation `which` to `x`. If it differs between directions, both activations are
-        computed, and each direction selects one, because ranks with different directions run the
-        same nodes."""
+        """Applies activation `which` to `x`. If the directions have different activations, each
+        rank computes both and selects one: ranks with different directions run the same nodes."""
         kinds = dict.fromkeys(of_direction[which] for of_direction in self.activations)
         results = [self._function(k if is_bound else replace(k, clip=None), x) for k in kinds]
         if len(results) == 1:

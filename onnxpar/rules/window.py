@@ -94,7 +94,8 @@ class Spread(Window):
         return max(end - count, 0)
 
     def _extent(self, out: Interval) -> tuple[int, int, int]:
-        """(start of `out`, end of `out`, number of results) among the results of `held`."""
+        """The start and end of `out` among the results of the `held` elements, and the number of
+        these results."""
         first, end = self.held(out)
         origin = first * self.stride - self.pads[0]
         return out[0] - origin, out[1] - origin, (end - first - 1) * self.stride + self.span

@@ -139,7 +139,7 @@ class OpFactors:
         return self.priced or ((1.0, self),)
 
     def operands(self) -> Iterator[tuple[gs.Tensor, Links]]:
-        """Every operand and result with its links, then those of the bodies."""
+        """The operands and results of the node, then of its bodies, each with its links."""
         yield from zip(self.node.inputs, self.inputs, strict=True)
         yield from zip(self.node.outputs, self.outputs, strict=True)
         for body in self.bodies:

@@ -59,9 +59,9 @@ def _pairs(
 
 
 def delicate(rule: Rule, factors: Collection[str]) -> frozenset[str]:
-    """The factors among these, and among factors co-sharded with them, whose shards depend on more
-    than the factor's own size: ranks exchange elements of the factor, or a dimension combines it
-    with other factors."""
+    """Of these factors and the factors co-sharded with them, the factors whose shards depend not
+    only on the factor's size: ranks exchange elements of the factor, or a dimension combines the
+    factor with other factors."""
     exchanged = {
         *rule.lowered,
         *rule.communicating,

@@ -105,12 +105,12 @@ def aligned(base: GraphFactors, other: GraphFactors) -> GraphFactors | None:
         own_sizes = [dim.size for dim in other.tensors[name].dims]
         if [dim.size for dim in tensor.dims] != own_sizes:
             return None  # a segment of one element, which is no leaf, has none in `other`
-    ops = [_at(op, own, sizes) for op, own in zip(base.ops, other.ops, strict=True)]
+    ops = [_resize_op(op, own, sizes) for op, own in zip(base.ops, other.ops, strict=True)]
     return replace(other, tensors=tensors, ops=ops, open_atoms=base.open_atoms)
 
 
-def _at(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
-    """The factors of `op`, for the node of `own` and these sizes of atoms."""
+def _resize_op(op: OpFactors, own: OpFactors, sizes: Sizes) -> OpFactors:
+    """The factors of `op` at other sizes of atoms; `own` is the same node's factors there."""
     resized = _op(op, sizes).trees
     own_leaves = tuple(replace(leaf, size=sizes[leaf.atom]) for leaf in op.leaves)
     rule, trees = own.rule, resized

@@ -125,8 +125,8 @@ class ShardingState:
         return True
 
     def fix(self, op: OpFactors, leaf: int, axes: Axes) -> None:
-        """Splits a leaf of a node even if it is decided, and the leaves bonded to it, except where
-        another leaf uses the axes."""
+        """Splits a leaf of a node over `axes`, and the leaves bonded to it, even decided leaves. A
+        bonded leaf stays as it is if another leaf uses the axes."""
         self.ops[op.node.name][leaf] = axes
         for other, i in self.factors.bonded(op, leaf):
             have = self.ops[other.node.name]
@@ -170,10 +170,10 @@ class ShardingState:
     def legalize(self, op: OpFactors) -> None:
         """Makes factors whole that cannot be split as decided:
 
-        - a reduced factor with some segments split (each rank would count the others)
+        - a reduced factor with some segments split (each rank would count the whole segments)
         - a factor whose shards must be contiguous, but would not be
         - co-sharded leaves with different axes
-        - the second leaf of a ring, if its axes overlap with those of the first, but differ
+        - the second leaf of a ring, if its axes overlap with the first leaf's axes, but differ
         """
         axes = self.ops[op.node.name]
         for name in {*op.rule.reduce, *op.rule.communicating, *op.rule.contiguous}:
