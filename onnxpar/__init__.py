@@ -7,44 +7,32 @@ logits, = session.run(["logits"], feeds)
 
 Rooms, in the order of the stages. A room imports only from rooms above it.
 
-errors        errors that users can cause
-base          arrays, units, text, interrupts: modules that know nothing of models
-files         files and folders that appear complete or not at all; digests
-symbols       closed forms of open sizes
-layout        meshes and layouts: the elements that each rank holds
-ir            views of a graph: tensors, collectives, bodies, the ports of a training step
-cost          topologies, and the time of communication, memory traffic and compute
-model         protos to graphs and back; shapes, checks, state pairs, annotations
-canonicalize  rewrites of the loader: functions, branches, sequences, experts, old opsets
-open_sizes    models with open sizes, inferred at several bindings in lockstep
-load          from a file to the graph that all passes see
-rules         sharding rules, one file per family of ops
-sharding      factors of a whole graph, and the state of their sharding
-strategy      strategy files and annotations, and their requests for nodes and tensors
-presets       strategies by rule
-manual        programs that are written per rank
-reshard       shortest paths of collectives from one layout to another
-lowering      global nodes to a rank's nodes: local attributes, halos, collectives, weights
-search        the strategy with the lowest cost
-grad          gradients, one file per family of ops
-training      training steps as graphs: backward pass, optimizers, precision, recomputation
-runtime       ranks, sessions, traces (native/ is the plugin)
-calibration   measurement of a machine
-compiler      the pass interface, the plan, verification, text
-passes        the passes, one per file
-pipeline      order and execution of passes, dumps, options
-report        tables and pages for people
-trainer       training runs: the loop, data, checkpoints
-checking      comparison of sharded results with those of the unsplit model
-llm           language and embedding models: text in, text or vectors out
-serve         language and embedding models over HTTP
-api           the Python functions
-ray           sessions, trainers and servers on the actors of a Ray cluster
-hvd           Horovod's API
-launcher      one command as ranks on several hosts, over ssh
-cli           the command line
-olive         a pass and an evaluator for Olive
-testing       oracles and proofs for people who write rules and gradients
+base      errors, arrays, units, text, interrupts; files that appear complete or not at all
+layout    meshes and layouts: the elements that each rank holds; closed forms of open sizes
+graph     models and their graphs: protos, tensors, shapes, checks, state pairs, open sizes
+runtime   ranks, sessions, traces, ranks on several hosts (native/ is the plugin)
+load      from a file to the graph that all passes see: rewrites of what exporters write
+cost      topologies, and the time of communication, memory traffic and compute; calibration
+rules     sharding rules, one file per family of ops
+sharding  factors of a whole graph, the state of their sharding, reshards between layouts
+strategy  what users request: by file or annotation, by a preset, by hand
+lowering  global nodes to a rank's nodes: local attributes, halos, collectives, weights
+search    the strategy with the lowest cost
+grad      gradients, one file per family of ops
+training  training steps as graphs: backward pass, optimizers, precision, recomputation
+compiler  the pass interface, the plan, verification, text
+passes    the passes, one per file
+planner   options, attempts at a plan, the order and execution of passes, dumps
+trainer   training runs: the loop, data, checkpoints
+report    tables and pages for people; comparison of sharded results with unsplit ones
+llm       language and embedding models: text in, text or vectors out
+serve     language and embedding models over HTTP
+api       the Python functions
+ray       sessions, trainers and servers on the actors of a Ray cluster
+hvd       Horovod's API
+cli       the command line
+olive     a pass and an evaluator for Olive
+testing   oracles and proofs for people who write rules and gradients
 """
 
 from onnxpar.base import interrupts as _interrupts  # noqa: F401  (first, as the rest takes a second)
@@ -67,23 +55,23 @@ if TYPE_CHECKING:
     from onnxpar.api import ops as ops
     from onnxpar.api import opt as opt
     from onnxpar.api import shard as shard
+    from onnxpar.base.errors import InputError as InputError
+    from onnxpar.base.errors import ModelError as ModelError
+    from onnxpar.base.errors import OnnxparError as OnnxparError
+    from onnxpar.base.errors import RankError as RankError
+    from onnxpar.base.errors import StrategyError as StrategyError
     from onnxpar.base.pass_times import PassTimes as PassTimes
     from onnxpar.compiler.plan import Plan as Plan
     from onnxpar.cost.topology import Topology as Topology
-    from onnxpar.errors import InputError as InputError
-    from onnxpar.errors import ModelError as ModelError
-    from onnxpar.errors import OnnxparError as OnnxparError
-    from onnxpar.errors import RankError as RankError
-    from onnxpar.errors import StrategyError as StrategyError
     from onnxpar.layout.layout import Layout as Layout
     from onnxpar.layout.mesh import Mesh as Mesh
-    from onnxpar.pipeline.auto_parallel_context import (
+    from onnxpar.planner.auto_parallel_context import (
         auto_parallel_context as auto_parallel_context,
     )
-    from onnxpar.pipeline.calibrate import calibrate as calibrate
-    from onnxpar.pipeline.plan_options import LayoutOptions as LayoutOptions
-    from onnxpar.pipeline.plan_options import PlanOptions as PlanOptions
-    from onnxpar.runtime.session import InferenceSession as InferenceSession
+    from onnxpar.planner.calibrate import calibrate as calibrate
+    from onnxpar.planner.option_table import LayoutOptions as LayoutOptions
+    from onnxpar.planner.option_table import PlanOptions as PlanOptions
+    from onnxpar.runtime.session.session import InferenceSession as InferenceSession
     from onnxpar.strategy.strategy import Strategy as Strategy
 
 __all__ = [
@@ -116,23 +104,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "InferenceSession": "onnxpar.runtime.session:InferenceSession",
-    "InputError": "onnxpar.errors:InputError",
+    "InferenceSession": "onnxpar.runtime.session.session:InferenceSession",
+    "InputError": "onnxpar.base.errors:InputError",
     "Layout": "onnxpar.layout.layout:Layout",
-    "LayoutOptions": "onnxpar.pipeline.plan_options:LayoutOptions",
+    "LayoutOptions": "onnxpar.planner.option_table:LayoutOptions",
     "Mesh": "onnxpar.layout.mesh:Mesh",
-    "ModelError": "onnxpar.errors:ModelError",
-    "OnnxparError": "onnxpar.errors:OnnxparError",
+    "ModelError": "onnxpar.base.errors:ModelError",
+    "OnnxparError": "onnxpar.base.errors:OnnxparError",
     "PassTimes": "onnxpar.base.pass_times:PassTimes",
     "Plan": "onnxpar.compiler.plan:Plan",
-    "PlanOptions": "onnxpar.pipeline.plan_options:PlanOptions",
-    "RankError": "onnxpar.errors:RankError",
+    "PlanOptions": "onnxpar.planner.option_table:PlanOptions",
+    "RankError": "onnxpar.base.errors:RankError",
     "Strategy": "onnxpar.strategy.strategy:Strategy",
-    "StrategyError": "onnxpar.errors:StrategyError",
+    "StrategyError": "onnxpar.base.errors:StrategyError",
     "Topology": "onnxpar.cost.topology:Topology",
     "annotate": "onnxpar.api:annotate",
-    "auto_parallel_context": "onnxpar.pipeline.auto_parallel_context:auto_parallel_context",
-    "calibrate": "onnxpar.pipeline.calibrate:calibrate",
+    "auto_parallel_context": "onnxpar.planner.auto_parallel_context:auto_parallel_context",
+    "calibrate": "onnxpar.planner.calibrate:calibrate",
     "candidates": "onnxpar.api:candidates",
     "check": "onnxpar.api:check",
     "compare_trace": "onnxpar.api:compare_trace",

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING
 
 import onnxpar.report.candidate_lines
 import onnxpar.report.comparison_lines  # noqa: F401  (these register the texts of results)
+from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.pass_times import PassTimes
-from onnxpar.checking.check import Check, Inputs, Way, check_model
 from onnxpar.compiler.plan import Plan, SavedPlan
-from onnxpar.errors import InputError, StrategyError
-from onnxpar.manual.manual import MANUAL
-from onnxpar.model.given_model import Source, model_file
-from onnxpar.model.model_name import model_name
-from onnxpar.open_sizes.typical import sizes_text
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.dump import Dump
-from onnxpar.pipeline.named_passes import run_named
-from onnxpar.pipeline.observer import Observer, Observers
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.overwritten import refuse_overwriting
-from onnxpar.pipeline.paging import paged_by_default
-from onnxpar.pipeline.plan_options import LayoutOptions, PlanOptions, lists, options_of
-from onnxpar.pipeline.plugins import load_plugin
-from onnxpar.pipeline.save_strategy import Saver
+from onnxpar.graph.given_model import Source, model_file
+from onnxpar.graph.model_name import model_name
+from onnxpar.graph.typical import sizes_text
+from onnxpar.planner import pipeline
+from onnxpar.planner.dump import Dump
+from onnxpar.planner.named_passes import run_named
+from onnxpar.planner.observer import Observer, Observers
+from onnxpar.planner.option_table import LayoutOptions, PlanOptions
+from onnxpar.planner.options import Options
+from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.planner.paging import paged_by_default
+from onnxpar.planner.plan_options import lists, options_of
+from onnxpar.planner.plugins import load_plugin
+from onnxpar.planner.save_strategy import Saver
 from onnxpar.report import compare_trace as comparing
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates, choices, fastest_first, on_one_rank, try_each
+from onnxpar.report.check import Check, Inputs, Way, check_model
 from onnxpar.report.compare_trace import PlannedNodes
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.explain import Explainer, explain
@@ -39,8 +39,9 @@ from onnxpar.report.pass_steps import PassSteps
 from onnxpar.report.report_page import explained_of, write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.walk import Walk
-from onnxpar.runtime.bundle import Bundle, with_encoder
-from onnxpar.runtime.trace import read_trace
+from onnxpar.runtime.profile.trace import read_trace
+from onnxpar.runtime.session.bundle import Bundle, with_encoder
+from onnxpar.strategy.manual import MANUAL
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,8 +9,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.open_errors import at_open_sizes
 from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, PassContext, Stage
-from onnxpar.presets.presets import ADDING, default_rounds, preset_rounds
 from onnxpar.search.behind_sums import SplitBehindSums
+from onnxpar.strategy.presets import ADDING, default_rounds, preset_rounds
 from onnxpar.strategy.requests import requests
 
 

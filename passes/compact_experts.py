@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.cost.cost import bytes_sent
-from onnxpar.ir.subgraphs import scopes
+from onnxpar.graph.subgraphs import scopes
 from onnxpar.layout.layout import Layout
 from onnxpar.lowering.compaction import Compaction
 from onnxpar.lowering.pair_program import PairProgram

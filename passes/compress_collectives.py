@@ -10,12 +10,12 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, helper
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.errors import StrategyError
-from onnxpar.ir.reshards import Reshard, reshard_node, reshard_of
-from onnxpar.ir.subgraphs import all_nodes, bodies
-from onnxpar.ir.tensors import numpy_dtype
-from onnxpar.ir.training_spec import RESIDUAL, SCALE, Slot, Step
+from onnxpar.graph.reshards import Reshard, reshard_node, reshard_of
+from onnxpar.graph.subgraphs import all_nodes, bodies
+from onnxpar.graph.tensors import numpy_dtype
+from onnxpar.graph.training_spec import RESIDUAL, SCALE, Slot, Step
 from onnxpar.layout.layout import Layout
 from onnxpar.lowering.buckets import BUCKET_BYTES, Kind, independent_groups
 from onnxpar.lowering.compression import (

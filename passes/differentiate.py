@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import Pass, PassContext
-from onnxpar.errors import StrategyError
-from onnxpar.ir.training_spec import GRADIENT
+from onnxpar.graph.training_spec import GRADIENT
 from onnxpar.training.backward import LOSS, LossOptions, add_backward, add_output
 
 

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import FUSED, LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.errors import StrategyError
-from onnxpar.ir.clone import needed, nodes_of_run
-from onnxpar.ir.collectives import KINDS
-from onnxpar.ir.reshards import is_reshard, reshard_of
+from onnxpar.graph.clone import needed, nodes_of_run
+from onnxpar.graph.collectives import KINDS
+from onnxpar.graph.reshards import is_reshard, reshard_of
 from onnxpar.lowering.buckets import (
     BUCKET_BYTES,
     EXCHANGES,

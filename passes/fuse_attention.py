@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.exported_attention import ExportedAttention, find_attention
-from onnxpar.canonicalize.repeated_heads import find_unrepeated
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.grad.known_gradient import KnownGradient, find_gradient
-from onnxpar.ir.subgraphs import detach, scopes
-from onnxpar.ir.tensors import dtype_of, given, is_float, tensor_shape
+from onnxpar.graph.subgraphs import detach, scopes
+from onnxpar.graph.tensors import dtype_of, given, is_float, tensor_shape
+from onnxpar.load.exported_attention import ExportedAttention, find_attention
+from onnxpar.load.repeated_heads import find_unrepeated
 from onnxpar.rules.attention import attention_dims
 from onnxpar.rules.attention_lowering import LENGTHS, MASK
 from onnxpar.rules.cached_attention import CACHED, PAST, can_split_cache

@@ -10,10 +10,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import ORDER, Pass, PassContext, Stage
-from onnxpar.ir.collectives import DOMAIN, FUSED_ELEMENTWISE
-from onnxpar.ir.elementwise_groups import FEWEST, ONE, elementwise_units
-from onnxpar.ir.origin import note_origins
-from onnxpar.ir.subgraphs import cut_off, read_by, scopes
+from onnxpar.graph.collectives import DOMAIN, FUSED_ELEMENTWISE
+from onnxpar.graph.elementwise_groups import FEWEST, ONE, elementwise_units
+from onnxpar.graph.origin import note_origins
+from onnxpar.graph.subgraphs import cut_off, read_by, scopes
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import ORDER, Pass, PassContext, Stage
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.gates import gate_of
-from onnxpar.ir.subgraphs import scopes
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.gates import gate_of
+from onnxpar.graph.subgraphs import scopes
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,20 @@ from typing import ClassVar
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import LAYOUTS, PROPAGATED, Pass, PassContext, Stage
-from onnxpar.errors import StrategyError
-from onnxpar.ir.reshards import Reshard, reshard_node
-from onnxpar.ir.subgraphs import captured, constants, is_random
-from onnxpar.ir.tensors import element_bytes
+from onnxpar.graph.reshards import Reshard, reshard_node
+from onnxpar.graph.subgraphs import captured, constants, is_random
+from onnxpar.graph.tensors import element_bytes
 from onnxpar.lowering.schedule import schedule
-from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree
-from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.chosen_rows import EXCHANGE
 from onnxpar.sharding.expert_part import chosen_shares
 from onnxpar.sharding.factors import BodyFactors, OpFactors
 from onnxpar.sharding.partial_sums import PartialSums, choose_partial
+from onnxpar.sharding.planner import Bytes, ReshardedTensor, cost, exchanges, plan_tree
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding
+from onnxpar.sharding.steps import ReshardStep
 from onnxpar.strategy.requests import check_requested
 from onnxpar.strategy.strategy import TensorAnnotation
 

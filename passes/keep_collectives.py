@@ -9,15 +9,15 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
 from onnxpar.cost.cost import bytes_sent
-from onnxpar.errors import StrategyError
-from onnxpar.ir.collectives import DOMAIN
+from onnxpar.graph.collectives import DOMAIN
 from onnxpar.layout.layout import Factor, Layout
-from onnxpar.manual.handwritten import Handwritten, check_order
-from onnxpar.manual.manual import REPLICAS, Manual
 from onnxpar.sharding.planned_collectives import Collective
 from onnxpar.sharding.shard_bytes import largest_shard_bytes
+from onnxpar.strategy.handwritten import Handwritten, check_order
+from onnxpar.strategy.manual import REPLICAS, Manual
 
 
 @dataclass(frozen=True)

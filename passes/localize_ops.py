@@ -8,11 +8,11 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LAYOUTS, LOCAL, Pass, PassContext, Stage
-from onnxpar.ir.collectives import DOMAIN, LOCAL_STEPS
-from onnxpar.ir.origin import note_origin
-from onnxpar.ir.reshards import is_reshard
-from onnxpar.ir.subgraphs import subgraphs
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.graph.collectives import DOMAIN, LOCAL_STEPS
+from onnxpar.graph.origin import note_origin
+from onnxpar.graph.reshards import is_reshard
+from onnxpar.graph.subgraphs import subgraphs
+from onnxpar.graph.tensors import tensor_shape
 from onnxpar.lowering.localize import localize_node
 from onnxpar.lowering.lower_bucket import BucketBuilder
 from onnxpar.lowering.lower_reshard import ReshardBuilder

@@ -9,8 +9,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.ir.collectives import COMPLETE, DOMAIN, RANK_CONSTANTS
-from onnxpar.ir.subgraphs import all_nodes, bodies
+from onnxpar.graph.collectives import COMPLETE, DOMAIN, RANK_CONSTANTS
+from onnxpar.graph.subgraphs import all_nodes, bodies
 
 _TELL = ("AllToAllV", COMPLETE)
 """Ops whose tokens have more than one dimension, as information for profiles."""

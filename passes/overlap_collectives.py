@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
 from onnxpar.compiler.summary import peak_activations
 from onnxpar.cost.cost import Costs
-from onnxpar.ir.collectives import COMPLETE, KINDS
+from onnxpar.graph.collectives import COMPLETE, KINDS
 from onnxpar.lowering.buckets import PART_BYTES
 from onnxpar.lowering.fill_windows import fill, find_fillings
 from onnxpar.lowering.hidden import hidden_seconds

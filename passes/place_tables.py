@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.errors import StrategyError
-from onnxpar.ir.clone import needed
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.graph.clone import needed
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.subgraphs import all_nodes
 
 _AROUND = ("Identity", "Slice")
 """Ops between the ScatterND of changed rows and the output: a rank writes rows of other ranks to an

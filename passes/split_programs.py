@@ -8,10 +8,10 @@ from typing import ClassVar
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import LOCAL, ORDER, Pass, PassContext, Stage
-from onnxpar.ir.clone import clone_nodes, needed
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.subgraphs import all_nodes
-from onnxpar.ir.training_spec import EVALUATION
+from onnxpar.graph.clone import clone_nodes, needed
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.subgraphs import all_nodes
+from onnxpar.graph.training_spec import EVALUATION
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto, numpy_helper
 
+from onnxpar.base.bundle_names import rank_name, suffix_of
+from onnxpar.base.digested_folder import DigestedFolder
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
 from onnxpar.compiler.whole_ranks import are_whole, write_whole_ranks
-from onnxpar.files.bundle_names import rank_name, suffix_of
-from onnxpar.files.digested_folder import DigestedFolder
-from onnxpar.ir.lazy_values import stacked_parts, stored_proto
-from onnxpar.ir.metadata import note_layouts
-from onnxpar.ir.stored import nodes_of, subgraphs_of
-from onnxpar.ir.subgraphs import constants
+from onnxpar.graph.interchange import default_of, export_graph
+from onnxpar.graph.lazy_values import stacked_parts, stored_proto
+from onnxpar.graph.metadata import note_layouts
+from onnxpar.graph.stored import nodes_of, subgraphs_of
+from onnxpar.graph.subgraphs import constants
 from onnxpar.load.load import Model
 from onnxpar.lowering.flat_scatters import flatten_scatters
 from onnxpar.lowering.fuse_again import fuse_again
@@ -26,7 +27,6 @@ from onnxpar.lowering.open_shapes import OpenShapes
 from onnxpar.lowering.size_graph import SizeGraph, add_size_input, check_size_names
 from onnxpar.lowering.unroll_experts import unroll_experts
 from onnxpar.lowering.weights import WeightStore, whole_layout
-from onnxpar.model.interchange import default_of, export_graph
 
 
 @dataclass(frozen=True)

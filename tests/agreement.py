@@ -13,10 +13,10 @@ import onnxruntime as ort
 
 from onnxpar.compiler.plan import Plan, Port
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 Array = npt.NDArray[Any]

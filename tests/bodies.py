@@ -12,7 +12,7 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 Array = np.ndarray[Any, Any]

@@ -16,11 +16,11 @@ import hypothesis
 import pytest
 from sharded import PLACE
 
-from onnxpar.runtime import session
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.ranks import ProcessRanks, Ranks
-from onnxpar.runtime.threads import ThreadRanks
+from onnxpar.runtime.ranks.ranks import ProcessRanks, Ranks
+from onnxpar.runtime.session import session
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.options import SessionSpec
+from onnxpar.runtime.session.threads import ThreadRanks
 
 # In a shell's background, or under nohup, these are ignored: commands that tests start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 import pytest
 
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.layout import layout
 from onnxpar.layout.layout import Factor, Layout, dim_axes
 from onnxpar.layout.mesh import Mesh

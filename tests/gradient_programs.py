@@ -14,8 +14,8 @@ import onnxruntime as ort
 
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.value import Builder
+from onnxpar.graph.interchange import export_graph
 from onnxpar.load.load import Model, load
-from onnxpar.model.interchange import export_graph
 
 Array = np.ndarray[Any, Any]
 STEP, ERROR = 1e-5, 1e-7

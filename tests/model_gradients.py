@@ -11,8 +11,8 @@ import onnx
 import onnxruntime as ort
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
+from onnxpar.graph.write_model import export_model
 from onnxpar.load.load import load
-from onnxpar.model.write_model import export_model
 from onnxpar.training.backward import LossOptions, add_backward, add_output
 
 Array = np.ndarray[Any, Any]

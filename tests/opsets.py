@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnxpar.model.checker import newest_opset
+from onnxpar.graph.checker import newest_opset
 
 
 def since(opset: int) -> pytest.MarkDecorator:

@@ -13,17 +13,18 @@ import pytest
 from small_models import write_text
 from watching import Watching
 
+from onnxpar.base.digested_folder import DigestedFolder
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.compiler.text import graph_text
-from onnxpar.files.digested_folder import DigestedFolder
-from onnxpar.ir.per_rank import PerRank
+from onnxpar.graph.per_rank import PerRank
 from onnxpar.load.load import Model
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline.context import load_model, prepare
-from onnxpar.pipeline.default_passes import passes_of
-from onnxpar.pipeline.pass_registry import parse_passes
-from onnxpar.pipeline.plan_options import PlanOptions, options_of
-from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.planner.context import load_model, prepare
+from onnxpar.planner.default_passes import passes_of
+from onnxpar.planner.option_table import PlanOptions
+from onnxpar.planner.pass_registry import parse_passes
+from onnxpar.planner.plan_options import options_of
+from onnxpar.planner.run_passes import run_passes
 from onnxpar.training import grad
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -18,11 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
 import onnxpar.training
+from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cli.parser import parser
-from onnxpar.errors import InputError, ModelError, StrategyError
 from onnxpar.llm.sampling import Sampling
-from onnxpar.pipeline.plan_options import Kind, option_names, options_of
+from onnxpar.planner.option_table import Kind, table
+from onnxpar.planner.plan_options import options_of
 from onnxpar.serve.settings import Settings
 from onnxpar.training.optimizers import OPTIMIZERS
 
@@ -113,13 +114,13 @@ KINDS: dict[str, Kind] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_commands_have_the_options_of_plans(name: str) -> None:
     always = {"verify"}  # commands always verify
-    assert set(option_names(KINDS[name])) - always <= dict(commands(parser()))[name]
+    assert set(table(KINDS[name])) - always <= dict(commands(parser()))[name]
 
 
 @pytest.mark.parametrize("name", ["annotate", "opt"])
 def test_what_lowers_nothing_has_no_options_of_it(name: str) -> None:
     own = {"passes"} & {"opt": {"passes"}}.get(name, set())
-    lowering = {*option_names()} - {*option_names(onnxpar.LayoutOptions)} - own
+    lowering = {*table()} - {*table(onnxpar.LayoutOptions)} - own
     assert {"fusion", "bucket_mb", "compression"} <= lowering
     assert not lowering & dict(commands(parser()))[name]
     with pytest.raises(TypeError, match=rf"{name}\(\) has no option 'fusion'"):
@@ -129,7 +130,7 @@ def test_what_lowers_nothing_has_no_options_of_it(name: str) -> None:
 def test_signatures_list_the_options() -> None:
     for name, kind in KINDS.items():
         call = getattr(onnxpar, name)
-        assert set(option_names(kind)) < inspect.signature(call).parameters.keys()
+        assert set(table(kind)) < inspect.signature(call).parameters.keys()
     assert inspect.signature(onnxpar.shard).parameters["untied"].default is False
 
 

@@ -75,7 +75,7 @@ def test_tests_alone_use_the_machinery_of_tests() -> None:
             assert not [n for n in imports(file) if n.startswith("testing")], module
 
 
-BELOW = {"base", "errors", "files", "ir", "layout", "runtime", "symbols"}
+BELOW = {"base", "graph", "layout", "runtime"}
 
 
 def test_the_runtime_knows_no_passes() -> None:

@@ -11,8 +11,8 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 import onnxpar
-from onnxpar.checking.compare import compare
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.report.compare import compare
+from onnxpar.runtime.session.threads import ThreadSession
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 STRING = TensorProto.STRING

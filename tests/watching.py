@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.load.load import Model
-from onnxpar.pipeline.observer import Observer
+from onnxpar.planner.observer import Observer
 
 
 @dataclass

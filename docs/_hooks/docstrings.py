@@ -13,12 +13,21 @@ from typing import Any
 
 import griffe
 
+import onnxpar
+
 _ROW = re.compile(r"(?P<name>[`\w][\w`, .*-]*?)(?P<gap> {2,})(?P<text>\S.*)")
 _ERRORS = re.compile(r"(?<![\w`])Errors: ")
 
 
 class Docstrings(griffe.Extension):
     """Rewrites every docstring before it is parsed."""
+
+    def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Griffe calls this with every class, before `on_instance`; it reads sources, in which the
+        table of options is no docstring."""
+        if cls.name in ("LayoutOptions", "PlanOptions"):
+            text = getattr(onnxpar, cls.name).__doc__
+            cls.docstring = griffe.Docstring(text, parent=cls)
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Griffe calls this with every module, class, function and attribute."""

@@ -1,2 +1,2 @@
-"""General modules that do not depend on models: arrays, units, texts, signals. Every package may
-import them."""
+"""Modules that know nothing of models: errors, arrays, units, texts, signals, and files and folders
+that appear complete or not at all."""

@@ -7,9 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import onnxruntime as ort
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 _libraries: dict[str, None] = {}
+HELP = (
+    "a custom-op library for onnxruntime, such as libcustom.so; sharded folders do not name "
+    "libraries, so each command that runs the model needs this option"
+)
+"""The text of --library."""
 _REMEDY = "; give the custom-op library that has it: --library FILE (in Python, `libraries`)"
 
 

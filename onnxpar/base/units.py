@@ -7,7 +7,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 
 _SCALES = {
     "n": Decimal("1e-9"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 
 
 def dims_of(entries: Sequence[str]) -> dict[str, int | str]:

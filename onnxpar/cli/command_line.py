@@ -13,8 +13,10 @@ from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
+from onnxpar.base.errors import OnnxparError
 from onnxpar.base.interrupts import STATUSES, Terminated
 from onnxpar.base.log import LOG
+from onnxpar.base.write_file import cause
 from onnxpar.cli.colours import coloured
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.error_line import quiet_ends, report
@@ -22,10 +24,8 @@ from onnxpar.cli.generate_command import add_generate
 from onnxpar.cli.rank_options import apply_to_process
 from onnxpar.cli.run_command import add_run
 from onnxpar.cli.serve_command import add_serve
-from onnxpar.errors import OnnxparError
-from onnxpar.files.write_file import cause
-from onnxpar.pipeline.overwritten import refuse_overwriting
-from onnxpar.runtime.redirect import report_for_all_ranks
+from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.runtime.ranks.redirect import report_for_all_ranks
 
 QUICK: Mapping[str, Callable[[Any], None]] = {
     "run": add_run,
@@ -70,7 +70,7 @@ def _status_of(argv: Sequence[str] | None) -> int:
             args = arguments(sys.argv[1:] if argv is None else argv)
             with _logged(args):
                 if "given_model" in args:  # the commands in QUICK have none
-                    from onnxpar.model.model_folder import model_at
+                    from onnxpar.graph.model_folder import model_at
 
                     args.model = model_at(args.given_model)
                 refuse_overwriting(vars(args))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from onnxpar.base.errors import InputError
 from onnxpar.cli.colours import coloured
 from onnxpar.cli.config_file import FLAG, with_options_of_file
-from onnxpar.errors import InputError
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 

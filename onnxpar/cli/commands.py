@@ -24,24 +24,25 @@ from onnxpar.api import (
 )
 from onnxpar.api import inspect as saved_plan
 from onnxpar.api import ops as ops_like
+from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.base.json_text import json_text
 from onnxpar.base.pass_times import PassTimes
 from onnxpar.base.progress_line import progress_line
-from onnxpar.checking.check import Check, Way, check_model
 from onnxpar.cli.arguments import dims_of, states_of
 from onnxpar.cli.colours import coloured
 from onnxpar.cli.training_commands import warn_of
 from onnxpar.compiler.plan import Plan, SavedPlan
-from onnxpar.errors import InputError, StrategyError
-from onnxpar.open_sizes.typical import Typical
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.named_passes import run_named
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.paging import paged_by_default
-from onnxpar.pipeline.pass_registry import LIST, pass_lines
-from onnxpar.pipeline.plan_options import Kind, LayoutOptions, PlanOptions, option_names, options_of
+from onnxpar.graph.typical import Typical
+from onnxpar.planner import pipeline
+from onnxpar.planner.named_passes import run_named
+from onnxpar.planner.option_table import Kind, LayoutOptions, PlanOptions, table
+from onnxpar.planner.options import Options
+from onnxpar.planner.paging import paged_by_default
+from onnxpar.planner.pass_registry import LIST, pass_lines
+from onnxpar.planner.plan_options import options_of
 from onnxpar.report import op_table
 from onnxpar.report.candidates import Candidates
+from onnxpar.report.check import Check, Way, check_model
 from onnxpar.report.comparison_result import Comparison
 from onnxpar.report.digest_lines import sum_lines, verified_text
 from onnxpar.report.node_data import write_node_data
@@ -49,8 +50,8 @@ from onnxpar.report.report import plan_lines
 from onnxpar.report.report_page import write_page
 from onnxpar.report.strategy_costs import StrategyCosts, strategy_costs
 from onnxpar.report.walk import walk
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.bundle_files import ranks_text
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.bundle_files import ranks_text
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -218,7 +219,7 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, kind: Kind = PlanOptions) -> Options:
-    asked = {name: value for name, value in vars(args).items() if name in option_names(kind)}
+    asked = {name: value for name, value in vars(args).items() if name in table(kind)}
     read = {
         "dims": dims_of(args.dims),
         "states": states_of(args.states),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 FLAG = "--config"
 

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from onnxpar.base.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
 from onnxpar.base.interrupts import STATUSES, end_now, is_deferred, raise_for
+from onnxpar.base.own_folder import OwnFolder, remove_all, remove_left
+from onnxpar.base.write_file import cause
 from onnxpar.cli.colours import coloured
-from onnxpar.errors import TRACEBACK, OnnxparError, RankError, wants_traceback
-from onnxpar.files.own_folder import OwnFolder, remove_all, remove_left
-from onnxpar.files.write_file import cause
-from onnxpar.runtime.redirect import report_failure, report_for_all_ranks
+from onnxpar.runtime.ranks.redirect import report_failure, report_for_all_ranks
 
 
 def error_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import InputError
 from onnxpar.base.quick_imports import quick_imports
 from onnxpar.cli.rank_options import (
     add_cores,
@@ -18,9 +19,8 @@ from onnxpar.cli.rank_options import (
     add_runtime,
     add_verify,
 )
-from onnxpar.errors import InputError
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.redirect import redirect_output
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.ranks.redirect import redirect_output
 
 _NUMBERS: Mapping[str, tuple[type, str]] = {
     "temperature": (float, "logits are divided by it (default 1); 0 is greedy"),

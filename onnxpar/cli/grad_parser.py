@@ -8,14 +8,15 @@ from dataclasses import fields
 from onnxpar.cli.options import (
     GivenModel,
     Options,
-    add_dims,
+    add_option,
     mesh,
     named_number,
     named_number_or_none,
 )
 from onnxpar.cli.rank_options import add_library
-from onnxpar.ir.training_spec import IGNORED
-from onnxpar.manual.manual import MANUAL
+from onnxpar.graph.training_spec import IGNORED
+from onnxpar.planner.option_table import table
+from onnxpar.strategy.manual import MANUAL
 from onnxpar.training.losses import LOSSES
 from onnxpar.training.margins import FILTER, SCALE
 from onnxpar.training.optimizers import NONE, OPTIMIZERS
@@ -37,7 +38,7 @@ def add_grad(to: argparse.ArgumentParser) -> None:
     _add_batch_norm(to.add_argument_group("batch norms"))
     _add_step(to.add_argument_group("step"))
     _add_trained(to.add_argument_group("what is trained"))
-    add_dims(to)
+    add_option(to, table()["dims"])
     add_library(to)
     _add_manual(to.add_argument_group("manual programs"))
 

@@ -8,8 +8,8 @@ import shutil
 import sys
 from typing import Any
 
-from onnxpar.errors import InputError
-from onnxpar.runtime.checks import LONGEST
+from onnxpar.base.errors import InputError
+from onnxpar.runtime.session.checks import LONGEST
 
 _DESCRIPTION = """Starts a command as ranks on several hosts, over ssh; the command is one of
 onnxpar's own, or a program. Each rank finds the others, and a secret that is made for this launch
@@ -82,10 +82,10 @@ def _launch(args: argparse.Namespace) -> int:
     from onnxpar.cli.command_line import arguments
     from onnxpar.cli.command_parser import nearest
     from onnxpar.cli.parser import command_names
-    from onnxpar.launcher.generations import Generations
-    from onnxpar.launcher.launcher import Command, Launcher, passed_on
-    from onnxpar.launcher.slots import parse_hosts, ranks_of, read_hostfile
-    from onnxpar.runtime.membership import MAX_RESTARTS
+    from onnxpar.runtime.launch.generations import Generations
+    from onnxpar.runtime.launch.launcher import Command, Launcher, passed_on
+    from onnxpar.runtime.launch.membership import MAX_RESTARTS
+    from onnxpar.runtime.launch.slots import parse_hosts, ranks_of, read_hostfile
 
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if not words:

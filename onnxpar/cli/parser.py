@@ -8,8 +8,6 @@ from textwrap import wrap
 from typing import Any
 
 from onnxpar.base.version import versions_text
-from onnxpar.calibration.measure import MOST_RANKS
-from onnxpar.checking.check import RATE, STEPS
 from onnxpar.cli import commands, run_command, training_commands
 from onnxpar.cli.command_parser import CommandParser
 from onnxpar.cli.completion import SHELLS, PrintCompletion
@@ -18,9 +16,8 @@ from onnxpar.cli.grad_parser import add_grad
 from onnxpar.cli.launch_command import add_launch
 from onnxpar.cli.options import (
     add_dump,
-    add_lowering,
     add_model,
-    add_plugin,
+    add_option,
     add_save,
     add_time_passes,
     rank_numbers,
@@ -28,8 +25,12 @@ from onnxpar.cli.options import (
 from onnxpar.cli.rank_options import add_runtime, add_timeout, add_verify
 from onnxpar.cli.serve_command import add_serve
 from onnxpar.cli.training_parser import add_merge, add_train, add_weights
-from onnxpar.pipeline import calibrate as calibration
-from onnxpar.pipeline.pass_registry import passes_help
+from onnxpar.cost.measure import MOST_RANKS
+from onnxpar.planner import calibrate as calibration
+from onnxpar.planner.option import NEEDED, OUTPUT, TRAINING
+from onnxpar.planner.option_table import LayoutOptions, table
+from onnxpar.planner.pass_registry import passes_help
+from onnxpar.report.check import RATE, STEPS
 
 EXAMPLES = """examples:
   onnxpar shard gpt2.onnx --devices 4                  # writes gpt2.par
@@ -95,17 +96,16 @@ def _shard(to: Any) -> None:
   onnxpar shard model.onnx --devices 8 --strategy strategy.yaml -o model.par
   onnxpar shard llama/ --devices 2                      # a folder of a language model"""
     shard = _command(to, "shard", "write a sharded model", commands.shard, examples)
-    add_model(shard)
-    add_lowering(shard)
-    output = shard.add_argument_group("output")
-    add_save(output)
-    add_time_passes(output)
-    output.add_argument(
+    groups = add_model(shard)
+    output = groups[OUTPUT]
+    groups[NEEDED].add_argument(
         "-o",
         "--output",
         metavar="DIR",
         help="folder to write; default: the model's name with .par, in the current folder",
     )
+    add_save(output)
+    add_time_passes(output)
     output.add_argument(
         "--ranks",
         type=rank_numbers,
@@ -114,7 +114,7 @@ def _shard(to: Any) -> None:
         "the folder has the same plan. Each host that shards the model makes the same plan: "
         "without --topology, costs are constants. Default: all ranks",
     )
-    output.add_argument(
+    groups[TRAINING].add_argument(
         "--shorter",
         action="append",
         default=[],
@@ -134,9 +134,7 @@ def _plan(to: Any) -> None:
   onnxpar plan model.onnx --devices 8 --node-data plan  # layouts and costs, for Model Explorer"""
     text = "show the plan that shard would follow; no model is written"
     parser = _command(to, "plan", text, commands.plan, examples)
-    add_model(parser)
-    add_lowering(parser)
-    plan = parser.add_argument_group("output")
+    plan = add_model(parser)[OUTPUT]
     add_save(plan)
     add_time_passes(plan)
     plan.add_argument(
@@ -188,8 +186,8 @@ def _annotate(to: Any) -> None:
         "write the model with its plan as ONNX's multi-device annotations",
         commands.annotate,
     )
-    add_model(annotate)
-    annotate.add_argument(
+    output = add_model(annotate, LayoutOptions)[NEEDED]
+    output.add_argument(
         "-o",
         "--output",
         required=True,
@@ -211,7 +209,6 @@ def _check(to: Any) -> None:
   onnxpar check step.onnx --devices 2 --train --steps 20""",
     )
     add_model(check)
-    add_lowering(check)
     check.add_argument(
         "--inputs",
         metavar="NPZ",
@@ -300,7 +297,7 @@ def _checkpoint(to: Any) -> None:
 
 def _opt(to: Any) -> None:
     opt = _command(to, "opt", "run passes on a model or a dump, and print the graph", commands.opt)
-    add_model(opt, nargs="?")
+    output = add_model(opt, LayoutOptions, nargs="?")[OUTPUT]
     opt.add_argument("--passes", required=True, metavar="LIST", help=passes_help())
     opt.add_argument(
         "--print-after",
@@ -309,9 +306,9 @@ def _opt(to: Any) -> None:
         metavar="PASS",
         help="print the graph after this pass, or after 'all', instead of after the last one",
     )
-    add_dump(opt)
-    add_time_passes(opt)
-    opt.add_argument(
+    add_dump(output)
+    add_time_passes(output)
+    output.add_argument(
         "-o",
         "--output",
         metavar="FILE",
@@ -363,7 +360,7 @@ def _ops(to: Any) -> None:
         help="glob of op names, such as '*Conv*'",
     )
     ops.add_argument("--json", action="store_true", help="print the table as JSON")
-    add_plugin(ops)
+    add_option(ops, table()["plugin"])
 
 
 def _command(

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from onnxpar.runtime.trace import Trace
+    from onnxpar.runtime.profile.trace import Trace
 
 _FAR = 1.5
 """A prediction that is so many times too long or too short deserves a look at where it is so."""

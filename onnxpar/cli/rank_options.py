@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from onnxpar.runtime.cores import BINDINGS
-from onnxpar.runtime.launch import HELP as LAUNCH_HELP
+from onnxpar.base.custom_ops import HELP as LIBRARY_HELP
+from onnxpar.runtime.launch.launch import HELP as LAUNCH_HELP
+from onnxpar.runtime.ranks.cores import BINDINGS
 
 
 def add_runtime(to: argparse.ArgumentParser) -> None:
@@ -24,8 +25,7 @@ def add_library(to: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a custom-op library for onnxruntime, such as libcustom.so; sharded folders do not "
-        "name libraries, so each command that runs the model needs this option",
+        help=LIBRARY_HELP,
     )
 
 

@@ -17,8 +17,8 @@ from onnxpar.cli.rank_options import (
     add_runtime,
     add_verify,
 )
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.started_ranks import started_early
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.ranks.started_ranks import started_early
 
 
 def add_run(to: Any) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar.base.bundle_names import PLAN
+from onnxpar.base.errors import InputError
 from onnxpar.cli.predicted import compared
-from onnxpar.errors import InputError
-from onnxpar.files.bundle_names import PLAN
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
-from onnxpar.runtime.launch import Launched
-from onnxpar.runtime.redirect import redirect_output
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.values import arrays_in
+from onnxpar.runtime.launch.launch import Launched
+from onnxpar.runtime.ranks.redirect import redirect_output
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.checks import check_timeout
+from onnxpar.runtime.session.feeds import make_feeds, read_feeds, write_arrays
+from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.runtime.session.values import arrays_in
 
 
 def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
@@ -45,7 +45,7 @@ def run_model(args: argparse.Namespace, rank: Launched | None) -> int:
     bundle = Bundle.load(args.par) if is_here else None
     feeds = _feeds(args, bundle) if bundle is not None else None
     if args.profile:
-        from onnxpar.runtime.trace import check_place
+        from onnxpar.runtime.profile.trace import check_place
 
         check_place(args.profile)
     with InferenceSession(

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.quick_imports import quick_imports
 from onnxpar.cli.config_file import add_config
 from onnxpar.cli.rank_options import add_cores, add_library, add_runtime, add_verify
-from onnxpar.errors import InputError, OnnxparError
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch.launch import launched_rank
 from onnxpar.serve.log import tell
 from onnxpar.serve.tool_families import FAMILIES
 

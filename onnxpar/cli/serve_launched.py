@@ -8,17 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.interrupts import Terminated, end_at_next_signal
 from onnxpar.base.quick_imports import quick_imports
-from onnxpar.errors import InputError, OnnxparError
-from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.cores import BINDINGS
-from onnxpar.runtime.launch import Launched
-from onnxpar.runtime.redirect import redirect_output
+from onnxpar.runtime.launch.launch import Launched
+from onnxpar.runtime.ranks.cores import BINDINGS
+from onnxpar.runtime.ranks.redirect import redirect_output
+from onnxpar.runtime.session.checks import check_timeout
 
 if TYPE_CHECKING:
-    from onnxpar.runtime.lead import Lead
-    from onnxpar.runtime.orders import Orders
+    from onnxpar.runtime.launch.lead import Lead
+    from onnxpar.runtime.ranks.orders import Orders
 
 
 def check_launched(args: argparse.Namespace) -> None:
@@ -43,8 +43,8 @@ def serve_launched(
     if args.log_dir is not None:
         redirect_output(args.log_dir, launched, stdout=launched.rank != 0)
     with quick_imports():
-        from onnxpar.runtime.lead import Lead
-        from onnxpar.runtime.orders import Orders
+        from onnxpar.runtime.launch.lead import Lead
+        from onnxpar.runtime.ranks.orders import Orders
 
     orders = Orders(launched, args.timeout)
     if launched.rank:
@@ -89,7 +89,7 @@ class _Following:
         return self._found
 
     def _run(self) -> None:
-        from onnxpar.runtime.follow import follow
+        from onnxpar.runtime.launch.follow import follow
 
         try:
             self._orders.fetch(self._par)

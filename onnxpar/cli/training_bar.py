@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.ranks.closing import Closing
 
 
 class Bar(Closing):

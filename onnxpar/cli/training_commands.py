@@ -12,27 +12,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from onnxpar.base.errors import RankError, RunError, StoppedError
+from onnxpar.base.folder_lock import FolderLock
 from onnxpar.base.interrupts import Terminated
 from onnxpar.base.log import LOG
 from onnxpar.base.units import quantity
+from onnxpar.base.write_file import writing
 from onnxpar.cli.arguments import dims_of
 from onnxpar.cli.error_line import report
 from onnxpar.cli.predicted import compared
 from onnxpar.cli.training_bar import Bar
-from onnxpar.errors import RankError, RunError, StoppedError
-from onnxpar.files.folder_lock import FolderLock
-from onnxpar.files.write_file import writing
 from onnxpar.grad.trained import FROZEN, UNNAMED, Left, Trained, Weights
-from onnxpar.ir.tensors import numel, shape_bytes
-from onnxpar.ir.training_spec import Step
-from onnxpar.pipeline.options import Options
+from onnxpar.graph.tensors import numel, shape_bytes
+from onnxpar.graph.training_spec import Step
+from onnxpar.planner.options import Options
 from onnxpar.report.report import size_text, table
 from onnxpar.report.trace_lines import trace_lines
-from onnxpar.runtime.checks import check_timeout
-from onnxpar.runtime.launch import generation_number, launched_rank
-from onnxpar.runtime.redirect import redirect_output
-from onnxpar.runtime.supervision import AGAIN
-from onnxpar.runtime.trace import check_place
+from onnxpar.runtime.launch.launch import generation_number, launched_rank
+from onnxpar.runtime.launch.supervision import AGAIN
+from onnxpar.runtime.profile.trace import check_place
+from onnxpar.runtime.ranks.redirect import redirect_output
+from onnxpar.runtime.session.checks import check_timeout
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.api import write_step
 from onnxpar.trainer.checkpoint import Progress, tell

@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.open_ports import opened_port
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, Port
-from onnxpar.errors import StrategyError
-from onnxpar.ir.tensors import numpy_dtype
-from onnxpar.model.interchange import type_text
+from onnxpar.graph.interchange import type_text
+from onnxpar.graph.tensors import numpy_dtype
 
 _TYPES = frozenset(
     [

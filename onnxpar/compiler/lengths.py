@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan, Port
-from onnxpar.errors import StrategyError
+from onnxpar.layout.fits import line_through
 from onnxpar.layout.layout import leaves
-from onnxpar.symbols.fits import line_through
-from onnxpar.symbols.symbols import Polynomial
+from onnxpar.layout.symbols import Polynomial
 
 _ROLES = (
     "loss",

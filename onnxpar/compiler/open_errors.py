@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import SizeError
+from onnxpar.base.errors import SizeError
+from onnxpar.graph.open_sizes import OpenSizes
 from onnxpar.load.load import Model
-from onnxpar.open_sizes.open_sizes import OpenSizes
 
 
 @contextmanager

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import OpenPort, Plan, Port
-from onnxpar.errors import StrategyError
+from onnxpar.graph.open_sizes import OpenSizes
 from onnxpar.layout.layout import dim_axes, leaves
-from onnxpar.open_sizes.open_sizes import OpenSizes
-from onnxpar.symbols.symbols import Polynomial
+from onnxpar.layout.symbols import Polynomial
 
 
 def open_ports(plan: Plan, ctx: PassContext) -> None:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.per_rank import PerRank
+from onnxpar.graph.annotations import Configuration
+from onnxpar.graph.per_rank import PerRank
 from onnxpar.layout.layout import Layout, ReduceOp
 from onnxpar.layout.mesh import Axes
+from onnxpar.layout.symbols import Binding
 from onnxpar.load.load import Model
-from onnxpar.manual.manual import Manual
-from onnxpar.model.annotations import Configuration
-from onnxpar.reshard.steps import ReshardStep
 from onnxpar.search.objective import Objective
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.factors import GraphFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
+from onnxpar.sharding.steps import ReshardStep
+from onnxpar.strategy.manual import Manual
 from onnxpar.strategy.strategy import Annotation, Strategy
-from onnxpar.symbols.symbols import Binding
 
 if TYPE_CHECKING:
     from onnxpar.lowering.fill_windows import Filling

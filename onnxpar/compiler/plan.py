@@ -9,20 +9,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.bundle_names import ENCODER_PART, PLAN, is_own
+from onnxpar.base.digests import Digests, digests_of, sealed
 from onnxpar.base.lookup import Lookup
+from onnxpar.base.read_bounded import read_bounded
 from onnxpar.base.shown import Shown
-from onnxpar.files.bundle_names import ENCODER_PART, PLAN, is_own
-from onnxpar.files.digests import Digests, digests_of, sealed
-from onnxpar.files.read_bounded import read_bounded
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.cache_sizes import CacheSizes
+from onnxpar.graph.training_spec import Step
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.open_sizes.cache_sizes import CacheSizes
+from onnxpar.layout.symbols import Polynomial
 from onnxpar.rules.rule import is_lack
-from onnxpar.runtime.bundle import FORMAT
+from onnxpar.runtime.session.bundle import FORMAT
 from onnxpar.search.proof import Proof
 from onnxpar.sharding.planned_collectives import Collective
-from onnxpar.symbols.symbols import Polynomial
 
 
 def open_shape(sizes: Sequence[int]) -> tuple[int | None, ...]:

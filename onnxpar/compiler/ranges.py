@@ -8,8 +8,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.lookup import Lookup
-from onnxpar.ir.tensors import constant, given, tensor_shape
-from onnxpar.model.interchange import default_of
+from onnxpar.graph.interchange import default_of
+from onnxpar.graph.tensors import constant, given, tensor_shape
 
 Range = tuple[int, int]
 """The values low <= x < high."""

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import OpenSizesError
 from onnxpar.compiler.pass_ import Pass, PassContext, Variant
-from onnxpar.errors import OpenSizesError
-from onnxpar.ir.origin import origin_of
-from onnxpar.ir.tensors import Whole
+from onnxpar.graph.origin import origin_of
+from onnxpar.graph.tensors import Whole
+from onnxpar.graph.typical import Profile
+from onnxpar.layout.symbols import Variable
 from onnxpar.load.load import Model
-from onnxpar.open_sizes.typical import Profile
 from onnxpar.rules.notation import expr_vars
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.analysis import analyse
@@ -28,7 +29,6 @@ from onnxpar.sharding.sized_factors import (
     priced,
 )
 from onnxpar.sharding.state import ShardingState
-from onnxpar.symbols.symbols import Variable
 
 
 def replay(model: Model, ctx: PassContext, passes: Sequence[Pass]) -> None:

@@ -11,24 +11,24 @@ from onnxpar.base.packing import stored_bits
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import OnHost, Plan, Port, RankLoad, Weight, Whole, open_shape
 from onnxpar.compiler.ranges import integer_ranges, lookups
-from onnxpar.ir.collectives import KINDS
-from onnxpar.ir.lazy_values import stacked_parts
-from onnxpar.ir.paged_attention import written_in_place
-from onnxpar.ir.reshards import is_reshard, operands_of
-from onnxpar.ir.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
-from onnxpar.ir.tensors import numpy_dtype, tensor_shape
+from onnxpar.graph.collectives import KINDS
+from onnxpar.graph.interchange import declared_shape, default_of, type_text
+from onnxpar.graph.lazy_values import stacked_parts
+from onnxpar.graph.paged_attention import written_in_place
+from onnxpar.graph.reshards import is_reshard, operands_of
+from onnxpar.graph.state_pairs import missing_states
+from onnxpar.graph.subgraphs import all_nodes, bodies, captured, constants, read_by, subgraphs
+from onnxpar.graph.tensors import numpy_dtype, tensor_shape
 from onnxpar.layout.layout import Layout, leaves
 from onnxpar.layout.mesh import Mesh
-from onnxpar.model.interchange import declared_shape, default_of, type_text
-from onnxpar.model.state_pairs import missing_states
-from onnxpar.presets.contraction import is_contraction
 from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
 from onnxpar.rules.rule import is_lack
-from onnxpar.runtime.first_states import STORED, ZERO
+from onnxpar.runtime.states.first_states import STORED, ZERO
 from onnxpar.search.search import AUTO, EXHAUSTIVE
 from onnxpar.sharding.factors import Links, OpFactors
 from onnxpar.sharding.flops import flops, flops_of_ranks
 from onnxpar.sharding.shard_bytes import largest_shard_bytes, shard_bytes
+from onnxpar.strategy.contraction import is_contraction
 
 
 def summarize(graph: gs.Graph, ctx: PassContext, name: str, preset: str | None) -> Plan:

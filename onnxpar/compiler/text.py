@@ -10,9 +10,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.ir.reshards import is_reshard, reshard_of
-from onnxpar.ir.subgraphs import constants, subgraphs
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.graph.reshards import is_reshard, reshard_of
+from onnxpar.graph.subgraphs import constants, subgraphs
+from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.sharding.factors import OpFactors

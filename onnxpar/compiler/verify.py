@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.ir.collectives import DOMAIN, FUSED_ELEMENTWISE
-from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
-from onnxpar.ir.subgraphs import all_nodes, bodies
+from onnxpar.graph.collectives import DOMAIN, FUSED_ELEMENTWISE
+from onnxpar.graph.reshards import is_reshard, operands_of, reshard_of
+from onnxpar.graph.subgraphs import all_nodes, bodies
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, leaves
 from onnxpar.layout.mesh import Axis, Mesh, merge_axes, parts_over
 from onnxpar.sharding.accumulators import accumulators
@@ -198,7 +198,7 @@ _CHANGES: dict[str, tuple[set[int], int]] = {
 """For each kind of reshard: the changes of its axes on leaves that are allowed (1: added, -1:
 removed), and the change of the partial axes.
 
-The table of kinds (`ir/collectives.py`) says this too, for the passes. It is not read here: an
+The table of kinds (`graph/collectives.py`) says this too, for the passes. It is not read here: an
 error in it would then be in the check as well, which would prove nothing.
 """
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
+from onnxpar.base.bundle_names import rank_name, suffix_of
+from onnxpar.base.digested_folder import DigestedFolder
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.files.bundle_names import rank_name, suffix_of
-from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.layout.mesh import parts_over
 from onnxpar.load.stored_model import StoredModel
 from onnxpar.lowering.size_graph import add_size_input

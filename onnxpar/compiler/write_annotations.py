@@ -15,15 +15,11 @@ from pathlib import Path
 import onnx
 import onnx.inliner
 
+from onnxpar.base.errors import OnnxparError, StrategyError
+from onnxpar.base.own_folder import OwnFolder
+from onnxpar.base.write_file import PREFIX, cause, new_file
 from onnxpar.compiler.pass_ import PassContext
-from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.files.own_folder import OwnFolder
-from onnxpar.files.write_file import PREFIX, cause, new_file
-from onnxpar.ir.metadata import layouts_metadata
-from onnxpar.ir.stored import external_location, stored_tensors
-from onnxpar.layout.mesh import Axes
-from onnxpar.load.load import read_proto
-from onnxpar.model.annotations import (
+from onnxpar.graph.annotations import (
     AXES,
     PARTIAL,
     TENSORS,
@@ -33,7 +29,11 @@ from onnxpar.model.annotations import (
     annotate_node,
     clear_annotations,
 )
-from onnxpar.model.write_model import put_model
+from onnxpar.graph.metadata import layouts_metadata
+from onnxpar.graph.stored import external_location, stored_tensors
+from onnxpar.graph.write_model import put_model
+from onnxpar.layout.mesh import Axes
+from onnxpar.load.load import read_proto
 from onnxpar.sharding.factors import OpFactors, sizes_of
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import MESH, PARTS, node_key, read_axes

@@ -1,1 +1,2 @@
-"""The cost model: topologies, and the time of communication, memory traffic and compute."""
+"""The cost model: topologies, the time of communication, memory traffic and compute, and how a
+machine is measured."""

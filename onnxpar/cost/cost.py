@@ -19,7 +19,7 @@ import numpy as np
 
 from onnxpar.cost.device import NO_RATE, ROW_BYTES, Device
 from onnxpar.cost.topology import HOST, Level, Link, Topology
-from onnxpar.ir.collectives import KINDS
+from onnxpar.graph.collectives import KINDS
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.layout.shares import Proportion, Shares, integer_weights
 

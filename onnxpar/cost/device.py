@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.entries import mapping, number
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import MOST_RANKS
 
 ROW_BYTES = 100

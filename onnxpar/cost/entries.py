@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.units import quantity
-from onnxpar.errors import StrategyError
 
 
 def mapping(data: Any, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:

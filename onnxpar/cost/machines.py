@@ -10,7 +10,7 @@ import os
 import re
 from typing import Any
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 
 _NAME = re.compile(r"(?:(\d+)x)?(\d+)-?cores?(?:,(.*))?")
 _NETWORKS = {f"{gbits}GbE": gbits * 1e9 / 8 for gbits in (1, 10, 25, 50, 100, 200)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 
 
 def is_rank_table(data: Any) -> bool:

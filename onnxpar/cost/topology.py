@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.plain_yaml import parse, read_text
 from onnxpar.base.units import text_of
+from onnxpar.base.unreadable import cannot_read
 from onnxpar.cost.device import DEVICE_UNITS, Listed, device_in, devices_of
 from onnxpar.cost.device import Device as Device
 from onnxpar.cost.entries import mapping, number
 from onnxpar.cost.machines import is_machine, machine
 from onnxpar.cost.rank_table import hosts_of, is_rank_table
-from onnxpar.errors import StrategyError
-from onnxpar.files.unreadable import cannot_read
-from onnxpar.ir.collectives import KINDS
+from onnxpar.graph.collectives import KINDS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.ir.tensors import float_attr
+from onnxpar.graph.tensors import float_attr
 
 _MICROSOFT = "com.microsoft"
 _LEVEL = 10.0

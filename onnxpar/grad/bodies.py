@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.reverse import drop_unread, gradients
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import Grads, Vjp, operands_of
-from onnxpar.ir.clone import clone_node
-from onnxpar.ir.subgraphs import draws, scopes
-from onnxpar.ir.tensors import constant
+from onnxpar.graph.clone import clone_node
+from onnxpar.graph.subgraphs import draws, scopes
+from onnxpar.graph.tensors import constant
 
 Handed = Callable[[gs.Tensor], gs.Tensor]
 """A function from a tensor of the body to a tensor for the body's copy, with the value from the

@@ -20,8 +20,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.tensors import is_float
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.tensors import is_float
 
 _Shape = Sequence[int | None] | None
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.lazy_values import stored_proto
+from onnxpar.graph.lazy_values import stored_proto
 from onnxpar.lowering.weights import read_blocks
 
 Array = npt.NDArray[Any]

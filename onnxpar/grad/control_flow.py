@@ -20,7 +20,7 @@ from onnxpar.grad.bodies import (
 from onnxpar.grad.steps import Carried, Steps
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.ir.tensors import constant, tensor_shape
+from onnxpar.graph.tensors import constant, tensor_shape
 
 
 @vjp("If")

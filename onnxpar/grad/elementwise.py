@@ -8,7 +8,7 @@ from functools import reduce
 import numpy as np
 
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.ir.tensors import is_float
+from onnxpar.graph.tensors import is_float
 
 
 @vjp("Add", "Sum")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.ir.stops import padding_row
+from onnxpar.graph.stops import padding_row
 
 
 def scatter_add(dy: Value, indices: Value, axis: int, shape: Sequence[int]) -> Value:

@@ -14,7 +14,7 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import Vjp, entry_of
-from onnxpar.ir.tensors import is_float
+from onnxpar.graph.tensors import is_float
 
 _DY = "dy"
 

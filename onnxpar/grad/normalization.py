@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
-from onnxpar.ir.tensors import float_attr
+from onnxpar.graph.tensors import float_attr
 
 
 def _standardized(x: Value, axes: Sequence[int], epsilon: float) -> tuple[Value, Value]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.movement import along
 from onnxpar.grad.vjp import Grads, Vjp, vjp
 from onnxpar.rules.interpolation import Taps, taps

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import (
     Vjp,
@@ -18,9 +18,9 @@ from onnxpar.grad.vjp import (
     operands_of,
     without,
 )
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.stops import is_stop
-from onnxpar.ir.subgraphs import detach
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.stops import is_stop
+from onnxpar.graph.subgraphs import detach
 
 
 def gradients(

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.indexing import scatter_each
 from onnxpar.grad.value import Array, Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.indexing import scatter_add
 from onnxpar.grad.value import Array, Value
 from onnxpar.grad.vjp import Grads, Vjp, vjp

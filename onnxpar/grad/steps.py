@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.bodies import (
     Replay,
     at_positions,
@@ -25,7 +25,7 @@ from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.sums import Sum, sum_after
 from onnxpar.grad.value import Value
 from onnxpar.grad.vjp import Grads, Vjp
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.graph.tensors import tensor_shape
 
 
 @dataclass

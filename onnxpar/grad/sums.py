@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.value import Value
-from onnxpar.ir.tensors import constant
+from onnxpar.graph.tensors import constant
 
 Stacks = Mapping[str, Value]
 

@@ -18,8 +18,8 @@ from fnmatch import fnmatchcase
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
-from onnxpar.errors import StrategyError
 from onnxpar.grad.constant_values import (
     Array,
     are_frequencies,
@@ -31,9 +31,9 @@ from onnxpar.grad.constant_values import (
     is_sinusoid,
 )
 from onnxpar.grad.vjp import carries, entry_of, is_message, is_trainable_type, operands_of
-from onnxpar.ir.exported import PARAMETER
-from onnxpar.ir.stops import is_stop
-from onnxpar.ir.subgraphs import all_nodes, bodies, nodes_within
+from onnxpar.graph.exported import PARAMETER
+from onnxpar.graph.stops import is_stop
+from onnxpar.graph.subgraphs import all_nodes, bodies, nodes_within
 from onnxpar.load.load import Model
 
 _MOVES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 
 
 def has_shape(tensor: gs.Tensor) -> bool:

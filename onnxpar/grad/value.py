@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.unknown_shapes import has_shape, shape_error
-from onnxpar.ir.tensors import dtype_of
-from onnxpar.model.shapes import infer_results
+from onnxpar.graph.shapes import infer_results
+from onnxpar.graph.tensors import dtype_of
 
 Array = npt.NDArray[Any]
 MANY = 1024

@@ -21,8 +21,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.value import Array, Builder, Value
-from onnxpar.ir.subgraphs import captured
-from onnxpar.ir.tensors import constant, is_float
+from onnxpar.graph.subgraphs import captured
+from onnxpar.graph.tensors import constant, is_float
 
 Grads = Sequence[Value | None]
 VjpFunction = Callable[["Vjp"], Grads]

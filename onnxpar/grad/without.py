@@ -1,7 +1,7 @@
 """Ops that have no gradient, with the reason for the error message."""
 
 from onnxpar.grad.vjp import no_gradient
-from onnxpar.ir.attribute_weights import ML
+from onnxpar.graph.attribute_weights import ML
 
 no_gradient("Unique", "the number of its results is data-dependent")
 no_gradient("SwiGLU", "the loader writes it as Sigmoid and Mul, which have gradients")

@@ -10,7 +10,7 @@ calls:
     optimizer.step(params, grads)
 """
 
-from onnxpar.errors import RankError as HorovodInternalError
+from onnxpar.base.errors import RankError as HorovodInternalError
 from onnxpar.hvd import callbacks, elastic, kv
 from onnxpar.hvd.allreduce import (
     allreduce,

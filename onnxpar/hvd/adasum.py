@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.process_sets import Members
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 _LEAST = math.sqrt(sys.float_info.min)
 """A gradient with a smaller squared norm does not reduce the other."""

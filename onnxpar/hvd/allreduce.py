@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor, prepared
 from onnxpar.hvd.fusion import FUSION_THRESHOLD, Fusion, layout_of
@@ -26,7 +26,7 @@ from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reduce_work import Reduce
 from onnxpar.hvd.reductions import ReduceOp, Reduction, op_of
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse, gather_sparse
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 KIND = "ALLREDUCE"
 

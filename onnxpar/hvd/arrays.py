@@ -14,14 +14,14 @@ from typing import Any, overload
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.allreduce import called, overwritten, writable
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.handles import Handle, synchronize
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
 from onnxpar.hvd.reductions import Adasum, Average, ReduceOp, Reduction
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 Splits = Sequence[int] | Array | None
 

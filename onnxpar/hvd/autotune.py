@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 Knobs = tuple[float, float]
 MEBIBYTE = 1 << 20

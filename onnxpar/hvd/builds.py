@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 
 def gloo_built() -> bool:

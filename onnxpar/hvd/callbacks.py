@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.allreduce import allreduce
 from onnxpar.hvd.communicator import rank, size
 from onnxpar.hvd.objects import broadcast_optimizer_state, broadcast_parameters

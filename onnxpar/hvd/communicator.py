@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.hvd.timeline import Timeline
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import Group, World, thread_worlds
-from onnxpar.runtime.launch import Launched
+from onnxpar.runtime.launch.launch import Launched
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import Group, World, thread_worlds
 
 if TYPE_CHECKING:
     from onnxpar.hvd.cycles import Cycles

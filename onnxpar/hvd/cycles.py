@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.base.typed_bytes import of_bytes, to_bytes
-from onnxpar.errors import InputError, RankError
 from onnxpar.hvd.autotune import Autotune
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reduce_work import Reduce, reduced_together
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 Knobs = tuple[float, float]
 """The fusion threshold in bytes, and the cycle time in milliseconds."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.communicator import current, size
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.fusion import default_threshold

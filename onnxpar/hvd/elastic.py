@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.hvd.communicator import rank as own_rank
 from onnxpar.hvd.communicator import shutdown, size
 from onnxpar.hvd.initialization import again

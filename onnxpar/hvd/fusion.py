@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.compression import Cast
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import Reduction
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 FUSION_THRESHOLD = 64 << 20
 """The default size of a buffer, in bytes."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.compression import Compression, Compressor, prepared
 from onnxpar.hvd.cycles import Cycles
 from onnxpar.hvd.fusion import Fusion, Layout, layout_of
@@ -21,7 +21,7 @@ from onnxpar.hvd.reductions import Average, Reduction, Sum, scaled
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse, gather_sparse
 from onnxpar.hvd.two_bit import TwoBit
 from onnxpar.lowering.compression import KINDS, NONE, TWO_BIT
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 Gradients = Mapping[str, Any]
 """Arrays or `IndexedSlices`, by the name of their parameter."""

@@ -7,14 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.hvd.autotune import Autotune, number
 from onnxpar.hvd.communicator import connect, current, is_initialized
 from onnxpar.hvd.cycles import Cycles
 from onnxpar.hvd.fusion import default_threshold
 from onnxpar.hvd.process_sets import Members, ProcessSet, add_process_set
 from onnxpar.hvd.timeline import Timeline
-from onnxpar.runtime.launch import Launched, launched_rank
+from onnxpar.runtime.launch.launch import Launched, launched_rank
 
 _last: dict[str, Any] = {}
 """The arguments of the last `init`."""
@@ -28,7 +28,7 @@ def init(
     cycle_time_ms: float | None = None,
 ) -> None:
     """Connects this process with the others that mpirun, srun or torchrun started, or that the
-    environment variables in `onnxpar.runtime.launch.HELP` describe. Without a launcher, this
+    environment variables in `onnxpar.runtime.launch.launch.HELP` describe. Without a launcher, this
     process is the only rank.
 
     comm          None, or a list of all ranks

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
+from onnxpar.graph.tensors import numel
 from onnxpar.hvd.allreduce import writable
 from onnxpar.hvd.arrays import barrier
 from onnxpar.hvd.communicator import current
@@ -31,9 +32,8 @@ from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import Reduction, Sum
 from onnxpar.hvd.sparse import IndexedSlices, check_sparse
 from onnxpar.hvd.two_bit import TwoBit
-from onnxpar.ir.tensors import numel
 from onnxpar.lowering.compression import NONE, TWO_BIT
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 Key = int | str
 Keys = Key | Sequence[Key]

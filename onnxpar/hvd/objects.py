@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.base.typed_bytes import of_bytes, to_bytes
-from onnxpar.errors import InputError, RankError
 from onnxpar.hvd.allreduce import writable
 from onnxpar.hvd.arrays import broadcast, check_root
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set, members_of
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 
 class Stateful(Protocol):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.sparse import IndexedSlices
 
 State = dict[str, Any]

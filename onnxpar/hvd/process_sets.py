@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.communicator import Communicator, current, is_initialized
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import Group, World
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import Group, World
 
 
 class ProcessSet:

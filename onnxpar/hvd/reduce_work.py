@@ -15,7 +15,7 @@ from onnxpar.hvd.compression import Compressor
 from onnxpar.hvd.fusion import Bucket, fill, layout_of
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import ReduceOp, Reduction
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 _PREFIX = "ALLREDUCE "
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.adasum import adasum, check_ranks
 from onnxpar.hvd.process_sets import Members
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 
 class ReduceOp(Enum):

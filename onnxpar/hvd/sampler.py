@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sized
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.communicator import rank as own_rank
 from onnxpar.hvd.communicator import size
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.process_sets import Members
 from onnxpar.hvd.reductions import Average, Reduction, Sum, is_float
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 
 class IndexedSlices(NamedTuple):

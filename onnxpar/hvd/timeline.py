@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 T = TypeVar("T")
 

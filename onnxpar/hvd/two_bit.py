@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.fusion import agree, layout_of
 from onnxpar.hvd.process_sets import Members
 from onnxpar.lowering.compression import THRESHOLD, TWO_BIT
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 PER_BYTE = 4
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 
 Rank = TypeVar("Rank", int, Array)
 MOST_RANKS = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.page_pool import PagePool
 from onnxpar.llm.paged_decoder import PagedDecoder

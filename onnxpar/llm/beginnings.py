@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.errors import InputError, ModelError
 
 _TASKS = ("transcribe", "translate")
 

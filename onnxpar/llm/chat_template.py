@@ -18,8 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.read_bounded import read_bounded
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.base.read_bounded import read_bounded
 from onnxpar.llm.tokenizer import Messages
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.language_model import LanguageModel
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import Session
 
 
 class Decoder:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.llm.encoder import Encoder, Tokens
 from onnxpar.llm.encoder_model import EncoderModel
 from onnxpar.llm.requests import Busy, End, Failure, tell
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import READY, Worker
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession
 
 _SEEN = 4096
 """Texts of the queue's beginning of which a batch is chosen."""

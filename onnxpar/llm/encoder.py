@@ -9,8 +9,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.llm.encoder_model import EncoderModel
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import Session
 
 
 @dataclass(frozen=True)

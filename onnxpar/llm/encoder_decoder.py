@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import InputError
-from onnxpar.files.bundle_names import ENCODER_PART
+from onnxpar.base.bundle_names import ENCODER_PART
+from onnxpar.base.errors import InputError
 from onnxpar.llm.beginnings import Beginning, speech_beginning, text_beginning
 from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.generated_tokens import EncodedSource
@@ -17,9 +17,9 @@ from onnxpar.llm.generation_rules import GenerationRules
 from onnxpar.llm.language_model import LanguageModel, settings_of
 from onnxpar.llm.prompt_encoder import Input, PromptEncoder
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.closing import Closing
-from onnxpar.runtime.session import InferenceSession, Session
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession, Session
 
 
 class EncoderDecoder(Closing):

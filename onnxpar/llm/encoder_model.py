@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import ModelError
-from onnxpar.files.bundle_names import CONFIG
+from onnxpar.base.bundle_names import CONFIG
+from onnxpar.base.errors import ModelError
+from onnxpar.graph.model_folder import read_config
 from onnxpar.llm.pooling import Pooling
-from onnxpar.model.model_folder import read_config
-from onnxpar.runtime.bundle import Bundle, Port
+from onnxpar.runtime.session.bundle import Bundle, Port
 
 _VECTORS = ("sentence_embedding",)
 _HIDDEN = ("last_hidden_state", "token_embeddings")

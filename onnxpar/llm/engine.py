@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from onnxpar.errors import InputError, ModelError, OnnxparError
+from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import PagedDecoder, count_pages, page_bytes
@@ -18,8 +18,8 @@ from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import FAILED as FAILED
 from onnxpar.llm.worker import READY as READY
 from onnxpar.llm.worker import Worker
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession
 
 
 @dataclass(frozen=True)

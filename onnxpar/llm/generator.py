@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.batching import Batching
 from onnxpar.llm.decoder import Decoder
 from onnxpar.llm.encoder_decoder import EncoderDecoder
@@ -27,10 +27,10 @@ from onnxpar.llm.sampling import Sampling
 from onnxpar.llm.sound import SoundFeatures
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Messages, Stream, Tokenizer
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.closing import Closing
-from onnxpar.runtime.open_session import open_session
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.open_session import open_session
+from onnxpar.runtime.session.session import InferenceSession
 
 Prompt = str | Sequence[int] | Messages | Array
 """A text, its tokens, or a chat: objects with `role` and `content`. For a speech model, the samples

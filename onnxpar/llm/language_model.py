@@ -9,13 +9,13 @@ from typing import Any
 
 import onnx
 
-from onnxpar.canonicalize.candidates import ASKED, TEMPERATURES
-from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.bundle_names import CONFIG, ENCODER_PART, GENAI, GENERATION
-from onnxpar.model.model_folder import genai_config, read_config
-from onnxpar.runtime.bundle import Bundle, Port
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.base.bundle_names import CONFIG, ENCODER_PART, GENAI, GENERATION
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.graph.model_folder import genai_config, read_config
+from onnxpar.load.candidates import ASKED, TEMPERATURES
+from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.session.bundle import Bundle, Port
 
 _GROUPED = "GroupQueryAttention"
 """The op of com.microsoft that reads the length of each row of a batch, and no mask."""

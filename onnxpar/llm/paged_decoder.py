@@ -13,8 +13,13 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.base.units import quantity
-from onnxpar.canonicalize.candidates import (
+from onnxpar.graph.paged_attention import too_old
+from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.language_model import LanguageModel
+from onnxpar.llm.scheduler import Piece
+from onnxpar.load.candidates import (
     ASKED,
     ASKED_LOGITS,
     BEST_LOGITS,
@@ -22,17 +27,12 @@ from onnxpar.canonicalize.candidates import (
     LOG_TOTALS,
     TEMPERATURES,
 )
-from onnxpar.canonicalize.next_step import next_of
-from onnxpar.canonicalize.page_ports import PICKS, POSITIONS, ROWS, TABLE
-from onnxpar.errors import InputError, ModelError, OnnxparError
-from onnxpar.ir.paged_attention import too_old
-from onnxpar.llm.candidates import Candidates
-from onnxpar.llm.language_model import LanguageModel
-from onnxpar.llm.scheduler import Piece
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.host_memory import HostMemory
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.session import Session
+from onnxpar.load.next_step import next_of
+from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import Session
+from onnxpar.runtime.states.host_memory import HostMemory
 
 LONGEST = 4096
 """Tokens of a text for which the default size of the caches has room, if the context is longer."""
@@ -177,7 +177,7 @@ def _hosts(bundle: Bundle, options: Mapping[str, Any]) -> Sequence[HostMemory]:
     """The memory of the hosts of a session's ranks."""
     start = options.get("start_ranks")
     if start is not None:
-        from onnxpar.runtime.lead import Lead  # most programs do not need it
+        from onnxpar.runtime.launch.lead import Lead  # most programs do not need it
 
         if isinstance(start, Lead):
             return start.hosts

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import ModelError
-from onnxpar.files.bundle_names import POOLING
-from onnxpar.model.model_folder import read_config, read_json
+from onnxpar.base.bundle_names import POOLING
+from onnxpar.base.errors import ModelError
+from onnxpar.graph.model_folder import read_config, read_json
 
 _MODULES = "modules.json"
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.bundle_names import ENCODER_PART
+from onnxpar.base.bundle_names import ENCODER_PART
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.llm.language_model import ENCODER_MASK, check_ids, first_number, settings_of
-from onnxpar.runtime.bundle import Bundle, Port
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.session.bundle import Bundle, Port
+from onnxpar.runtime.session.session import Session
 
 _LENGTHS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
 """What configurations call the most tokens of a prompt."""

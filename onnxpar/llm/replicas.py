@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.embedder import Embedder, EmbedderCounts, Embedding
 from onnxpar.llm.embedder import Listener as EmbeddingListener
 from onnxpar.llm.encoder import Tokens
@@ -24,7 +24,7 @@ from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.requests import Busy, Limits, Listener
 from onnxpar.llm.tokenizer import Tokenizer
 from onnxpar.llm.worker import CLOSED, FAILED, READY, STARTING
-from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.ranks.closing import Closing
 
 W = TypeVar("W", Engine, Embedder)
 T = TypeVar("T")

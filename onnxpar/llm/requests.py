@@ -11,11 +11,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.canonicalize.candidates import BEST
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.sampling import Sampling
-from onnxpar.runtime.log import describe
+from onnxpar.load.candidates import BEST
+from onnxpar.runtime.ranks.log import describe
 
 E = TypeVar("E", contravariant=True)
 

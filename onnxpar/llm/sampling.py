@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.canonicalize.candidates import BEST
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.llm.candidates import Candidates
+from onnxpar.load.candidates import BEST
 
 
 @dataclass(frozen=True)

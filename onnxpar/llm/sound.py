@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.bundle_names import PREPROCESSOR
-from onnxpar.model.model_folder import read_config
+from onnxpar.base.bundle_names import PREPROCESSOR
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.graph.model_folder import read_config
 
 _HIGHEST = 8000.0
 """The highest frequency of the filters, in Hz."""

@@ -8,9 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import ModelError
-from onnxpar.files.read_bounded import read_bounded
-from onnxpar.model.model_folder import read_config
+from onnxpar.base.errors import ModelError
+from onnxpar.base.read_bounded import read_bounded
+from onnxpar.graph.model_folder import read_config
 
 Messages = Sequence[Mapping[str, Any]]
 """A chat: objects with `role` and `content`."""

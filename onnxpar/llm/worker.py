@@ -10,12 +10,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from onnxpar.errors import LaunchError, ModelError, OnnxparError, RankError, RunError
+from onnxpar.base.errors import LaunchError, ModelError, OnnxparError, RankError, RunError
 from onnxpar.llm.requests import Busy
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.closing import Closing
-from onnxpar.runtime.log import describe
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.ranks.log import describe
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession
 
 READY, STARTING, FAILED, CLOSED = "ready", "starting", "failed", "closed"
 _IDLE_CHECK = 1.0

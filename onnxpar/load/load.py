@@ -15,34 +15,18 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 from onnx import parser as onnx_text
 
+from onnxpar.base.errors import ModelError
 from onnxpar.base.names import Names
-from onnxpar.canonicalize.bodies_for_training import add_bodies
-from onnxpar.canonicalize.embedding_bags import add_up_bags
-from onnxpar.canonicalize.encoder_decoder import ENCODER, drop_decoder, read_part
-from onnxpar.canonicalize.functions import inlined
-from onnxpar.canonicalize.fused_units import separate_dequantized
-from onnxpar.canonicalize.inference import infer
-from onnxpar.canonicalize.kept_bounds import keep_bounds
-from onnxpar.canonicalize.kept_dropouts import keep_dropouts
-from onnxpar.canonicalize.kept_ranges import keep_ranges
-from onnxpar.canonicalize.listed_tensors import read_listed
-from onnxpar.canonicalize.module_names import ModuleNames, use_module_names
-from onnxpar.canonicalize.name_nodes import name_nodes
-from onnxpar.canonicalize.next_step import next_outputs
-from onnxpar.canonicalize.page_caches import page_caches
-from onnxpar.canonicalize.scan_axes import scan_first_axes
-from onnxpar.canonicalize.sequences import split_sequences
-from onnxpar.canonicalize.spell_out import spell_out
-from onnxpar.canonicalize.stack_experts import stack_experts
-from onnxpar.canonicalize.tie import tie
-from onnxpar.canonicalize.tolerated import restate, restate_flags, scalar_bounds
-from onnxpar.canonicalize.unfuse import FusedNode, unfuse
-from onnxpar.canonicalize.untie import shared_vectors, untie
-from onnxpar.canonicalize.upgrade import upgrade
-from onnxpar.errors import ModelError
-from onnxpar.files.unreadable import cannot_read
-from onnxpar.ir.exported import exported_kinds, torch_names
-from onnxpar.ir.stored import (
+from onnxpar.base.unreadable import cannot_read
+from onnxpar.graph.annotations import Configuration, read_annotations
+from onnxpar.graph.checker import MIN_IR, blaming, check_bound, check_references, check_standard
+from onnxpar.graph.exported import exported_kinds, torch_names
+from onnxpar.graph.inference import infer
+from onnxpar.graph.input_sizes import bind_dims, fix_shapes
+from onnxpar.graph.interchange import default_of, header_of, import_graph, reopen
+from onnxpar.graph.open_sizes import OpenSizes, infer_open
+from onnxpar.graph.state_pairs import find_states, given_states
+from onnxpar.graph.stored import (
     check_attributes,
     check_bodies,
     check_constants,
@@ -55,18 +39,34 @@ from onnxpar.ir.stored import (
     sparse_tensors,
     stored_tensors,
 )
-from onnxpar.ir.subgraphs import all_nodes
-from onnxpar.ir.tensors import Whole
-from onnxpar.ir.training_spec import Step
-from onnxpar.ir.used_names import check_names, names_in, names_of
+from onnxpar.graph.subgraphs import all_nodes
+from onnxpar.graph.tensors import Whole
+from onnxpar.graph.training_spec import Step
+from onnxpar.graph.typical import Typical, check_closed
+from onnxpar.graph.used_names import check_names, names_in, names_of
+from onnxpar.load.bodies_for_training import add_bodies
+from onnxpar.load.embedding_bags import add_up_bags
+from onnxpar.load.encoder_decoder import ENCODER, drop_decoder, read_part
+from onnxpar.load.functions import inlined
+from onnxpar.load.fused_units import separate_dequantized
+from onnxpar.load.kept_bounds import keep_bounds
+from onnxpar.load.kept_dropouts import keep_dropouts
+from onnxpar.load.kept_ranges import keep_ranges
+from onnxpar.load.listed_tensors import read_listed
+from onnxpar.load.module_names import ModuleNames, use_module_names
+from onnxpar.load.name_nodes import name_nodes
+from onnxpar.load.next_step import next_outputs
+from onnxpar.load.page_caches import page_caches
+from onnxpar.load.scan_axes import scan_first_axes
+from onnxpar.load.sequences import split_sequences
+from onnxpar.load.spell_out import spell_out
+from onnxpar.load.stack_experts import stack_experts
 from onnxpar.load.stored_model import StoredModel
-from onnxpar.model.annotations import Configuration, read_annotations
-from onnxpar.model.checker import MIN_IR, blaming, check_bound, check_references, check_standard
-from onnxpar.model.input_sizes import bind_dims, fix_shapes
-from onnxpar.model.interchange import default_of, header_of, import_graph, reopen
-from onnxpar.model.state_pairs import find_states, given_states
-from onnxpar.open_sizes.open_sizes import OpenSizes, infer_open
-from onnxpar.open_sizes.typical import Typical, check_closed
+from onnxpar.load.tie import tie
+from onnxpar.load.tolerated import restate, restate_flags, scalar_bounds
+from onnxpar.load.unfuse import FusedNode, unfuse
+from onnxpar.load.untie import shared_vectors, untie
+from onnxpar.load.upgrade import upgrade
 
 _COUNTS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 """Dtypes from which shapes are computed."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import onnx
 
-from onnxpar.canonicalize.name_nodes import name_nodes
-from onnxpar.canonicalize.unfuse import free_names
-from onnxpar.ir.stored import copy_with_stubs, densify, lift_constants, without_data
-from onnxpar.ir.used_names import names_in
-from onnxpar.model.annotations import clear_annotations
-from onnxpar.model.input_sizes import bind_dims, fix_shapes
+from onnxpar.graph.annotations import clear_annotations
+from onnxpar.graph.input_sizes import bind_dims, fix_shapes
+from onnxpar.graph.stored import copy_with_stubs, densify, lift_constants, without_data
+from onnxpar.graph.used_names import names_in
+from onnxpar.load.name_nodes import name_nodes
+from onnxpar.load.unfuse import free_names
 
 
 @dataclass(frozen=True)

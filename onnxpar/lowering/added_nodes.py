@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.origin import note_origin
+from onnxpar.graph.origin import note_origin
 
 
 class AddedNodes:

@@ -12,9 +12,9 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
 from onnxpar.cost.cost import Costs
-from onnxpar.ir.collectives import KINDS, PARTIAL, SPLIT, WHOLE
-from onnxpar.ir.reshards import Reshard, is_reshard, reshard_node, reshard_of
-from onnxpar.ir.subgraphs import read_by
+from onnxpar.graph.collectives import KINDS, PARTIAL, SPLIT, WHOLE
+from onnxpar.graph.reshards import Reshard, is_reshard, reshard_node, reshard_of
+from onnxpar.graph.subgraphs import read_by
 from onnxpar.layout.layout import Layout, dim_axes, is_data_dependent, leaves, local_size
 from onnxpar.layout.mesh import Mesh
 from onnxpar.layout.shares import Proportion

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.origin import note_origin
-from onnxpar.ir.per_rank import PerRank
+from onnxpar.graph.origin import note_origin
+from onnxpar.graph.per_rank import PerRank
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
 from onnxpar.lowering.unroll_experts import EXPERTS

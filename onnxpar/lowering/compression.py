@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
-from onnxpar.ir.clone import needed
-from onnxpar.ir.collectives import KINDS as COLLECTIVES
-from onnxpar.ir.reshards import is_reshard
-from onnxpar.ir.subgraphs import all_nodes, scopes
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.clone import needed
+from onnxpar.graph.collectives import KINDS as COLLECTIVES
+from onnxpar.graph.reshards import is_reshard
+from onnxpar.graph.subgraphs import all_nodes, scopes
 from onnxpar.sharding.accumulators import accumulators, source
 
 NONE, TWO_BIT = "none", "2bit"

@@ -19,7 +19,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import dtype_of
+from onnxpar.graph.tensors import dtype_of
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, indices, neutral
 from onnxpar.lowering.rank_view import NodeView
 from onnxpar.rules.indexing import SELECTED, wide_type

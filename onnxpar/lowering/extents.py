@@ -11,7 +11,7 @@ import numpy as np
 from onnxpar.layout.layout import default_parts
 from onnxpar.layout.mesh import Axes
 from onnxpar.layout.shares import Proportion
-from onnxpar.symbols.symbols import Binding, Polynomial
+from onnxpar.layout.symbols import Binding, Polynomial
 
 
 @dataclass(frozen=True)

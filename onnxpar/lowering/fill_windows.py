@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN, KINDS
-from onnxpar.ir.subgraphs import bodies
+from onnxpar.graph.collectives import DOMAIN, KINDS
+from onnxpar.graph.subgraphs import bodies
 from onnxpar.lowering.hold_back import AFTER_PRODUCTS, PRODUCTS
 from onnxpar.lowering.overlap import VIEWS, Windows, is_collective
 from onnxpar.lowering.streams import GroupsOf

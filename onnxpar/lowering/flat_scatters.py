@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.ir.origin import copy_origin
-from onnxpar.ir.stored import reads_of
+from onnxpar.graph.origin import copy_origin
+from onnxpar.graph.stored import reads_of
 
 
 def flatten_scatters(graph: GraphProto) -> None:

@@ -1,8 +1,8 @@
 """Restores the fused ops of a model's file in the ranks' graphs, where no pass changed their parts.
 
-The loader decomposes fused ops (`canonicalize/unfuse.py`), because a pass may have to insert a
-collective between the parts. The names of tensors in a rank's graph show whether a pass did: model
-tensors keep their names, and inserted or replaced nodes read and write tensors with other names.
+The loader decomposes fused ops (`load/unfuse.py`), because a pass may have to insert a collective
+between the parts. The names of tensors in a rank's graph show whether a pass did: model tensors
+keep their names, and inserted or replaced nodes read and write tensors with other names.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from onnx import GraphProto, NodeProto
 
-from onnxpar.canonicalize.unfuse import FusedNode
-from onnxpar.ir.stored import graphs_of
+from onnxpar.graph.stored import graphs_of
+from onnxpar.load.unfuse import FusedNode
 
 _OUTPUT = ""
 """Stands for the end of the graph among the readers of a tensor."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import COMPLETE, START
+from onnxpar.graph.collectives import COMPLETE, START
 
 
 def hidden_seconds(

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
-from onnxpar.ir.subgraphs import bodies
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.graph.collectives import DOMAIN, KINDS, START, kind_of
+from onnxpar.graph.subgraphs import bodies
+from onnxpar.graph.tensors import tensor_shape
 from onnxpar.lowering.overlap import VIEWS
 
 PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))

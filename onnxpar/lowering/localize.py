@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import conceal
-from onnxpar.ir.per_rank import PerRank
+from onnxpar.graph.attribute_weights import conceal
+from onnxpar.graph.per_rank import PerRank
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.empty_shards import StandIns, factors_to_fill

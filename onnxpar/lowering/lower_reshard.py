@@ -19,11 +19,11 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import OpenSizesError
-from onnxpar.ir.collectives import KINDS
-from onnxpar.ir.per_rank import PerRank, collective_node
-from onnxpar.ir.reshards import reshard_of
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.base.errors import OpenSizesError
+from onnxpar.graph.collectives import KINDS
+from onnxpar.graph.per_rank import PerRank, collective_node
+from onnxpar.graph.reshards import reshard_of
+from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.layout.layout import (
     Dim,
     Factor,

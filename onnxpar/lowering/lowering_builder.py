@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.origin import note_origin
-from onnxpar.ir.per_rank import InnerCollective, PerRank, collective_node, note_inner
-from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.graph.origin import note_origin
+from onnxpar.graph.per_rank import InnerCollective, PerRank, collective_node, note_inner
+from onnxpar.graph.shapes import infer_results
+from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.layout.layout import dim_axes
 from onnxpar.layout.mesh import Axes, in_mesh_order
 from onnxpar.lowering.empty_shards import fill
 from onnxpar.lowering.halo import fetch
 from onnxpar.lowering.rank_view import NodeView
 from onnxpar.lowering.travel import exchange, shift
-from onnxpar.model.shapes import infer_results
 from onnxpar.rules.rule import Local, Step
 
 

@@ -19,17 +19,17 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import OpenSizesError
-from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
-from onnxpar.ir.per_rank import PerRank
-from onnxpar.ir.subgraphs import captured
+from onnxpar.base.errors import OpenSizesError
+from onnxpar.graph.closed_forms import MOST
+from onnxpar.graph.collectives import DOMAIN, KINDS, START, kind_of
+from onnxpar.graph.open_sizes import OpenSizes
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.size_arithmetic import Forms
+from onnxpar.graph.subgraphs import captured
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, dim_axes, leaves, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.layout.symbols import Binding, Polynomial, Variable
 from onnxpar.lowering.extents import Extent, OpenArray, SplitSize, part_values
-from onnxpar.open_sizes.closed_forms import MOST
-from onnxpar.open_sizes.open_sizes import OpenSizes
-from onnxpar.open_sizes.size_arithmetic import Forms
-from onnxpar.symbols.symbols import Binding, Polynomial, Variable
 
 _PROBES = 32
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import AFTER, COMPLETE, DOMAIN, KINDS, START
-from onnxpar.ir.subgraphs import bodies, read_by
+from onnxpar.graph.collectives import AFTER, COMPLETE, DOMAIN, KINDS, START
+from onnxpar.graph.subgraphs import bodies, read_by
 from onnxpar.lowering.streams import GroupsOf, collectives_in
 
 VIEWS = frozenset(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))

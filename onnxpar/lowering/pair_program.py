@@ -15,9 +15,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.per_rank import PerRank
-from onnxpar.ir.subgraphs import detach
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.subgraphs import detach
+from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.added_nodes import AddedNodes

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.graph.tensors import Size, tensor_shape
 from onnxpar.layout.layout import (
     Concat,
     Dim,

@@ -7,9 +7,9 @@ import heapq
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import KINDS
-from onnxpar.ir.reshards import is_reshard
-from onnxpar.ir.subgraphs import read_by, scopes
+from onnxpar.graph.collectives import KINDS
+from onnxpar.graph.reshards import is_reshard
+from onnxpar.graph.subgraphs import read_by, scopes
 
 _LATE = tuple(kind.name for kind in KINDS.values() if kind.is_late)
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
+from onnxpar.base.errors import ModelError
 from onnxpar.base.names import Names
-from onnxpar.errors import ModelError
 from onnxpar.layout.shares import Proportion
+from onnxpar.layout.symbols import Minimum, Polynomial, Quotient, Variable
 from onnxpar.lowering.extents import Extent, OpenArray
-from onnxpar.symbols.symbols import Minimum, Polynomial, Quotient, Variable
 
 SIZES = "onnxpar.sizes"
 """The hidden input: the values of all symbols, in the order of the plan, int64."""

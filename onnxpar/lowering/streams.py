@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN, KINDS, START, kind_of
-from onnxpar.ir.per_rank import PerRank
-from onnxpar.ir.subgraphs import all_nodes, bodies
+from onnxpar.graph.collectives import DOMAIN, KINDS, START, kind_of
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.subgraphs import all_nodes, bodies
 
 MOST = 4
 """The most streams of a rank: each stream has connections to all ranks, and a thread."""

@@ -18,9 +18,9 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.per_rank import PerRank
-from onnxpar.ir.reshards import Reshard, reshard_node
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.reshards import Reshard, reshard_node
+from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.layout.layout import Factor, Layout, dim_axes
 from onnxpar.layout.mesh import Axes, Mesh, in_mesh_order, merge_axes, parts_over
 

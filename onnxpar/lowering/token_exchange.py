@@ -15,9 +15,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.per_rank import PerRank
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.lowering.added_nodes import AddedNodes
 from onnxpar.lowering.lowering_builder import rank_constant
 from onnxpar.lowering.pairs import Pairs

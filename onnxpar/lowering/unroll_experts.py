@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxpar.ir.stored import element_bits, external_location, nodes_of, subgraphs_of
+from onnxpar.graph.stored import element_bits, external_location, nodes_of, subgraphs_of
 
 EXPERTS = "::experts"
 """The end of the name of a Scan over experts."""

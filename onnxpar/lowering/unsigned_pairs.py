@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.reshards import is_reshard
-from onnxpar.ir.tensors import constant, dtype_of, given
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.reshards import is_reshard
+from onnxpar.graph.tensors import constant, dtype_of, given
 
 _DEQUANTIZE, _QUANTIZE = "DequantizeLinear", "QuantizeLinear"
 _SHIFT = 128

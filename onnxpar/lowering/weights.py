@@ -20,10 +20,10 @@ import numpy as np
 from onnx import GraphProto, TensorProto, helper, numpy_helper
 
 from onnxpar.base.arrays import Array
+from onnxpar.base.bundle_names import SHARED, rank_name, shared_name
+from onnxpar.base.digested_folder import DigestedFile, DigestedFolder
 from onnxpar.base.packing import pack, unpack
-from onnxpar.files.bundle_names import SHARED, rank_name, shared_name
-from onnxpar.files.digested_folder import DigestedFile, DigestedFolder
-from onnxpar.ir.stored import element_bits, external_location, stored_bytes, stored_tensors
+from onnxpar.graph.stored import element_bits, external_location, stored_bytes, stored_tensors
 from onnxpar.layout.layout import Factor, Layout, indices, neutral
 from onnxpar.layout.mesh import Mesh
 

@@ -1,4 +1,5 @@
-// The C interface that onnxpar.runtime.groups and onnxpar.runtime.collectives call through ctypes.
+// The C interface that onnxpar.runtime.ranks.groups and onnxpar.runtime.ranks.collectives call
+// through ctypes.
 //
 // Functions return 0 on success and 1 on failure; then onnxpar_last_error() returns the reason.
 #include <chrono>

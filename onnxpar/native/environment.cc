@@ -94,7 +94,7 @@ bool HasOtherHosts(const std::string& size) {
   return !nodes.empty() && nodes != "1";
 }
 
-/// Returns the store where the ranks meet, chosen as in onnxpar.runtime.launch; empty if no
+/// Returns the store where the ranks meet, chosen as in onnxpar.runtime.launch.launch; empty if no
 /// variable names one.
 std::string StoreFromEnvironment(const std::string& size) {
   const std::string store = Variable({"ONNXPAR_STORE"});

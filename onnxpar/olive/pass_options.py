@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_origin
 
 from olive.passes.pass_config import PassConfigParam
 
-from onnxpar.pipeline.plan_options import DEFAULTS, PlanOptions
+from onnxpar.planner.option import members
+from onnxpar.planner.option_table import PlanOptions, table
 
 _JSON: Mapping[Any, type] = {
     **{kind: kind for kind in (bool, int, float, str)},
@@ -22,11 +22,11 @@ def parameters() -> dict[str, Any]:
     """Returns Olive's PassConfigParam of each option, by name, with the default of the option."""
     return {
         name: PassConfigParam(
-            type_=Union[tuple(_json_types(hint))],  # noqa: UP007  (of a tuple)
-            default_value=_as_json(DEFAULTS.get(name)),
-            description=f"The option {name} of onnxpar.shard, as its help says.",
+            type_=Union[tuple(_json_types(each.type))],  # noqa: UP007  (of a tuple)
+            default_value=_as_json(each.option.default),
+            description=each.option.help,
         )
-        for name, hint in get_type_hints(PlanOptions).items()
+        for name, each in table().items()
     }
 
 
@@ -37,11 +37,8 @@ def options(config: Mapping[str, Any]) -> PlanOptions:
 
 
 def _json_types(hint: Any) -> Iterator[type]:
-    if get_origin(hint) in (Union, UnionType):
-        for each in get_args(hint):
-            yield from _json_types(each)
-    else:
-        kind = get_origin(hint) or hint
+    for each in members(hint):
+        kind = get_origin(each) or each
         found = next(
             (made for own, made in _JSON.items() if kind is get_origin(own) or kind is own), None
         )

@@ -9,9 +9,9 @@ from olive.model import DistributedOnnxModelHandler, ONNXModelHandler
 from olive.passes import Pass
 
 from onnxpar.api import shard
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.olive.pass_options import options, parameters
-from onnxpar.runtime.library import library_path
+from onnxpar.runtime.ranks.library import library_path
 
 RANK_FILE = "rank_{:04d}.onnx"
 """The name of a rank's graph in a sharded model."""

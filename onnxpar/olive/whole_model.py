@@ -9,8 +9,8 @@ from typing import Any
 import onnxruntime as ort
 from olive.model import DistributedOnnxModelHandler, ONNXModelHandler
 
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession
 
 
 class WholeModelHandler(ONNXModelHandler):  # type: ignore[misc]

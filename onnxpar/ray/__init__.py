@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "ray":
         raise
-    from onnxpar.errors import OnnxparError
+    from onnxpar.base.errors import OnnxparError
 
     raise OnnxparError("onnxpar.ray needs the package ray: pip install 'onnxpar[ray]'") from None
 

@@ -9,15 +9,15 @@ import numpy as np
 import ray
 
 from onnxpar.base.arrays import Array
-from onnxpar.files.digests import Digests
+from onnxpar.base.digests import Digests
 from onnxpar.ray.calls import Actor, Calls
 from onnxpar.ray.rank_actor import Answer
-from onnxpar.runtime.bundle import Bundle, Sizes
-from onnxpar.runtime.executor import Facts, Request
-from onnxpar.runtime.profile import Record
-from onnxpar.runtime.ranks import KeptShapes, PartsOf, common_shapes
-from onnxpar.runtime.shards import PortParts, Rows
-from onnxpar.runtime.state_files import Origin
+from onnxpar.runtime.profile.profile import Record
+from onnxpar.runtime.ranks.executor import Facts, Request
+from onnxpar.runtime.ranks.ranks import KeptShapes, PartsOf, common_shapes
+from onnxpar.runtime.session.bundle import Bundle, Sizes
+from onnxpar.runtime.session.shards import PortParts, Rows
+from onnxpar.runtime.states.state_files import Origin
 
 SMALL = 64 << 10
 """Bytes up to which inputs travel within the call: through Ray's object store, they would take

@@ -16,13 +16,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.ray.actor_ranks import ActorRanks
 from onnxpar.ray.calls import CONTROL, Actor, Calls
 from onnxpar.ray.rank_actor import INSECURE, TLS_DIR, Joining, RankActor
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.launch import LOOPBACK, launched_rank
-from onnxpar.runtime.options import SessionSpec
+from onnxpar.runtime.launch.launch import LOOPBACK, launched_rank
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.options import SessionSpec
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 

@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from onnxpar.errors import RankError, RunError
+from onnxpar.base.errors import RankError, RunError
 from onnxpar.ray.rank_actor import Answer, Place
-from onnxpar.runtime.log import describe
+from onnxpar.runtime.ranks.log import describe
 
 CONTROL = "control"
 """The concurrency group of calls that are answered while a rank computes."""

@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 from ray.util import get_node_ip_address
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import ModelError, OnnxparError
-from onnxpar.files.digests import Digests
-from onnxpar.files.own_folder import OwnFolder
-from onnxpar.runtime.arena import Heap
-from onnxpar.runtime.bundle import Sizes
-from onnxpar.runtime.checks import check_table_dir
-from onnxpar.runtime.cores import own_cores, share_beside
-from onnxpar.runtime.executor import Executor, Facts, Request
-from onnxpar.runtime.fetch import complete
-from onnxpar.runtime.groups import Hub, World
-from onnxpar.runtime.log import describe, log
-from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.profile import Record
-from onnxpar.runtime.ranks import KeptShapes
-from onnxpar.runtime.shards import Rows
-from onnxpar.runtime.state_files import Origin
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import ModelError, OnnxparError
+from onnxpar.base.own_folder import OwnFolder
+from onnxpar.runtime.profile.profile import Record
+from onnxpar.runtime.ranks.arena import Heap
+from onnxpar.runtime.ranks.cores import own_cores, share_beside
+from onnxpar.runtime.ranks.executor import Executor, Facts, Request
+from onnxpar.runtime.ranks.fetch import complete
+from onnxpar.runtime.ranks.groups import Hub, World
+from onnxpar.runtime.ranks.log import describe, log
+from onnxpar.runtime.ranks.ranks import KeptShapes
+from onnxpar.runtime.session.bundle import Sizes
+from onnxpar.runtime.session.checks import check_table_dir
+from onnxpar.runtime.session.options import SessionSpec
+from onnxpar.runtime.session.shards import Rows
+from onnxpar.runtime.states.state_files import Origin
 
 TLS_DIR, INSECURE = NETWORK = "ONNXPAR_TLS_DIR", "ONNXPAR_INSECURE"
 """Variables of the environment: one must be set where other hosts can reach a rank."""

@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.interrupts import raise_for
-from onnxpar.errors import InputError, OnnxparError
 from onnxpar.ray.actors import Actors, connect
 
 

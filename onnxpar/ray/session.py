@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from onnxpar.ray.actors import Actors
-from onnxpar.runtime import session
+from onnxpar.runtime.session import session
 
 if TYPE_CHECKING:
     import onnxruntime as ort

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from onnxpar.files.folder_lock import FolderLock
+from onnxpar.base.folder_lock import FolderLock
 from onnxpar.ray.actors import Actors
 from onnxpar.trainer import trainer
 

@@ -1,1 +1,2 @@
-"""Reports on a plan: tables, pages, charts, comparisons with traces."""
+"""Reports: tables and pages of plans, comparisons with traces, and of sharded results with those of
+unsplit models."""

@@ -7,24 +7,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.shown import Shown
-from onnxpar.errors import StrategyError
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.interchange import header_of
+from onnxpar.graph.training_spec import Step
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import read_proto
-from onnxpar.model.interchange import header_of
-from onnxpar.pipeline.loader import Loader
-from onnxpar.pipeline.options import NO_RANKS, Options
-from onnxpar.presets.class_parallel import CLASS
-from onnxpar.presets.context_parallel import AXIS, CONTEXT
-from onnxpar.presets.expert_parallel import EXPERT
-from onnxpar.presets.presets import preset_mesh
-from onnxpar.presets.table_parallel import TABLES
-from onnxpar.presets.training_presets import SEQUENCE, ZERO_STAGES
+from onnxpar.planner.loader import Loader
+from onnxpar.planner.options import NO_RANKS, Options
 from onnxpar.report.explain import Explained, explain
 from onnxpar.search.meshes import BATCH, WIDTH
 from onnxpar.search.predict import Prediction
 from onnxpar.search.search import AUTO, PROPAGATION
+from onnxpar.strategy.class_parallel import CLASS
+from onnxpar.strategy.context_parallel import AXIS, CONTEXT
+from onnxpar.strategy.expert_parallel import EXPERT
+from onnxpar.strategy.presets import preset_mesh
+from onnxpar.strategy.table_parallel import TABLES
+from onnxpar.strategy.training_presets import SEQUENCE, ZERO_STAGES
 
 ONE_RANK = "one rank"
 """The name, in tables, of the unsplit model on one rank."""

@@ -14,17 +14,17 @@ from statistics import mean
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import InputError, StrategyError
-from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import KINDS, LOCAL_STEPS
-from onnxpar.ir.reshards import is_reshard
-from onnxpar.ir.subgraphs import nodes_within
-from onnxpar.open_sizes.typical import Profile
-from onnxpar.pipeline.observer import Observer
+from onnxpar.graph.clone import nodes_of_run
+from onnxpar.graph.collectives import KINDS, LOCAL_STEPS
+from onnxpar.graph.reshards import is_reshard
+from onnxpar.graph.subgraphs import nodes_within
+from onnxpar.graph.typical import Profile
+from onnxpar.planner.observer import Observer
 from onnxpar.report.comparison_result import Communicated, Comparison, Computed, sum_known
-from onnxpar.runtime.trace import Event, Trace
+from onnxpar.runtime.profile.trace import Event, Trace
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.sharding.state import ShardingState
 

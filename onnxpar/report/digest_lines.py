@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from onnxpar.files.bundle_names import PLAN
-from onnxpar.files.digests import file_sum
-from onnxpar.runtime.bundle import Bundle, with_encoder
-from onnxpar.runtime.bundle_files import ranks_text
+from onnxpar.base.bundle_names import PLAN
+from onnxpar.base.digests import file_sum
+from onnxpar.runtime.session.bundle import Bundle, with_encoder
+from onnxpar.runtime.session.bundle_files import ranks_text
 
 
 def verified_text(par: str | os.PathLike[str]) -> str:

@@ -13,22 +13,22 @@ from typing import TypeVar
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import Plan, open_shape
 from onnxpar.compiler.summary import activations
-from onnxpar.errors import StrategyError
-from onnxpar.ir.clone import nodes_of_run
-from onnxpar.ir.collectives import LOCAL_STEPS
-from onnxpar.ir.reshards import is_reshard, operands_of
-from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.graph.clone import nodes_of_run
+from onnxpar.graph.collectives import LOCAL_STEPS
+from onnxpar.graph.reshards import is_reshard, operands_of
+from onnxpar.graph.subgraphs import subgraphs
 from onnxpar.layout.layout import Layout
-from onnxpar.manual.manual import MANUAL
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.loader import Loader
-from onnxpar.pipeline.observer import Observer
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.loader import Loader
+from onnxpar.planner.observer import Observer
+from onnxpar.planner.options import Options
 from onnxpar.search.predict import Prediction, predict_nodes
 from onnxpar.search.repeats import runs
+from onnxpar.strategy.manual import MANUAL
 
 UPDATE = "update"
 """The block of the optimizer's nodes; their names start with this word."""

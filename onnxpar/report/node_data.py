@@ -16,7 +16,7 @@ from typing import Any
 
 import onnx
 
-from onnxpar.files.write_file import whole_file, writing
+from onnxpar.base.write_file import whole_file, writing
 from onnxpar.load.load import read_proto
 from onnxpar.report.explain import COLLECTIVE, NODE, Explained, Operand, Step
 from onnxpar.report.walk import Walk

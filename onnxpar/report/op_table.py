@@ -21,7 +21,7 @@ import onnxpar.grad
 import onnxpar.rules
 from onnxpar.grad.vjp import registered as gradients
 from onnxpar.grad.vjp import without as without_gradient
-from onnxpar.model.checker import newest_opset
+from onnxpar.graph.checker import newest_opset
 from onnxpar.rules.fused_attention import DOMAIN as FUSED
 from onnxpar.rules.rule import registered, whole_ops
 

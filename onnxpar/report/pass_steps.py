@@ -10,12 +10,12 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.text import annotation_lines, attributes_text, layout_of
-from onnxpar.ir.reshards import is_reshard, operands_of
-from onnxpar.ir.stored import nodes_of
-from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.graph.reshards import is_reshard, operands_of
+from onnxpar.graph.stored import nodes_of
+from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.layout.layout import Layout
 from onnxpar.load.load import Model
-from onnxpar.pipeline.observer import Observer
+from onnxpar.planner.observer import Observer
 from onnxpar.report.explain import Operand
 
 ADDED, REMOVED, CHANGED, KEPT = "added", "removed", "changed", "unchanged"

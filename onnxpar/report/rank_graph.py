@@ -11,8 +11,8 @@ import onnx_graphsurgeon as gs
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.plan import open_shape
 from onnxpar.compiler.text import attributes_text
-from onnxpar.ir.origin import lowered_from
-from onnxpar.ir.subgraphs import nodes_within
+from onnxpar.graph.origin import lowered_from
+from onnxpar.graph.subgraphs import nodes_within
 from onnxpar.layout.dims import Dim, runs
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh

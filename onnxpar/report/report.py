@@ -8,12 +8,12 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import Any
 
+from onnxpar.base.errors import ModelError
 from onnxpar.base.shown import text_of
 from onnxpar.compiler.plan import Plan, SavedPlan
 from onnxpar.cost.topology import ANY_HOST
-from onnxpar.errors import ModelError
-from onnxpar.model.state_pairs import unpaired_text
-from onnxpar.open_sizes.typical import sizes_text
+from onnxpar.graph.state_pairs import unpaired_text
+from onnxpar.graph.typical import sizes_text
 from onnxpar.report.held_lines import held_lines
 from onnxpar.report.proof_text import proof_text
 from onnxpar.report.text_table import FEW as FEW

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
+from onnxpar.base.errors import OnnxparError, StrategyError
 from onnxpar.base.shown import html_of
+from onnxpar.base.write_file import whole_file
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.files.write_file import whole_file
-from onnxpar.open_sizes.typical import sizes_text
+from onnxpar.graph.typical import sizes_text
 from onnxpar.report.candidates import Candidates
 from onnxpar.report.charts import memory_curve, timeline
 from onnxpar.report.explain import Explained

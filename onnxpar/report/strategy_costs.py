@@ -10,22 +10,22 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.shown import Shown, text_of
 from onnxpar.compiler.pass_ import ANNOTATIONS, LAYOUTS, Pass, PassContext
-from onnxpar.errors import StrategyError
+from onnxpar.graph.typical import sizes_text
 from onnxpar.layout.layout import Layout, split_count
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
-from onnxpar.manual.manual import MANUAL
-from onnxpar.open_sizes.typical import sizes_text
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.observer import Observer
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.observer import Observer
+from onnxpar.planner.options import Options
 from onnxpar.report.report import WIDTH, size_text
 from onnxpar.search.node_costs import NodeCosts, StrategyCost
 from onnxpar.search.problem import MOST_STRATEGIES
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import FactorSharding, ShardingState
+from onnxpar.strategy.manual import MANUAL
 from onnxpar.strategy.named_ops import NamedOps
 
 _PARTS = ("inside", "result", "gradients")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from onnxpar.report.report import table
-from onnxpar.runtime.trace import ExpertLoad, NodeTimes, Trace
+from onnxpar.runtime.profile.trace import ExpertLoad, NodeTimes, Trace
 
 SLOWEST = 10
 _MIXTURES = 4

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.load.load import Model
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.observer import Observers
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.observer import Observers
+from onnxpar.planner.options import Options
 from onnxpar.report.explain import Explained, Explainer, refuse_manual
 from onnxpar.report.pass_steps import PassStep, PassSteps
 from onnxpar.report.rank_graph import RankGraph, rank_graph

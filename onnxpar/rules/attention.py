@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.graph.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention_lowering import LENGTHS, default_scale, sees_by_place
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.ring_attention import RingAttention

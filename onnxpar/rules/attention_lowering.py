@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, given
+from onnxpar.graph.tensors import dtype_of, given
 from onnxpar.rules.communicate import finish, has_output, held_positions, like, widen
 from onnxpar.rules.rule import Local, Lowering
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.graph.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention import attention_products
 from onnxpar.rules.attention_lowering import default_scale, least_of
 from onnxpar.rules.communicate import finish, held_positions, like, widen

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, float_attr, tensor_shape
+from onnxpar.graph.tensors import Size, float_attr, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,

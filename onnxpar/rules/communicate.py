@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, dtype_of
+from onnxpar.graph.tensors import Size, dtype_of
 from onnxpar.rules.rule import Local, Lowering
 
 UNKNOWN = "a data-dependent size"

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import finish_chain, held_positions
 from onnxpar.rules.indexing import SELECTED
 from onnxpar.rules.movement import PERMUTES

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import integer_product
 from onnxpar.rules.rule import FIRST, Rule, einsum, names, rule, whole_rule
@@ -96,8 +97,8 @@ def matmul_integer(node: gs.Node) -> Rule:
     """`m k, k n, m, n -> m n`; every rank subtracts the zero points (operands 2 and 3) before its
     product."""
     points = [given(node, i) for i in (2, 3)]
-    if not all(_is_at_most_1d(point) for point in points):
-        return whole_rule(node, "it has a zero point per matrix")
+    if not _are_rows(points[:1], node.inputs[0], -2) or not _are_rows(points[1:], node.inputs[1]):
+        return whole_rule(node, "it has a zero point per matrix, or not one for each row or column")
     left, right, out = _product(node, 0, 1)
     rows = [_row(point, dim) for point, dim in zip(points, "mn", strict=True)]
     operands = ", ".join([left, right, *rows][: len(node.inputs)])
@@ -108,8 +109,9 @@ def matmul_integer(node: gs.Node) -> Rule:
 def qlinear_matmul(node: gs.Node) -> Rule:
     """`m k, m, m, k n, n, n, _, _ -> m n`; if k is split, the ranks add their 32-bit sums before
     they scale them."""
-    if not all(_is_at_most_1d(node.inputs[i]) for i in (1, 2, 4, 5)):
-        return whole_rule(node, "it has a scale per matrix")
+    are_columns = _are_rows(node.inputs[4:6], node.inputs[3])
+    if not are_columns or not _are_rows(node.inputs[1:3], node.inputs[0], -2):
+        return whole_rule(node, "it has a scale per matrix, or not one for each row or column")
     left, right, out = _product(node, 0, 3)
     of_a, of_b = (_row(node.inputs[i], dim) for i, dim in ((1, "m"), (4, "n")))
     point_a, point_b = (_row(node.inputs[i], dim) for i, dim in ((2, "m"), (5, "n")))
@@ -117,10 +119,17 @@ def qlinear_matmul(node: gs.Node) -> Rule:
     return einsum(node, text, **integer_product("k"))
 
 
-def _is_at_most_1d(tensor: gs.Tensor | None) -> bool:
-    """True if a zero point or scale is absent, has one element, or is one per row or column."""
-    shape = () if tensor is None else tensor_shape(tensor)
-    return shape is not None and (len(shape) <= 1 or math.prod(s or 2 for s in shape) == 1)
+def _are_rows(points: Sequence[gs.Tensor | None], matrix: gs.Tensor, dim: int = -1) -> bool:
+    """True if each zero point or scale of a matrix is absent, has one element, or has one for each
+    column, or for each row if `dim` is -2."""
+    shapes = [() if point is None else tensor_shape(point) for point in points]
+    of_matrix = tensor_shape(matrix) or ()
+    size = of_matrix[dim] if len(of_matrix) >= -dim else 1
+    return all(
+        shape is not None
+        and (math.prod(s or 2 for s in shape) == 1 or (len(shape) == 1 and shape[0] == size))
+        for shape in shapes
+    )
 
 
 def _row(tensor: gs.Tensor | None, dim: str) -> str:

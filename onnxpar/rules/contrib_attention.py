@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.graph.tensors import Size, given, tensor_shape
 from onnxpar.rules.contrib_attention_lowering import split_keys
 from onnxpar.rules.notation import dims_text, parse_spec
 from onnxpar.rules.projected_attention import OPERANDS, ProjectedAttention

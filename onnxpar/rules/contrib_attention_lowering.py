@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import given, tensor_shape
+from onnxpar.graph.tensors import given, tensor_shape
 from onnxpar.rules.attention_lowering import least_of
 from onnxpar.rules.communicate import finish, has_output, held_positions, like, widen
 from onnxpar.rules.movement import int64

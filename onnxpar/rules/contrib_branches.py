@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import given, tensor_shape
+from onnxpar.graph.tensors import given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Local, Rule, einsum, given_specs, names, rule, whole_rule
 

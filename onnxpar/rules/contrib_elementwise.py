@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, constant, dtype_of, tensor_shape
+from onnxpar.graph.tensors import Size, constant, dtype_of, tensor_shape
 from onnxpar.rules.communicate import communicating
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.index_tuples import gather_nd

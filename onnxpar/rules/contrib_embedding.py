@@ -9,7 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.contrib_products import DOMAIN
 from onnxpar.rules.indexing import SELECTED
 from onnxpar.rules.lowering_interface import Lowering

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import communicating, number, total
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import finish_requantized

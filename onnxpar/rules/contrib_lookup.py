@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.indexing import finish_held, local_rows
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, float_attr, given, tensor_shape
+from onnxpar.graph.tensors import Size, float_attr, given, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,

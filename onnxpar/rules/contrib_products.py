@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.contraction import product_text
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import integer_product

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import like
 from onnxpar.rules.indexing import finish_held
 from onnxpar.rules.notation import dims_text

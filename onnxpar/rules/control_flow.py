@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.subgraphs import bodies
-from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.graph.subgraphs import bodies
+from onnxpar.graph.tensors import Size, tensor_shape
 from onnxpar.rules.notation import Spec, Var
 from onnxpar.rules.rule import Rule, names, rule
 

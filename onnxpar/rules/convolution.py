@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.contraction import dequantized
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.quantization import is_one_point, lower_quantized_convolution

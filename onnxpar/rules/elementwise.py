@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
+from onnxpar.graph.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.notation import ONE, Expr, Spec, Var
 from onnxpar.rules.random_draws import training_dropout
 from onnxpar.rules.rule import FIRST, Rule, rule

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import numbers, tree_starts
+from onnxpar.graph.attribute_weights import numbers, tree_starts
 
 Array = np.ndarray[Any, Any]
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.graph.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention import AttentionDims, attention_dims, attention_products
 from onnxpar.rules.attention_lowering import MASK, AttentionLowering, default_scale
 from onnxpar.rules.notation import dims_text
@@ -49,7 +49,7 @@ def attention_gradient(node: gs.Node) -> Rule:
 @rule(SCORED, domain=DOMAIN)
 def scored_attention(node: gs.Node) -> Rule:
     """`b (k g) s d, b k d t, b k t e, b (k g) s m -> b (k g) s e`: attention in basic ops, with
-    elementwise steps on scores (`canonicalize/exported_attention.py`); `(k g) s d, ...` with three
+    elementwise steps on scores (`load/exported_attention.py`); `(k g) s d, ...` with three
     dimensions."""
     query, key, value = (tensor_shape(t) or () for t in node.inputs[:3])
     batch = "b " if len(query) == 4 else ""

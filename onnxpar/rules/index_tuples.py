@@ -16,7 +16,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import Size, constant, tensor_shape
+from onnxpar.graph.tensors import Size, constant, tensor_shape
 from onnxpar.rules.indexing import finish_held, is_summable, joined_by, lookup
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.notation import dims_text

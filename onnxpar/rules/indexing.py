@@ -11,7 +11,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import Size, constant, dtype_of, is_float, numel, tensor_shape
+from onnxpar.graph.tensors import Size, constant, dtype_of, is_float, numel, tensor_shape
 from onnxpar.rules.communicate import like, local_places
 from onnxpar.rules.movement import PERMUTES
 from onnxpar.rules.notation import dims_text

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import has_output
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import int64

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,

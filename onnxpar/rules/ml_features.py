@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import ML
-from onnxpar.ir.tensors import dtype_of, tensor_shape
+from onnxpar.graph.attribute_weights import ML
+from onnxpar.graph.tensors import dtype_of, tensor_shape
 from onnxpar.rules.communicate import FLOAT, communicating, like
 from onnxpar.rules.ml_labels import in_order, matrix
 from onnxpar.rules.notation import dims_text

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import ML
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.graph.attribute_weights import ML
+from onnxpar.graph.tensors import tensor_shape
 from onnxpar.rules.rule import Lowering
 
 _TEXTS = "classlabels_strings"

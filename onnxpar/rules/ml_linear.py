@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import ML, numbers
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.graph.attribute_weights import ML, numbers
+from onnxpar.graph.tensors import tensor_shape
 from onnxpar.rules.communicate import FLOAT
 from onnxpar.rules.ml_labels import classify, has_text_labels, matrix, row_fields
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, rule, whole_rule

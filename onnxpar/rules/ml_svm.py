@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import AT, ML, has_attribute_weights, numbers
+from onnxpar.graph.attribute_weights import AT, ML, has_attribute_weights, numbers
 from onnxpar.rules.ml_labels import classify, has_text_labels, labels_of, matrix, row_fields
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, rule, whole_rule
 

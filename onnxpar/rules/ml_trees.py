@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.attribute_weights import AT, ML, has_attribute_weights, numbers
-from onnxpar.ir.tensors import dtype_of
+from onnxpar.graph.attribute_weights import AT, ML, has_attribute_weights, numbers
+from onnxpar.graph.tensors import dtype_of
 from onnxpar.rules.forests import Ensemble, Forest, Trees
 from onnxpar.rules.ml_labels import finish_labels, has_text_labels, labels_of, matrix, row_fields
 from onnxpar.rules.rule import Local, Lowering, Rule, einsum, rule, whole_rule

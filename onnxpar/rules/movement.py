@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, constant, given, tensor_shape
+from onnxpar.graph.tensors import Size, constant, given, tensor_shape
 from onnxpar.rules.elementwise import broadcast
 from onnxpar.rules.notation import ONE, Expr, Prod, Spec, Var
 from onnxpar.rules.rule import (

@@ -7,7 +7,7 @@ Factors with a communicating lowering are not listed: the lowering handles empty
 
 from __future__ import annotations
 
-from onnxpar.ir.attribute_weights import ML
+from onnxpar.graph.attribute_weights import ML
 from onnxpar.rules.rule import no_empty_parts
 
 CONTRIB = "com.microsoft"
@@ -23,7 +23,7 @@ no_empty_parts("GroupNormalization", "n g")
 no_empty_parts("SoftmaxCrossEntropyLoss", "n s")
 no_empty_parts("LSTM GRU RNN", "b d")
 no_empty_parts("RotaryEmbedding", "h")
-no_empty_parts("MatMulInteger", "k")
+no_empty_parts("MatMulInteger", "k m")
 no_empty_parts("TfIdfVectorizer", "b")
 no_empty_parts("Attention QAttention MultiHeadAttention GroupQueryAttention", domain=CONTRIB)
 no_empty_parts("DecoderMaskedMultiHeadAttention", domain=CONTRIB)

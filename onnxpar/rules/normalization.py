@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, float_attr, given, tensor_shape
+from onnxpar.graph.tensors import dtype_of, float_attr, given, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,

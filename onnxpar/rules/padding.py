@@ -11,7 +11,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import constant, given, tensor_shape
+from onnxpar.graph.tensors import constant, given, tensor_shape
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import int64
 from onnxpar.rules.notation import dims_text

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.paged_attention import (
+from onnxpar.graph.paged_attention import (
     ATTRIBUTES,
     COMPUTE,
     COSINE,
@@ -20,7 +20,7 @@ from onnxpar.ir.paged_attention import (
     PAGED_ATTENTION,
     PAGED_ATTENTION_PART,
 )
-from onnxpar.ir.tensors import Size, given, tensor_shape
+from onnxpar.graph.tensors import Size, given, tensor_shape
 from onnxpar.rules.attention import attention_products
 from onnxpar.rules.communicate import finish
 from onnxpar.rules.movement import int64

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import Size, dtype_of, is_float, numel, tensor_shape
+from onnxpar.graph.tensors import Size, dtype_of, is_float, numel, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.reductions import finish_share, weighted_mean
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule

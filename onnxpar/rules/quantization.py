@@ -13,7 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from onnxpar.ir.tensors import Size, constant, dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import Size, constant, dtype_of, given, tensor_shape
 from onnxpar.rules.communicate import where_held
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Lowering, Rule, einsum, invalid, names, rule

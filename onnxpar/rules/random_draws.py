@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, tensor_shape
+from onnxpar.graph.tensors import dtype_of, tensor_shape
 from onnxpar.rules.communicate import finish, has_output, is_short_float, like, own_shard, widen
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import Lowering, Rule, einsum, names, rule, whole_rule

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import constant, dtype_of, is_float, tensor_shape
+from onnxpar.graph.tensors import constant, dtype_of, is_float, tensor_shape
 from onnxpar.layout.layout import ReduceOp, neutral
 from onnxpar.rules.communicate import communicating, global_positions, held_positions, like, widen
 from onnxpar.rules.notation import dims_text

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import given
+from onnxpar.graph.tensors import given
 from onnxpar.rules.cell_activations import Activation, activations_of
 from onnxpar.rules.communicate import has_output, held_positions, like
 from onnxpar.rules.rule import Local, Lowering

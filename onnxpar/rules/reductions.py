@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
+from onnxpar.graph.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.communicate import (
     communicating,
     finish,

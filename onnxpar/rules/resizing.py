@@ -8,7 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
+from onnxpar.graph.tensors import Size, constant, dtype_of, given, is_float, tensor_shape
 from onnxpar.rules.communicate import finish, like, widen
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.interpolation import Scaling, Taps, taps

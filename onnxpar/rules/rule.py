@@ -10,9 +10,9 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError, OnnxparError, StrategyError
-from onnxpar.ir.tensors import Size, tensor_shape
-from onnxpar.model.custom_shapes import Shape, ShapeFunction, register_shapes
+from onnxpar.base.errors import ModelError, OnnxparError, StrategyError
+from onnxpar.graph.custom_shapes import Shape, ShapeFunction, register_shapes
+from onnxpar.graph.tensors import Size, tensor_shape
 from onnxpar.rules.lowering_interface import Local as Local
 from onnxpar.rules.lowering_interface import Lowering as Lowering
 from onnxpar.rules.lowering_interface import Step as Step

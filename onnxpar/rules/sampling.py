@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import constant, given, is_float, tensor_shape
+from onnxpar.graph.tensors import constant, given, is_float, tensor_shape
 from onnxpar.rules.movement import int64
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Local, Lowering, Rule, einsum, names, rule, whole_rule

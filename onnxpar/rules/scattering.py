@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import dtype_of, given, tensor_shape
+from onnxpar.graph.tensors import dtype_of, given, tensor_shape
 from onnxpar.rules.indexing import SELECTED, local_rows, uncovered
 from onnxpar.rules.movement import output_shape
 from onnxpar.rules.notation import dims_text

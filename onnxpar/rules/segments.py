@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.stack_experts import IN_NODES
-from onnxpar.ir.tensors import Size, constant, tensor_shape
+from onnxpar.graph.tensors import Size, constant, tensor_shape
+from onnxpar.load.stack_experts import IN_NODES
 from onnxpar.rules.index_maps import IndexMap, tied_fields
 from onnxpar.rules.movement import PERMUTES, int64
 from onnxpar.rules.notation import Cat, Expr, Spec, Var

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, constant, given, tensor_shape
+from onnxpar.graph.tensors import Size, constant, given, tensor_shape
 from onnxpar.rules.notation import dims_text
 from onnxpar.rules.rule import FIRST, Lowering, Rule, einsum, names, rule, whole_rule
 from onnxpar.rules.windows import one_window

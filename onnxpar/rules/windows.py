@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.graph.tensors import Size, tensor_shape
 from onnxpar.rules.rule import Local, Lowering
 from onnxpar.rules.window import Interval, Spread, Window
 

@@ -1,0 +1,1 @@
+"""Ranks and their sessions, what they keep and tell, and one command on several hosts."""

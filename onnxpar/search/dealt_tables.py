@@ -13,18 +13,18 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
-from onnxpar.ir.subgraphs import constants
-from onnxpar.ir.tensors import shape_bytes
-from onnxpar.ir.training_spec import Step
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.interchange import is_weight
+from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.tensors import shape_bytes
+from onnxpar.graph.training_spec import Step
 from onnxpar.layout.mesh import Axes
-from onnxpar.model.interchange import is_weight
-from onnxpar.presets.presets import batch_atoms
-from onnxpar.presets.table_parallel import HoldTable, table_annotations, tables
 from onnxpar.search.ports import Ports
 from onnxpar.search.search import NotBelow, Solution
 from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.presets import batch_atoms
 from onnxpar.strategy.strategy import Annotation
+from onnxpar.strategy.table_parallel import HoldTable, table_annotations, tables
 
 SHARE = 0.5
 """The search tries to deal tables if they have at least this share of the bytes of all weights: the

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import Costs, hidden_hosts
-from onnxpar.ir.subgraphs import all_nodes
-from onnxpar.ir.tensors import element_bytes, tensor_shape
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.subgraphs import all_nodes
+from onnxpar.graph.tensors import element_bytes, tensor_shape
+from onnxpar.graph.training_spec import Step
 from onnxpar.layout.mesh import Axes
 from onnxpar.lowering.buckets import BUCKET_BYTES
 from onnxpar.lowering.compression import gradient_tensors

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.graph.subgraphs import subgraphs
 from onnxpar.search.reshard_costs import MOST_TOGETHER, ReshardCosts, ShardingDomain, table_of
 from onnxpar.search.solver.limits import Demand
 

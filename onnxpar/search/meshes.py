@@ -9,13 +9,10 @@ from dataclasses import replace
 from itertools import chain, islice, permutations
 from itertools import count as numbers
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.load.load import Model
-from onnxpar.presets.expert_parallel import expert_atoms
-from onnxpar.presets.presets import batch_atoms, preset_mesh
-from onnxpar.presets.training_presets import sequence_atom
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy
@@ -25,8 +22,11 @@ from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.derived_annotations import with_derived
 from onnxpar.strategy.dimension_text import axis_names
 from onnxpar.strategy.entries import annotations_of
+from onnxpar.strategy.expert_parallel import expert_atoms
 from onnxpar.strategy.mindspore_keys import axes_in
+from onnxpar.strategy.presets import batch_atoms, preset_mesh
 from onnxpar.strategy.strategy import Annotation, NodeAnnotation, Strategy, TensorAnnotation
+from onnxpar.strategy.training_presets import sequence_atom
 
 BATCH, EXPERTS, SEQUENCE, WIDTH = "dp", "ep", "sp", "tp"
 """Names of axes by what they split most: batch, experts, sequence, or anything else."""

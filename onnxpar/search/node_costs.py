@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import Costs, bytes_sent
-from onnxpar.ir.clone import needed
-from onnxpar.ir.repetitions import repetitions
-from onnxpar.ir.subgraphs import all_nodes, constants
-from onnxpar.ir.tensors import shape_bytes
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.clone import needed
+from onnxpar.graph.repetitions import repetitions
+from onnxpar.graph.subgraphs import all_nodes, constants
+from onnxpar.graph.tensors import shape_bytes
+from onnxpar.graph.training_spec import Step
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.search.gradient_sums import GradientSums
 from onnxpar.search.op_cost import op_cost

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.units import quantity
-from onnxpar.errors import StrategyError
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.training_spec import Step
 from onnxpar.search.known import Known
 from onnxpar.search.patience import Patience
 

@@ -11,18 +11,18 @@ from functools import partial
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.device import Device
-from onnxpar.ir.attribute_weights import AT, has_attribute_weights
-from onnxpar.ir.paged_attention import COMPUTE, KEYS, PAGED_ATTENTION, POSITIONS, TABLE, VALUES
-from onnxpar.ir.tensors import shape_bytes
+from onnxpar.graph.attribute_weights import AT, has_attribute_weights
+from onnxpar.graph.paged_attention import COMPUTE, KEYS, PAGED_ATTENTION, POSITIONS, TABLE, VALUES
+from onnxpar.graph.tensors import shape_bytes
 from onnxpar.layout.mesh import parts_over
-from onnxpar.presets.contraction import convolves, is_contraction
-from onnxpar.presets.recurrences import WEIGHTS, is_recurrence
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.search.rated_ops import copied_rows, rated_as, work_of
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.sharding.flops import flops_over, without_rings
 from onnxpar.sharding.lifetimes import VIEWS
 from onnxpar.sharding.state import FactorSharding, ShardingState
+from onnxpar.strategy.contraction import convolves, is_contraction
+from onnxpar.strategy.recurrences import WEIGHTS, is_recurrence
 
 _LOOK_UP = frozenset(("Gather", "GatherND", "GatherElements"))
 """Ops that read only as many bytes of their first operand as they return."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from onnxpar.ir.subgraphs import captured
+from onnxpar.graph.subgraphs import captured
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.factors import Links, OpFactors
 from onnxpar.sharding.state import FactorSharding

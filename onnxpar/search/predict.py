@@ -10,10 +10,10 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.device import Device
-from onnxpar.ir.collectives import KINDS, LOCAL_STEPS
-from onnxpar.ir.repetitions import repetitions
-from onnxpar.ir.reshards import is_reshard, operands_of, reshard_of
-from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.graph.collectives import KINDS, LOCAL_STEPS
+from onnxpar.graph.repetitions import repetitions
+from onnxpar.graph.reshards import is_reshard, operands_of, reshard_of
+from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.layout.rows import rows_moved
 from onnxpar.search.op_cost import op_cost, op_cost_on
 from onnxpar.search.op_strategies import OpStrategy

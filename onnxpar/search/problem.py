@@ -17,11 +17,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import StrategyError
-from onnxpar.ir.paged_attention import written_in_place
-from onnxpar.ir.repetitions import iterations, repetitions
-from onnxpar.ir.subgraphs import constants
-from onnxpar.ir.training_spec import Step
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.paged_attention import written_in_place
+from onnxpar.graph.repetitions import iterations, repetitions
+from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.training_spec import Step
 from onnxpar.search.domains import Domains, States, Tensors
 from onnxpar.search.gradient_sums import GradientSums
 from onnxpar.search.known import Known

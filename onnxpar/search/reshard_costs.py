@@ -13,10 +13,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.tensors import element_bytes, shape_bytes
-from onnxpar.reshard.planner import ReshardedTensor
+from onnxpar.graph.tensors import element_bytes, shape_bytes
 from onnxpar.search.reshard_tables import ReshardTables
 from onnxpar.search.solver.elimination import Table
+from onnxpar.sharding.planner import ReshardedTensor
 from onnxpar.sharding.shard_bytes import mean_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 

@@ -9,11 +9,11 @@ from itertools import permutations
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import LOCAL_STEPS
-from onnxpar.reshard.graph import ReshardGraph
-from onnxpar.reshard.planner import Bytes, ReshardedTensor, cost, plan_steps
-from onnxpar.reshard.sub_axes import Unordered
+from onnxpar.graph.collectives import LOCAL_STEPS
+from onnxpar.sharding.graph import ReshardGraph
+from onnxpar.sharding.planner import Bytes, ReshardedTensor, cost, plan_steps
 from onnxpar.sharding.state import FactorSharding
+from onnxpar.sharding.sub_axes import Unordered
 
 
 class ReshardTables:

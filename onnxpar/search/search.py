@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.units import text_of
-from onnxpar.errors import StrategyError
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.training_spec import Step
 from onnxpar.layout.mesh import Mesh
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.op_strategies import Kept, OpStrategy

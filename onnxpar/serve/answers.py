@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.llm.requests import Busy, End, Event, Failure, PromptTokens, Token
 from onnxpar.llm.stop_strings import StopStrings
 from onnxpar.llm.tokenizer import Stream

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Json, TypeAdapter
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.chat_template import GIVEN
 from onnxpar.llm.tokenizer import Messages
 from onnxpar.serve.api_error import ApiError, quoted

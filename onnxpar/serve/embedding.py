@@ -11,7 +11,7 @@ from anyio.to_thread import run_sync
 from starlette.types import Receive, Scope
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, OnnxparError
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.llm.encoder import Tokens
 from onnxpar.llm.requests import Busy, End, Failure
 from onnxpar.serve.api_error import ApiError, JsonResponse

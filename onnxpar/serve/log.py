@@ -8,7 +8,7 @@ from collections.abc import MutableMapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from onnxpar.errors import OnnxparError, wants_traceback
+from onnxpar.base.errors import OnnxparError, wants_traceback
 
 _LONGEST_PATH = 200
 Scope = MutableMapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.requests import Limits
 from onnxpar.serve.api_error import ApiError, quoted
 from onnxpar.serve.generation_request import CompletionRequest, GenerationRequest

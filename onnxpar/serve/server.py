@@ -12,9 +12,9 @@ from collections.abc import Callable
 import uvicorn
 from starlette.applications import Starlette
 
+from onnxpar.base.errors import InputError, OnnxparError
 from onnxpar.base.interrupts import Terminated, end_at_next_signal
-from onnxpar.errors import InputError, OnnxparError
-from onnxpar.files.write_file import cause
+from onnxpar.base.write_file import cause
 from onnxpar.serve.service import Service
 from onnxpar.serve.visiting import ENDING
 

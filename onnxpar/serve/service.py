@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import cached_property
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.serve.api_error import ApiError
 from onnxpar.serve.gate import RETRY, Gate, ending
 from onnxpar.serve.grammar import Grammars

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.serve.tool_families import FAMILIES
 
 

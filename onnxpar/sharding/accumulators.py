@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.reshards import is_reshard
-from onnxpar.ir.subgraphs import bodies
-from onnxpar.ir.tensors import is_float
+from onnxpar.graph.reshards import is_reshard
+from onnxpar.graph.subgraphs import bodies
+from onnxpar.graph.tensors import is_float
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.fused_units import fused_tensors
-from onnxpar.ir.attribute_weights import attribute_weights
-from onnxpar.ir.subgraphs import bodies, is_random
-from onnxpar.ir.tensors import Whole, tensor_shape
+from onnxpar.graph.attribute_weights import attribute_weights
+from onnxpar.graph.subgraphs import bodies, is_random
+from onnxpar.graph.tensors import Whole, tensor_shape
+from onnxpar.load.fused_units import fused_tensors
 from onnxpar.rules.rule import rule_of, whole_rule
 from onnxpar.sharding.apart import apart_in_dims
 from onnxpar.sharding.atoms import Atoms, unsplit_tree

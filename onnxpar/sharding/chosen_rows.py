@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.row_program import BINARY, UNARY
-from onnxpar.ir.lazy_values import peeked
-from onnxpar.ir.subgraphs import all_nodes
-from onnxpar.ir.tensors import constant, given, numel, tensor_shape
+from onnxpar.graph.lazy_values import peeked
+from onnxpar.graph.subgraphs import all_nodes
+from onnxpar.graph.tensors import constant, given, numel, tensor_shape
+from onnxpar.load.row_program import BINARY, UNARY
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The global shapes of tensors, by name."""

@@ -15,8 +15,8 @@ from itertools import chain
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.subgraphs import scopes
-from onnxpar.model.interchange import is_weight
+from onnxpar.graph.interchange import is_weight
+from onnxpar.graph.subgraphs import scopes
 from onnxpar.sharding.chosen_rows import (
     RANK,
     ChosenRows,

@@ -13,11 +13,11 @@ from functools import cached_property
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.graph.interchange import is_weight
 from onnxpar.layout.layout import Dim, Factor, Layout, SizedFactor, default_parts
 from onnxpar.layout.layout import leaves as leaves_of
 from onnxpar.layout.mesh import Axes, parts_over
 from onnxpar.layout.shares import Proportion, Shares
-from onnxpar.model.interchange import is_weight
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.bonds import edges_of, groups
 from onnxpar.sharding.in_convolutions import in_convolutions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from onnxpar.ir.tensors import Size
+from onnxpar.graph.tensors import Size
 from onnxpar.layout.layout import estimated_size, largest_size
 from onnxpar.layout.mesh import Axes
 from onnxpar.rules.notation import expr_vars

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.elementwise_groups import FEWEST, ONE, elementwise_units
+from onnxpar.graph.elementwise_groups import FEWEST, ONE, elementwise_units
 
 if TYPE_CHECKING:
     from onnxpar.sharding.factors import OpFactors, TensorFactors

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import shape_bytes
+from onnxpar.graph.tensors import shape_bytes
 from onnxpar.layout.layout import Layout
 
 if TYPE_CHECKING:

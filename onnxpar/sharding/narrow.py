@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.tensors import Size, tensor_shape
+from onnxpar.graph.tensors import Size, tensor_shape
 from onnxpar.rules.notation import Expr, Spec, Var, expr_vars
 from onnxpar.rules.rule import Rule, whole_rule
 

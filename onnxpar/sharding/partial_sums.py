@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.subgraphs import scopes
+from onnxpar.graph.subgraphs import scopes
 from onnxpar.layout.layout import ReduceOp
 from onnxpar.layout.mesh import Axes
 from onnxpar.sharding.accumulators import Accumulator, accumulators

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import onnx_graphsurgeon as gs
 
 from onnxpar.cost.cost import bytes_sent
-from onnxpar.ir.per_rank import take_inner
-from onnxpar.ir.reshards import operands_of, reshard_of
-from onnxpar.ir.tensors import numpy_dtype
+from onnxpar.graph.per_rank import take_inner
+from onnxpar.graph.reshards import operands_of, reshard_of
+from onnxpar.graph.tensors import numpy_dtype
 from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.shard_bytes import reshard_bytes
 

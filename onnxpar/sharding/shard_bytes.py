@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.reshards import operands_of, reshard_of
-from onnxpar.ir.tensors import shape_bytes
+from onnxpar.graph.reshards import operands_of, reshard_of
+from onnxpar.graph.tensors import shape_bytes
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.state import FactorSharding, ShardingState

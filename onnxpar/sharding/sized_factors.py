@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.graph.tensors import tensor_shape
+from onnxpar.layout.fits import fit
 from onnxpar.layout.layout import Concat, Dim, Factor, SizedFactor, leaves
+from onnxpar.layout.symbols import Binding, Variable
 from onnxpar.rules.rule import Rule
 from onnxpar.sharding.factors import GraphFactors, OpFactors, TensorFactors
-from onnxpar.symbols.fits import fit
-from onnxpar.symbols.symbols import Binding, Variable
 
 Sizes = Mapping[int, int]
 """The number of elements of each atom."""

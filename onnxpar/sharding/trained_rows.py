@@ -20,10 +20,10 @@ from enum import Enum, auto
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.canonicalize.row_program import BINARY, UNARY
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.lazy_values import peeked
-from onnxpar.ir.tensors import constant, given, numel, tensor_shape
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.lazy_values import peeked
+from onnxpar.graph.tensors import constant, given, numel, tensor_shape
+from onnxpar.load.row_program import BINARY, UNARY
 from onnxpar.sharding.chosen_rows import RANK, Shapes, axes_of, flips, is_mask
 
 _LOGIC = frozenset(

@@ -1,1 +1,2 @@
-"""Strategies: files and annotations, and the layouts that they request for nodes and tensors."""
+"""What users request for nodes and tensors: strategy files, annotations, presets, programs that are
+written by hand."""

@@ -10,10 +10,8 @@ from typing import NoReturn
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
-from onnxpar.layout.layout import Dim, Product
-from onnxpar.layout.mesh import Axes, Mesh, parts_over
-from onnxpar.model.annotations import (
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.annotations import (
     AXES,
     PARTIAL,
     PREFIX,
@@ -22,6 +20,8 @@ from onnxpar.model.annotations import (
     NodeConfiguration,
     TensorSharding,
 )
+from onnxpar.layout.layout import Dim, Product
+from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState, overlaps
 from onnxpar.strategy.device_lists import Digit, axes_of, mesh_of_digits, shard_digits

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.layout.mesh import Axes, Mesh
 
 

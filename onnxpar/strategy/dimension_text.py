@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.layout.layout import Dim, Factor, Product, leaves
 from onnxpar.layout.mesh import Axes, Axis, Mesh
 

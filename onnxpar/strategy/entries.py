@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from onnxpar.errors import SizeError, StrategyError
+from onnxpar.base.errors import SizeError, StrategyError
 from onnxpar.layout.layout import Dim, Factor
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
 from onnxpar.rules.notation import expr_vars

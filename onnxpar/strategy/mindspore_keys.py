@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.sharding.factors import OpFactors
 

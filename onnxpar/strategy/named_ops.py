@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
-from onnxpar.errors import StrategyError
-from onnxpar.ir.metadata import node_names
+from onnxpar.graph.metadata import node_names
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 from onnxpar.strategy.stacked_names import Stacks
 

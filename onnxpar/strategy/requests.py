@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.annotations import Configuration
 from onnxpar.layout.mesh import Axes, merge_axes
-from onnxpar.model.annotations import Configuration
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import check_agreement, onnx_annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
-from onnxpar.ir.lazy_values import stacked_parts
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.lazy_values import stacked_parts
 from onnxpar.sharding.factors import GraphFactors
 
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from onnxpar.graph.annotations import Component, TensorSharding
 from onnxpar.layout.layout import Concat, Dim, Product, dim_axes, normalize
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
-from onnxpar.model.annotations import Component, TensorSharding
 from onnxpar.sharding.factors import OpFactors, with_axes
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.device_lists import devices_of

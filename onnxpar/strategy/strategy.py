@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.plain_yaml import parse, read_text
-from onnxpar.errors import StrategyError
-from onnxpar.files.unreadable import cannot_read
+from onnxpar.base.unreadable import cannot_read
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.sharding.factors import OpFactors
 from onnxpar.sharding.state import ShardingState

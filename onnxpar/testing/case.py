@@ -14,8 +14,8 @@ import onnxruntime as ort
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.custom_ops import quiet_options
-from onnxpar.ir.paged_attention import COMPUTE
-from onnxpar.runtime.library import library_path
+from onnxpar.graph.paged_attention import COMPUTE
+from onnxpar.runtime.ranks.library import library_path
 
 Operand = tuple[int, ...] | Array | None
 

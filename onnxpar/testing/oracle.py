@@ -18,10 +18,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.attribute_weights import expose
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.per_rank import PerRank
-from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.graph.attribute_weights import expose
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.layout.layout import Layout, dim_axes, nested_parts
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.localize import localize_node

@@ -19,8 +19,8 @@ import numpy as np
 
 from onnxpar.base.arrays import Array
 from onnxpar.base.custom_ops import use_libraries
+from onnxpar.graph.shapes_by_onnxruntime import REFUSED
 from onnxpar.layout.layout import ReduceOp, neutral
-from onnxpar.model.shapes_by_onnxruntime import REFUSED
 from onnxpar.testing.case import Case
 from onnxpar.testing.oracle import TOLERANCE, Oracle, close
 

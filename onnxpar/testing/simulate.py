@@ -13,8 +13,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.base.arrays import Array
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.per_rank import PerRank
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.per_rank import PerRank
 from onnxpar.testing.case import Program, compiled, has_fixed_sizes
 
 Values = dict[str, Array]

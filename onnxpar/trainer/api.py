@@ -10,19 +10,19 @@ from typing import Any
 
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
 from onnxpar.base.custom_ops import use_libraries
-from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.base.errors import OnnxparError, StrategyError
 from onnxpar.grad.trained import Weights
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.given_model import Source, model_file
+from onnxpar.graph.training_spec import Step
+from onnxpar.graph.write_model import export_model, write_model
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
-from onnxpar.model.given_model import Source, model_file
-from onnxpar.model.write_model import export_model, write_model
-from onnxpar.pipeline.context import load_model
-from onnxpar.pipeline.options import Options, manual_of
-from onnxpar.pipeline.overwritten import refuse_overwriting
-from onnxpar.runtime.cores import BINDINGS
-from onnxpar.runtime.ranks import StartRanks
-from onnxpar.runtime.trace import check_place
+from onnxpar.planner.context import load_model
+from onnxpar.planner.options import Options, manual_of
+from onnxpar.planner.overwritten import refuse_overwriting
+from onnxpar.runtime.profile.trace import check_place
+from onnxpar.runtime.ranks.cores import BINDINGS
+from onnxpar.runtime.ranks.ranks import StartRanks
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.elastic import Elastic
 from onnxpar.trainer.import_weights import read_values

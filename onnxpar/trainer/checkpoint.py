@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnxpar.base.log import LOG
-from onnxpar.errors import DamagedError, ModelError, NewerFormatError, OnnxparError
-from onnxpar.files.digests import (
+from onnxpar.base.digests import (
     BLOCK,
     Block,
     Digests,
@@ -32,13 +30,15 @@ from onnxpar.files.digests import (
     check_seal,
     check_size,
 )
-from onnxpar.files.read_bounded import read_bounded
-from onnxpar.files.write_file import unread
-from onnxpar.ir.training_spec import Slot
+from onnxpar.base.errors import DamagedError, ModelError, NewerFormatError, OnnxparError
+from onnxpar.base.log import LOG
+from onnxpar.base.read_bounded import read_bounded
+from onnxpar.base.write_file import unread
+from onnxpar.graph.training_spec import Slot
 from onnxpar.layout.layout import Layout
 from onnxpar.layout.mesh import Mesh
-from onnxpar.runtime.redirect import report_for_all_ranks
-from onnxpar.runtime.state_files import StateFiles
+from onnxpar.runtime.ranks.redirect import report_for_all_ranks
+from onnxpar.runtime.states.state_files import StateFiles
 from onnxpar.trainer.together import ALONE, Together
 
 FORMAT = 3

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.ir.training_spec import IGNORED, Step
-from onnxpar.runtime.npz import read_npz
+from onnxpar.base.errors import InputError
+from onnxpar.graph.training_spec import IGNORED, Step
+from onnxpar.runtime.session.npz import read_npz
 from onnxpar.trainer.iterables import Samples, source_of
 from onnxpar.trainer.lengths import Batches, Shapes
 from onnxpar.trainer.needs import Needs

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import InputError, RankError
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.closing import Closing
-from onnxpar.runtime.membership import MAX_RESTARTS, Generation, Membership, slots_of
+from onnxpar.base.errors import InputError, RankError
+from onnxpar.runtime.launch.membership import MAX_RESTARTS, Generation, Membership, slots_of
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.trainer.checkpoint import checkpoints, tell
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Record, Run, records

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.together import Together
 

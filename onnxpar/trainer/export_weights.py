@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.new_folder import check_place, new_folder
-from onnxpar.files.write_file import writing
-from onnxpar.ir.training_spec import IN_MODEL, Slot
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.base.new_folder import check_place, new_folder
+from onnxpar.base.write_file import writing
+from onnxpar.graph.training_spec import IN_MODEL, Slot
 from onnxpar.trainer.checkpoint import Checkpoint
 
 INDEX = "model.safetensors.index.json"

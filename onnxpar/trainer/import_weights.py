@@ -15,9 +15,9 @@ import onnx
 from onnx import helper
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.ir.training_spec import IN_MODEL, Step
-from onnxpar.model.write_model import NewValue, Values
+from onnxpar.base.errors import InputError
+from onnxpar.graph.training_spec import IN_MODEL, Step
+from onnxpar.graph.write_model import NewValue, Values
 from onnxpar.trainer.export_weights import INDEX, library
 
 

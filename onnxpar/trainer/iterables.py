@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.trainer.needs import Chunk, Needs, check_keys
 from onnxpar.trainer.sources import Shard, Shards, Source
 

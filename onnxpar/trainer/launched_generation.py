@@ -1,5 +1,5 @@
 """One generation of a run that lives on, in a process that is one of its ranks: a launcher that
-outlives the ranks starts the next one (`runtime/supervision.py`)."""
+outlives the ranks starts the next one (`runtime/launch/supervision.py`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.errors import OnnxparError, StrategyError
+from onnxpar.base.folder_lock import FolderLock
 from onnxpar.base.interrupts import Deferred
-from onnxpar.errors import OnnxparError, StrategyError
-from onnxpar.files.folder_lock import FolderLock
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.collectives import gather_bytes
-from onnxpar.runtime.groups import World
-from onnxpar.runtime.launch import Launched, generation_number
+from onnxpar.runtime.launch.launch import Launched, generation_number
+from onnxpar.runtime.ranks.collectives import gather_bytes
+from onnxpar.runtime.ranks.groups import World
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.trainer.checkpoint import check_seen, tell
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import Elastic, checkpoint_folder

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.trainer.needs import Chunk, Needs
 
 Shapes = Mapping[str, Sequence[int]]

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onnxpar.base.folder_lock import FolderLock
 from onnxpar.base.interrupts import Deferred
-from onnxpar.files.folder_lock import FolderLock
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch.launch import launched_rank
 from onnxpar.trainer.elastic import Elastic, Generations
 from onnxpar.trainer.launched_generation import LaunchedGeneration, launched_generation
 from onnxpar.trainer.loop import Run

@@ -10,8 +10,8 @@ from math import inf
 from pathlib import Path
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import DivergenceError, InputError, StoppedError
-from onnxpar.ir.training_spec import IGNORED
+from onnxpar.base.errors import DivergenceError, InputError, StoppedError
+from onnxpar.graph.training_spec import IGNORED
 from onnxpar.trainer.checkpoint import Progress, Settings, checkpoints, tell, warn
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.epochs import batches, check_same, with_ends

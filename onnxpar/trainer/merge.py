@@ -8,14 +8,14 @@ from pathlib import Path
 from onnx import GraphProto
 
 from onnxpar.base.arrays import Array
-from onnxpar.canonicalize.untie import untie
-from onnxpar.errors import ModelError, OnnxparError
-from onnxpar.ir.stored import check_stored, graphs_of, nodes_of, stored_tensors
-from onnxpar.ir.training_spec import AVERAGE, IN_MODEL
+from onnxpar.base.errors import ModelError, OnnxparError
+from onnxpar.graph.given_model import Source, model_file
+from onnxpar.graph.stored import check_stored, graphs_of, nodes_of, stored_tensors
+from onnxpar.graph.training_spec import AVERAGE, IN_MODEL
+from onnxpar.graph.write_model import NewValue, write_model
 from onnxpar.load.load import read_proto
-from onnxpar.model.given_model import Source, model_file
-from onnxpar.model.write_model import NewValue, write_model
-from onnxpar.pipeline.overwritten import refuse_overwriting
+from onnxpar.load.untie import untie
+from onnxpar.planner.overwritten import refuse_overwriting
 from onnxpar.trainer.checkpoint import Checkpoint
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from onnxpar.base.errors import InputError
 from onnxpar.base.json_text import json_text
-from onnxpar.errors import InputError
-from onnxpar.files.write_file import whole_file, writing
+from onnxpar.base.write_file import whole_file, writing
 
 if TYPE_CHECKING:
     from onnxpar.trainer.loop import Record

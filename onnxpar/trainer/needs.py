@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.ir.training_spec import IGNORED
-from onnxpar.runtime.tensors import dtype_of
+from onnxpar.base.errors import InputError
+from onnxpar.graph.training_spec import IGNORED
+from onnxpar.runtime.session.tensors import dtype_of
 
 Chunk = dict[str, Array]
 """Samples by input, along the dimensions that number them, and the arrays that they share."""

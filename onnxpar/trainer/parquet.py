@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.files.unreadable import cannot_read
-from onnxpar.runtime.tensors import dtype_of
+from onnxpar.base.errors import InputError
+from onnxpar.base.unreadable import cannot_read
+from onnxpar.runtime.session.tensors import dtype_of
 from onnxpar.trainer.needs import Needs, check_keys, converted
 from onnxpar.trainer.sources import Shard, Shards, Take, check_unchanged, digest_of_files
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from onnxpar.errors import OnnxparError
-from onnxpar.files.digests import Digests
-from onnxpar.files.write_file import writing
-from onnxpar.runtime.snapshot import forget_written, marker, written_by
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import OnnxparError
+from onnxpar.base.write_file import writing
+from onnxpar.runtime.states.snapshot import forget_written, marker, written_by
 from onnxpar.trainer.write_checkpoint import discard
 
 _LOOK = 0.1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 _TIMESCALE = 10_000
 """Steps after which an inverse square root has fallen to 1 / sqrt(2), if there is no warm-up."""

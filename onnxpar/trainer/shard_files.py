@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.files.unreadable import cannot_read
-from onnxpar.runtime.npz import PARSING, npz_shapes, read_npz, why
+from onnxpar.base.errors import InputError
+from onnxpar.base.unreadable import cannot_read
+from onnxpar.runtime.session.npz import PARSING, npz_shapes, read_npz, why
 from onnxpar.trainer.needs import Chunk, Needs
 from onnxpar.trainer.parquet import SUFFIX, parquet_shards
 from onnxpar.trainer.sources import Shard, Shards, Take, check_unchanged, digest_of_files

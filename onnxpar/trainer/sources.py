@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
-from onnxpar.files.unreadable import cannot_read
+from onnxpar.base.errors import InputError
+from onnxpar.base.unreadable import cannot_read
 from onnxpar.trainer.needs import Chunk, Needs
 
 _DIGESTED = 1 << 28

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onnxpar.errors import InputError, ModelError, StrategyError
-from onnxpar.files.write_file import make_folders, writing
-from onnxpar.pipeline.request import model_digest, requests_for
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.base.errors import InputError, ModelError, StrategyError
+from onnxpar.base.write_file import make_folders, writing
+from onnxpar.planner.request import model_digest, requests_for
+from onnxpar.runtime.session.bundle import Bundle
 
 _WITHOUT = "topology"
 """The option that may list a device for each rank, and so does not fit more."""
@@ -82,8 +82,8 @@ class StepPlans:
         """Returns the folder for so many ranks, made now unless it is there. Errors:
         StrategyError."""
         # A pass imports onnxpar.training, whose entrance imports this module.
-        from onnxpar.pipeline.pipeline import shard
-        from onnxpar.pipeline.plan_options import options_of
+        from onnxpar.planner.pipeline import shard
+        from onnxpar.planner.plan_options import options_of
 
         target = self._folder / f"ranks_{ranks:04d}.par"
         tries = self._requests(ranks)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from onnxpar import errors
-from onnxpar.errors import OnnxparError
+from onnxpar.base import errors
+from onnxpar.base.errors import OnnxparError
 
 _KINDS = {
     kind.__name__: kind

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import DivergenceError, InputError, ModelError, RankError
-from onnxpar.files.folder_lock import NAME as LOCK
-from onnxpar.files.folder_lock import FolderLock
-from onnxpar.ir.training_spec import (
+from onnxpar.base.errors import DivergenceError, InputError, ModelError, RankError
+from onnxpar.base.folder_lock import NAME as LOCK
+from onnxpar.base.folder_lock import FolderLock
+from onnxpar.graph.training_spec import (
     EVALUATION,
     FROZEN,
     IN_MODEL,
@@ -29,12 +29,12 @@ from onnxpar.ir.training_spec import (
     Slot,
     Step,
 )
-from onnxpar.runtime.bundle import NodeArg
-from onnxpar.runtime.checks import check_array
-from onnxpar.runtime.closing import Closing
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.open_session import open_session
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.session.bundle import NodeArg
+from onnxpar.runtime.session.checks import check_array
+from onnxpar.runtime.session.open_session import open_session
+from onnxpar.runtime.session.session import InferenceSession
 from onnxpar.trainer.checkpoint import (
     Checkpoint,
     Progress,

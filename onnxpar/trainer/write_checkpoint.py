@@ -4,7 +4,7 @@ complete.
 A checkpoint is written to `.step_00000100.1f2e3d4c.unfinished`, and gets its final name when all of
 it is on disk. A checkpoint that is to be removed first gets such an unfinished name. The next
 process that writes to the folder removes all folders with such names; only one process writes at a
-time (`onnxpar/files/folder_lock.py`).
+time (`onnxpar/base/folder_lock.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from onnxpar.files.digests import Digests, check_size, sealed
-from onnxpar.files.new_folder import aside, put_back, take_place
-from onnxpar.files.write_file import durable_file, sync_folder, writing
-from onnxpar.ir.training_spec import Step
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.base.digests import Digests, check_size, sealed
+from onnxpar.base.new_folder import aside, put_back, take_place
+from onnxpar.base.write_file import durable_file, sync_folder, writing
+from onnxpar.graph.training_spec import Step
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.trainer.checkpoint import FORMAT, RECORD, Progress, checkpoints
 
 _UNFINISHED = ".unfinished"

@@ -10,8 +10,8 @@ records = onnxpar.training.train("step.par", "train.npz", lr=1e-3, checkpoint="r
 onnxpar.training.merge("run", "gpt2.onnx", "trained.onnx")
 """
 
-from onnxpar.ir.training_spec import Slot as Slot
-from onnxpar.ir.training_spec import Step as Step
+from onnxpar.graph.training_spec import Slot as Slot
+from onnxpar.graph.training_spec import Step as Step
 from onnxpar.trainer.api import grad as grad
 from onnxpar.trainer.api import train as train
 from onnxpar.trainer.export_weights import export_weights as export_weights

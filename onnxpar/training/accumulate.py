@@ -10,11 +10,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.clone import clone_nodes, needed
-from onnxpar.ir.subgraphs import read_by
-from onnxpar.ir.training_spec import SEED
+from onnxpar.graph.clone import clone_nodes, needed
+from onnxpar.graph.subgraphs import read_by
+from onnxpar.graph.training_spec import SEED
 from onnxpar.training.backward import Backward
 from onnxpar.training.program import Program
 

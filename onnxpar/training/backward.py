@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from onnxpar.errors import ModelError, StrategyError
+from onnxpar.base.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.trained import Left, Weights, find_trained
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
-from onnxpar.ir.clone import needed
-from onnxpar.ir.lazy_values import stored_proto
-from onnxpar.ir.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
-from onnxpar.ir.training_spec import AVERAGE, EVALUATION, MAGNITUDES, SAMPLES, SCALE, SEED
+from onnxpar.graph.clone import needed
+from onnxpar.graph.interchange import default_of
+from onnxpar.graph.lazy_values import stored_proto
+from onnxpar.graph.subgraphs import all_nodes, constants, nodes_within, replace_reads, scopes
+from onnxpar.graph.training_spec import AVERAGE, EVALUATION, MAGNITUDES, SAMPLES, SCALE, SEED
 from onnxpar.load.load import Model
-from onnxpar.model.interchange import default_of
 from onnxpar.training.batch import Batch, find_batch
 from onnxpar.training.batch_norm import BatchNorm, settle_batch_norms
 from onnxpar.training.cautions_of_stops import cautions_of_stops

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import did_you_mean
-from onnxpar.errors import StrategyError
-from onnxpar.ir.clone import needed
-from onnxpar.ir.subgraphs import read_by
+from onnxpar.graph.clone import needed
+from onnxpar.graph.subgraphs import read_by
 from onnxpar.sharding.analysis import analyse
 from onnxpar.sharding.factors import Links, OpFactors
 

@@ -9,8 +9,8 @@ import onnx_graphsurgeon as gs
 
 from onnxpar.grad.constant_values import first_values, repeats_rows
 from onnxpar.grad.trained import FROZEN, HELD, STOPPED, UNNAMED, Left, Weights
-from onnxpar.ir.exported import PARAMETER
-from onnxpar.ir.subgraphs import all_nodes
+from onnxpar.graph.exported import PARAMETER
+from onnxpar.graph.subgraphs import all_nodes
 from onnxpar.load.load import Model
 from onnxpar.training.batch_norm import BatchNorm, numbers_of
 from onnxpar.training.margins import MARGINS

@@ -11,9 +11,9 @@ import onnx_graphsurgeon as gs
 from onnxpar.grad.constant_values import zero_rows
 from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.trained import Weights, leading
-from onnxpar.ir.stops import is_stop, padding_row
-from onnxpar.ir.subgraphs import all_nodes
-from onnxpar.ir.tensors import numel
+from onnxpar.graph.stops import is_stop, padding_row
+from onnxpar.graph.subgraphs import all_nodes
+from onnxpar.graph.tensors import numel
 from onnxpar.load.load import Model
 
 _NAMED = re.compile(r"detach|stop_?grad", re.IGNORECASE)

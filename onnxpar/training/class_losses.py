@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Value
-from onnxpar.ir.training_spec import IGNORED
+from onnxpar.graph.training_spec import IGNORED
 from onnxpar.training.loss_settings import LossSettings
 from onnxpar.training.margins import MARGINS
 from onnxpar.training.means import Mean, Metrics, Targets

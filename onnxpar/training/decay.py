@@ -7,8 +7,8 @@ from collections.abc import Collection
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.trained import uses_of
-from onnxpar.ir.subgraphs import constants
-from onnxpar.ir.tensors import tensor_shape
+from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.tensors import tensor_shape
 
 _VECTORS: dict[str, Collection[int]] = {
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization"), (1, 2)),

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.subgraphs import all_nodes, bodies
+from onnxpar.graph.subgraphs import all_nodes, bodies
 from onnxpar.training.rewrite import replace_node
 
 _BITS = 32

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Value
 from onnxpar.training.class_losses import LossFunction
 from onnxpar.training.loss_settings import LossSettings

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.subgraphs import bodies, is_random, replace_reads
+from onnxpar.graph.subgraphs import bodies, is_random, replace_reads
 
 _LARGEST = 1024
 """The number of elements up to which constants are compared by value, and not by identity."""

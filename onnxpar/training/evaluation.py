@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from onnxpar.ir.clone import clone_nodes, needed
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.subgraphs import all_nodes, nodes_within
-from onnxpar.ir.training_spec import AVERAGE
+from onnxpar.graph.clone import clone_nodes, needed
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.subgraphs import all_nodes, nodes_within
+from onnxpar.graph.training_spec import AVERAGE
 from onnxpar.training.draws import is_off
 
 

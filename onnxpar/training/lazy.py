@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.indexing import scatter_add, without_padding
 from onnxpar.grad.trained import Trained, matching
 from onnxpar.grad.value import Builder, Value

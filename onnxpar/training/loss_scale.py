@@ -9,9 +9,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.training_spec import LEAST_SCALE, SCALE
+from onnxpar.graph.training_spec import LEAST_SCALE, SCALE
 
 GOOD = f"{SCALE}.good_steps"
 """The name of the input that counts the steps with finite gradients since the factor last

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.training.margins import DEFAULT_MARGIN, MARGINS, Margin
 
 CROSS_ENTROPY = "softmax-cross-entropy"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import nearest
-from onnxpar.errors import StrategyError
 from onnxpar.grad.value import Builder
-from onnxpar.ir.tensors import is_float
+from onnxpar.graph.tensors import is_float
 from onnxpar.training.batch import Compared
 from onnxpar.training.class_losses import LossFunction, by_label, divergence
 from onnxpar.training.element_losses import (

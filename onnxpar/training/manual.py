@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.subgraphs import all_nodes, subgraphs
-from onnxpar.ir.training_spec import GRADIENT, Step, StepSharding
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.interchange import default_of
+from onnxpar.graph.subgraphs import all_nodes, subgraphs
+from onnxpar.graph.training_spec import GRADIENT, Step, StepSharding
 from onnxpar.layout.mesh import Axes, Mesh, parts_over
-from onnxpar.manual.manual import Manual
-from onnxpar.model.interchange import default_of
+from onnxpar.strategy.manual import Manual
 from onnxpar.training.backward import Backward, LossOptions
 from onnxpar.training.program import Program
 from onnxpar.training.rewrite import as_constant

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Value
 from onnxpar.training.adam_optimizers import AdamW
 from onnxpar.training.optimizer import Optimizer, Slots, State, Update, norm

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from onnxpar.grad.value import Value
-from onnxpar.ir.training_spec import SAMPLES
+from onnxpar.graph.training_spec import SAMPLES
 from onnxpar.training.batch import Batch
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Value
 from onnxpar.training.adam_optimizers import Adam, AdamW, Lamb, NAdam, SparseAdam
 from onnxpar.training.matrix_optimizers import Adafactor, Muon

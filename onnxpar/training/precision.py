@@ -26,10 +26,10 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from onnxpar.errors import StrategyError
-from onnxpar.ir.stored import FOLD_LIMIT
-from onnxpar.ir.subgraphs import bodies
-from onnxpar.ir.tensors import dtype_of, tensor_shape
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.stored import FOLD_LIMIT
+from onnxpar.graph.subgraphs import bodies
+from onnxpar.graph.tensors import dtype_of, tensor_shape
 
 PRECISIONS = ("float16", "bfloat16")
 _PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention", "LSTM", "GRU", "RNN")

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.value import Value
-from onnxpar.ir.tensors import Size, constant, is_float, numel, tensor_shape
+from onnxpar.graph.tensors import Size, constant, is_float, numel, tensor_shape
 
 _MOVES = frozenset(
     (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import onnx_graphsurgeon as gs
 
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.training_spec import Step
 
 if TYPE_CHECKING:
     from onnxpar.training.backward import Backward, LossOptions

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.subgraphs import bodies, read_by
-from onnxpar.ir.tensors import constant
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.subgraphs import bodies, read_by
+from onnxpar.graph.tensors import constant
 from onnxpar.rules.notation import Spec, Var, expr_vars
 from onnxpar.rules.rule import Rule, rule_of
 from onnxpar.rules.segments import slice_bounds

@@ -11,15 +11,15 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.near_names import there_are
-from onnxpar.errors import StrategyError
 from onnxpar.grad.reverse import reached_from
 from onnxpar.grad.value import Value
-from onnxpar.ir.clone import clone_nodes, needed
-from onnxpar.ir.gates import add_gate
-from onnxpar.ir.metadata import node_names
-from onnxpar.ir.subgraphs import captured
-from onnxpar.ir.tensors import shape_bytes
+from onnxpar.graph.clone import clone_nodes, needed
+from onnxpar.graph.gates import add_gate
+from onnxpar.graph.metadata import node_names
+from onnxpar.graph.subgraphs import captured
+from onnxpar.graph.tensors import shape_bytes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.subgraphs import replace_reads, scopes
+from onnxpar.graph.subgraphs import replace_reads, scopes
 
 
 def replace_node(

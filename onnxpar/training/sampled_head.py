@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
-from onnxpar.ir.clone import needed
-from onnxpar.ir.tensors import tensor_shape
-from onnxpar.model.shapes import infer_results
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.clone import needed
+from onnxpar.graph.shapes import infer_results
+from onnxpar.graph.tensors import tensor_shape
 from onnxpar.rules.notation import Spec, Var, expr_vars
 from onnxpar.rules.rule import rule_of
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.value import Builder, Value
-from onnxpar.ir.training_spec import IGNORED, SEED
+from onnxpar.graph.training_spec import IGNORED, SEED
 from onnxpar.training.class_groups import ClassGroups
 from onnxpar.training.draws import integers_of
 from onnxpar.training.loss_settings import BY_LABEL, LossSettings

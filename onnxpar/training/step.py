@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import ModelError, StrategyError
+from onnxpar.base.errors import ModelError, StrategyError
 from onnxpar.grad.reverse import drop_unread
 from onnxpar.grad.trained import Weights
 from onnxpar.grad.value import Builder, Value
 from onnxpar.grad.vjp import is_message
-from onnxpar.ir.subgraphs import constants
-from onnxpar.ir.training_spec import (
+from onnxpar.graph.interchange import default_of
+from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.training_spec import (
     AVERAGE,
     EVALUATION,
     FROZEN,
@@ -34,9 +35,8 @@ from onnxpar.ir.training_spec import (
     Slot,
     Step,
 )
-from onnxpar.ir.used_names import check_names
+from onnxpar.graph.used_names import check_names
 from onnxpar.load.load import Model
-from onnxpar.model.interchange import default_of
 from onnxpar.training.accumulate import accumulate, check_count
 from onnxpar.training.backward import Backward, LossOptions, add_backward, add_output
 from onnxpar.training.cautions import (

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_graphsurgeon as gs
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.grad.trained import matching
-from onnxpar.ir.exported import Call, call_of
-from onnxpar.ir.metadata import node_names
-from onnxpar.ir.stops import is_stop, mark_padding, mark_stop
-from onnxpar.ir.subgraphs import constants, replace_reads, scopes
+from onnxpar.graph.exported import Call, call_of
+from onnxpar.graph.metadata import node_names
+from onnxpar.graph.stops import is_stop, mark_padding, mark_stop
+from onnxpar.graph.subgraphs import constants, replace_reads, scopes
 
 
 def stop_gradients(graph: gs.Graph, globs: Sequence[str], padding: Mapping[str, int]) -> list[str]:

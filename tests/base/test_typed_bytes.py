@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxpar.base.typed_bytes import of_bytes, to_bytes
-from onnxpar.runtime.tensors import ELEMENTS
+from onnxpar.runtime.session.tensors import ELEMENTS
 
 DTYPES = [*ELEMENTS, "complex64", "complex128"]
 

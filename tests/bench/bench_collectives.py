@@ -29,7 +29,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from onnxpar.base.units import text_of
-from onnxpar.runtime.groups import World, session_options
+from onnxpar.runtime.ranks.groups import World, session_options
 
 MEDIA = ("shared-memory", "gloo")
 ATTRIBUTES: dict[str, dict[str, Any]] = {

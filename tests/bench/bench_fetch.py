@@ -34,9 +34,9 @@ LAYER = 4 * (4 * 1024 * 1024 + 3 * 1024 * 2752)
 RANK = """
 import json, sys, time
 from pathlib import Path
-from onnxpar.runtime.fetch import complete
-from onnxpar.runtime.groups import World
-from onnxpar.runtime.session import InferenceSession  # what a rank has imported
+from onnxpar.runtime.ranks.fetch import complete
+from onnxpar.runtime.ranks.groups import World
+from onnxpar.runtime.session.session import InferenceSession  # what a rank has imported
 
 def memory(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -88,7 +88,7 @@ def serve(rank: int, size: int, store: str, address: str, elements: int, repeats
     from native.ranks import TOKEN, collective, session
     from onnx import TensorProto
 
-    from onnxpar.runtime.groups import World
+    from onnxpar.runtime.ranks.groups import World
 
     with World.create("bench", rank, size, store, address) as world:
         opened = session(world, collective("AllReduce", TensorProto.FLOAT, ["n"]))

@@ -21,7 +21,7 @@ from onnx import helper
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from runtime.bundles import Tensor, write_par
 
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 
 ROWS, COLUMNS = 4096, 4096
 LIMIT = 2.0

@@ -24,7 +24,7 @@ from committed import MODELS
 from search.recording import Recording
 
 from onnxpar.cost.topology import Topology
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.options import Options
 
 SMALL = ("bert", "gpt2", "vit", "llama", "resnet", "mixtral", "dlrm")
 """Of models/, as both exporters write them."""

@@ -38,9 +38,9 @@ from onnx import TensorProto, helper, numpy_helper
 import onnxpar
 from onnxpar.compiler.pass_ import LOCAL, Pass, PassContext, Stage
 from onnxpar.cost.cost import messages
-from onnxpar.ir.subgraphs import read_by
+from onnxpar.graph.subgraphs import read_by
 from onnxpar.lowering.streams import groups_of
-from onnxpar.pipeline.placed_passes import Placed
+from onnxpar.planner.placed_passes import Placed
 from onnxpar.training import grad
 
 HOSTS = 2

@@ -26,7 +26,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from onnxpar.ir.paged_attention import COMPUTE
+from onnxpar.graph.paged_attention import COMPUTE
 
 RUNS = 15
 ADAM = (
@@ -65,7 +65,7 @@ def child(plugin: Path) -> dict[str, tuple[float, str]]:
 
 def measure(plugin: Path) -> dict[str, tuple[float, str]]:
     """What `child` returns, in this process."""
-    from onnxpar.runtime import library
+    from onnxpar.runtime.ranks import library
 
     library.library_path = lambda: plugin
     rng = np.random.default_rng(0)
@@ -95,8 +95,8 @@ def timed(run: Callable[[], list[np.ndarray]]) -> tuple[float, str]:
 
 def timed_sum(dtype: np.dtype, rng: np.random.Generator) -> tuple[float, str]:
     """The same for an AllReduce of 1 MiB among two ranks, which are threads."""
-    from onnxpar.runtime.collectives import all_reduce
-    from onnxpar.runtime.groups import thread_worlds
+    from onnxpar.runtime.ranks.collectives import all_reduce
+    from onnxpar.runtime.ranks.groups import thread_worlds
 
     x = (rng.standard_normal((2, (1 << 20) // dtype.itemsize)) * 9).astype(dtype)
     worlds = thread_worlds(2)
@@ -109,7 +109,7 @@ def timed_sum(dtype: np.dtype, rng: np.random.Generator) -> tuple[float, str]:
 
 def session(model: bytes) -> ort.InferenceSession:
     """A session on one thread, of a world of one rank."""
-    from onnxpar.runtime.groups import session_options, thread_worlds
+    from onnxpar.runtime.ranks.groups import session_options, thread_worlds
 
     (world,) = thread_worlds(1)
     options = session_options(world)

@@ -33,10 +33,10 @@ import onnx
 import onnxruntime as ort
 
 import onnxpar
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.first_states import ZERO
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.states.first_states import ZERO
 
 ROOT = Path(__file__).parents[2]
 QUANTILE = 0.1

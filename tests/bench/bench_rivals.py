@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.rivals import SAME, TOPOLOGIES, WORKLOADS, Workload, meshes, rivals, searched
 
 from onnxpar.cost.topology import Topology
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.options import Options
 
 
 def row(work: Workload, model: Path, ranks: int, topology: Topology) -> tuple[str, list[str]]:

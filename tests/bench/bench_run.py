@@ -25,8 +25,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper, save
 
 import onnxpar
-from onnxpar.runtime.cores import own_cores
-from onnxpar.runtime.doorbell import Doorbell
+from onnxpar.runtime.ranks.cores import own_cores
+from onnxpar.runtime.ranks.doorbell import Doorbell
 
 STATE = [2, 64]
 Run = Callable[[], object]

@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import onnxpar
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.training import grad
 
 sys.path.insert(0, str(Path(__file__).parent))

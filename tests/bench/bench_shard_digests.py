@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import llama_shape
 
 import onnxpar
+from onnxpar.base.hashing import Hashing
 from onnxpar.base.pass_times import WRITE, PassTimes
-from onnxpar.files.hashing import Hashing
 from onnxpar.passes.split_ranks import SplitRanks
 
 SIZES = {"hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 2752, "vocab": 512}

@@ -26,7 +26,7 @@ import bench_run
 import llama_shape
 
 import onnxpar
-from onnxpar.files.digests import sealed
+from onnxpar.base.digests import sealed
 
 SIZES = {"hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1376, "vocab": 512, "batch": 1, "seq": 16}
 """Of a layer of 12.6 MB."""

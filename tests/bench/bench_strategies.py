@@ -43,8 +43,8 @@ from onnxpar import InferenceSession
 from onnxpar.cli.command_line import main as command
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.report.candidates import Candidate, Refused, try_candidate
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.trainer import Trainer

@@ -13,7 +13,7 @@ from bench import model_shapes
 
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.options import Options
 from onnxpar.report.candidates import Candidate, try_candidate
 from onnxpar.strategy.strategy import Strategy
 

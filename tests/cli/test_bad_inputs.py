@@ -492,7 +492,7 @@ def test_an_internal_error_is_one_line(
     def broken(*_: object, **__: object) -> None:
         raise TypeError("a bug\non two lines")
 
-    monkeypatch.setattr("onnxpar.pipeline.loader.load_model", broken)
+    monkeypatch.setattr("onnxpar.planner.loader.load_model", broken)
     arguments = ["plan", str(place / "m.onnx"), "--devices", "2"]
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -505,7 +505,6 @@ def test_an_internal_error_is_one_line(
 
 INTERRUPTED = """
 import os, signal, sys, time
-import onnxpar.pipeline as pipeline
 from onnxpar.cli import main
 from onnxpar.passes.split_ranks import SplitRanks
 run = SplitRanks.run

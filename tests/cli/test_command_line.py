@@ -38,7 +38,7 @@ WRONG = {
     "letter": ("shard m.onnx -x", "there is no -x"),
     "first letter": ("shard m.onnx -t 2", "there is no -t (did you mean --topology or --typical"),
     "first flag": ("--devices 2 shard m.onnx", "there is no --devices"),
-    "two flags in one": ("shard m.onnx --d 2", "--devices, --dataset-strategy, --dim, --dump"),
+    "two flags in one": ("shard m.onnx --d 2", "--devices, --dim, --dataset-strategy, --dump"),
     "command": ("shrad m.onnx", "there is no command 'shrad' (did you mean shard?)"),
     "command within": ("checkpoint merg", "did you mean merge?"),
     "missing": ("shard", "shard: give model.onnx"),

@@ -14,14 +14,14 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from files.test_new_folder import is_change, killed_at
+from base.test_new_folder import is_change, killed_at
 from onnx import helper, numpy_helper
 
+from onnxpar.base.own_folder import OwnFolder, remove_left
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.write_annotations import save
-from onnxpar.files.own_folder import OwnFolder, remove_left
-from onnxpar.model.write_model import write_model
-from onnxpar.pipeline.dump import Dump
+from onnxpar.graph.write_model import write_model
+from onnxpar.planner.dump import Dump
 
 
 def small_model(path: Path, factor: float = 1.0, rows: int = 8) -> onnx.ModelProto:

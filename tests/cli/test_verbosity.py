@@ -14,7 +14,7 @@ import onnxpar
 from onnxpar.cli import command_line
 from onnxpar.cli.command_line import main
 from onnxpar.cost.topology import Topology
-from onnxpar.pipeline import calibrate
+from onnxpar.planner import calibrate
 
 MODELS = Path(__file__).parents[2] / "models"
 GPT2 = str(MODELS / "gpt2.dynamo.static.onnx")

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import onnxpar
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]> m '
 ONE_HOT = "(int32[4] x) => (float[4,5] y) "

@@ -13,17 +13,17 @@ from small_models import MODELS, write_small
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.verify import verify
-from onnxpar.ir.collectives import DOMAIN
-from onnxpar.ir.reshards import is_reshard, reshard_of, set_reshard
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.graph.reshards import is_reshard, reshard_of, set_reshard
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
 from onnxpar.load.load import load
 from onnxpar.passes.fuse_all_reduces import FuseAllReduces
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.order_collectives import OrderCollectives
-from onnxpar.pipeline.context import make_context
-from onnxpar.pipeline.default_passes import DEFAULT_PASSES
-from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.planner.context import make_context
+from onnxpar.planner.default_passes import DEFAULT_PASSES
+from onnxpar.planner.run_passes import run_passes
 
 TP = Axis("tp", 2)
 

@@ -12,6 +12,7 @@ import onnx
 import onnx.parser
 import pytest
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.cost import (
     DIRECT_BYTES,
     SCATTERED_BYTES,
@@ -23,12 +24,11 @@ from onnxpar.cost.cost import (
 )
 from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import Device, Level, Link, Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import Concat, Dim, Factor, Product
 from onnxpar.layout.mesh import Axes, Axis, Mesh
 from onnxpar.layout.rows import rows_moved, rows_within
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.context import load_model, make_context
+from onnxpar.planner.options import Options
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import partial_kinds, strategies_of
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import onnxpar
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 
 MODEL = Path(__file__).parents[2] / "models" / "gpt2.dynamo.static.onnx"
 

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from onnxpar.api import make_plan
+from onnxpar.base.errors import StrategyError
 from onnxpar.base.units import quantity, text_of
 from onnxpar.cli.command_line import main
 from onnxpar.cost.device import Rate
 from onnxpar.cost.topology import HOST, NETWORK, Device, Level, Link, Session, Topology
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 
 FILE = """
 levels:  # from the inside out

@@ -10,7 +10,7 @@ import pytest
 from docs.blocks import ROOT
 
 from onnxpar.cli.parser import parser
-from onnxpar.presets.presets import PRESETS
+from onnxpar.strategy.presets import PRESETS
 
 PAGES = ("docs/explanation/limits.md", "docs/comparison.md")
 CLAIMS = {

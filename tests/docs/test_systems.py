@@ -14,9 +14,9 @@ from docs.blocks import ROOT, blocks, run
 
 import onnxpar
 from onnxpar import hvd
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline.auto_parallel_context import SETTINGS
+from onnxpar.planner.auto_parallel_context import SETTINGS
 
 PAGE = ROOT / "docs/systems.md"
 CODE = re.compile(r"`([^`]+)`")

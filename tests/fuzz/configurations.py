@@ -21,8 +21,8 @@ from fuzz.corpus import FOUND, MODELS, tiny
 from fuzz.mutate import mutated
 from fuzz.trial import Case, chance_of, run_command
 
+from onnxpar.base.digests import sealed
 from onnxpar.cli.parser import parser
-from onnxpar.files.digests import sealed
 
 STRATEGY = {
     "mesh": {"dp": 2, "tp": 2},

@@ -15,7 +15,7 @@ from fuzz.configurations import MERGE, damaged, plan_kind, spoiled
 from fuzz.mutate import mutated
 from fuzz.trial import SESSION, Case, chance_of
 
-from onnxpar.files.digests import digests_of, sealed
+from onnxpar.base.digests import digests_of, sealed
 
 LISTS = {"par": "plan.json", "checkpoints": "checkpoint.json"}
 """The file that lists all others, with their digests."""

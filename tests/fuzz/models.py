@@ -14,10 +14,10 @@ from fuzz.mutate import mutated
 from fuzz.sessions import random_feeds
 from fuzz.trial import Case, chance_of, refusal
 
-from onnxpar.checking.compare import compare
-from onnxpar.errors import OnnxparError
-from onnxpar.model.shapes_by_onnxruntime import REFUSED
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import OnnxparError
+from onnxpar.graph.shapes_by_onnxruntime import REFUSED
+from onnxpar.report.compare import compare
+from onnxpar.runtime.session.threads import ThreadSession
 
 WAYS = (
     ("--devices", "2", "--preset", "data-parallel"),

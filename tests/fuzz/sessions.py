@@ -9,9 +9,9 @@ from typing import Any
 
 import onnxruntime as ort
 
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 
 _MOST_ELEMENTS = 1 << 20
 """Of feeds for a run."""

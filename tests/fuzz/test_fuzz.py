@@ -23,11 +23,11 @@ from fuzz.models import WAYS, Models, case_of
 from fuzz.trial import Maker, made_apart, run_all
 from onnx import ModelProto, TensorProto, helper
 
+from onnxpar.base.digests import sealed
+from onnxpar.base.errors import InputError
 from onnxpar.base.plain_yaml import parse
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError
-from onnxpar.files.digests import sealed
-from onnxpar.runtime.npz import read_npz
+from onnxpar.runtime.session.npz import read_npz
 
 Capture = pytest.CaptureFixture[str]
 

@@ -25,9 +25,9 @@ from fuzz.sessions import run_once
 
 import onnxpar
 from onnxpar import cli
+from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.error_line import report
-from onnxpar.errors import OnnxparError
-from onnxpar.model.shapes_by_onnxruntime import REFUSED
+from onnxpar.graph.shapes_by_onnxruntime import REFUSED
 
 MEMORY = 4 << 30
 """Bytes of address space that a command may have beyond what it begins with."""

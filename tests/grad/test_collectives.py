@@ -13,10 +13,10 @@ from gradient_programs import ERROR, difference, differentiated, random
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.context import load_model
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.context import load_model
+from onnxpar.planner.options import Options
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 DOUBLE = TensorProto.DOUBLE

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from gradient_programs import Program, random
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 
 YES, NO = np.array(True), np.array(False)
 

@@ -5,7 +5,7 @@ import pytest
 from numpy import array
 from opsets import since
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.testing.case import Case
 from onnxpar.testing.gradient_proof import prove_gradient
 

@@ -5,7 +5,7 @@ import pytest
 from gradient_programs import Program
 from numpy import array
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.testing.case import Case
 from onnxpar.testing.gradient_proof import Gradient
 

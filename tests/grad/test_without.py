@@ -5,7 +5,7 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.grad.reverse import gradients
 from onnxpar.grad.value import Builder
 

@@ -12,7 +12,7 @@ from native.media import COLLECTIVES
 from native.ranks import collective, run
 from onnx import TensorProto
 
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks.groups import World
 
 SHAPES = [(6, 5), (300, 501), (700, 900)]
 """In one message, over one step, and in many chunks."""

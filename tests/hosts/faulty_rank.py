@@ -18,8 +18,8 @@ import numpy as np
 from hosts.model_of_faults import expected, feeds
 
 import onnxpar.hvd as hvd
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.session.session import InferenceSession
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 

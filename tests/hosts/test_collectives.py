@@ -14,7 +14,7 @@ from hosts.link import Network, Quality
 from hosts.ranks import finish, start
 from native.ranks import on_ranks
 
-from onnxpar.runtime.groups import thread_worlds
+from onnxpar.runtime.ranks.groups import thread_worlds
 
 
 @pytest.fixture(scope="module", autouse=True)

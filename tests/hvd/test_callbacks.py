@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd import callbacks
 
 EPOCHS, STEPS = 4, 5

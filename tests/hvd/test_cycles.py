@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.hvd.autotune import MEBIBYTE, Autotune, gaussian_process
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.cycles import Cycles

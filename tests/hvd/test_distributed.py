@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 SHAPES = {"w1": (4, 3), "b1": (3,), "w2": (3, 2), "scale": ()}
 STEPS = 4

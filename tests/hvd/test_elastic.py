@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 
 pytestmark = pytest.mark.usefixtures("medium")
 

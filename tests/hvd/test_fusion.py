@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.hvd.compression import Cast, Compression
 from onnxpar.hvd.fusion import Fusion, layout_of
 

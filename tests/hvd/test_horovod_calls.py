@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 
 Array = np.ndarray
 

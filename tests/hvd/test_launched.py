@@ -22,7 +22,7 @@ SCRIPT = """
 import json, os, signal, sys
 import numpy as np
 import onnxpar.hvd as hvd
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 
 folder, victim = sys.argv[1], int(sys.argv[2])
 for _ in range(2):  # also after a shutdown

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.hvd.communicator import current
-from onnxpar.runtime import collectives
+from onnxpar.runtime.ranks import collectives
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

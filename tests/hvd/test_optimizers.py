@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 START = [0.5, -1.25, 2.0]
 GRADS = [[0.1, -0.2, 0.3], [-0.4, 0.5, 0.05], [0.25, 0.0, -1.0]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 TORCH: list[tuple[int, bool, list[list[int]]]] = [
     (10, False, [[0, 3, 6, 9], [1, 4, 7, 0], [2, 5, 8, 1]]),

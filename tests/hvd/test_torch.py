@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnxpar import hvd
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 torch = pytest.importorskip("torch")
 

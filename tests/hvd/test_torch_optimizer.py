@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 
 torch = pytest.importorskip("torch")
 

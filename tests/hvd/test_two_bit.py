@@ -13,9 +13,9 @@ from agreement import options
 from training.steps import CROSS_ENTROPY, ThreadTrainer, write_model, write_step
 
 from onnxpar import hvd
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.two_bit import packed, unpacked
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 from onnxpar.training import grad
 
 Array = np.ndarray

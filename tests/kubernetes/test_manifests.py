@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from onnxpar.cli.parser import parser
-from onnxpar.runtime.launch import HELP, launched_rank
+from onnxpar.runtime.launch.launch import HELP, launched_rank
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 SCHEMA = Path(__file__).with_name("schema.json")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.layout import (
     Concat,
     Dim,
@@ -32,10 +32,10 @@ from onnxpar.layout.layout import (
     runs,
 )
 from onnxpar.layout.mesh import Axis, Mesh, merge_axes
-from onnxpar.reshard.planner import ReshardedTensor, plan_steps
-from onnxpar.reshard.steps import ReshardStep
 from onnxpar.sharding.factors import Leaf, TensorFactors
+from onnxpar.sharding.planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.state import FactorSharding, covered_axes
+from onnxpar.sharding.steps import ReshardStep
 
 Array = np.ndarray[Any, Any]
 MESH = Mesh((("a", 2), ("b", 3), ("c", 2)))

@@ -14,7 +14,11 @@ from committed import MODELS
 from onnx import TensorProto, helper
 
 import onnxpar
-from onnxpar.canonicalize.candidates import (
+from onnxpar.base.errors import ModelError
+from onnxpar.llm.candidates import Candidates
+from onnxpar.llm.generator import Generator
+from onnxpar.llm.sampling import Sampling
+from onnxpar.load.candidates import (
     ASKED,
     ASKED_LOGITS,
     BEST,
@@ -24,10 +28,6 @@ from onnxpar.canonicalize.candidates import (
     TEMPERATURES,
     add_candidates,
 )
-from onnxpar.errors import ModelError
-from onnxpar.llm.candidates import Candidates
-from onnxpar.llm.generator import Generator
-from onnxpar.llm.sampling import Sampling
 
 SIZE = 400
 OPTIONS: list[dict[str, Any]] = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.chat_template import ChatTemplate
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}

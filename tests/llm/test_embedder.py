@@ -19,7 +19,7 @@ from runtime.bundles import pids, wait_until
 from sharded import sharded
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.llm.embedder import Embedder
 from onnxpar.llm.encoder import Tokens
 from onnxpar.llm.encoder_model import is_encoder

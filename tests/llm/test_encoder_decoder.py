@@ -19,11 +19,11 @@ from sharded import sharded
 from sounds import RATE, sound
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, StrategyError
+from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.llm.engine import Engine
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.sampling import Sampling
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 
 FOLDERS = {name: MODELS / "llm" / name for name in ("t5", "bart", "whisper")}
 LAYOUTS = ("1", "2", "3", "tp 2", "tp 3", "tp 4", "dp 2")

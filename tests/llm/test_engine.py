@@ -22,16 +22,16 @@ from runtime.bundles import pids, wait_until
 from sharded import sharded
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, RunError
+from onnxpar.base.errors import InputError, ModelError, RunError
 from onnxpar.llm.engine import FAILED, READY, Engine, Generation
 from onnxpar.llm.generator import Generator
 from onnxpar.llm.language_model import LanguageModel
 from onnxpar.llm.paged_decoder import count_pages, page_bytes
 from onnxpar.llm.requests import Busy, End, Event, Failure, Limits, Token
 from onnxpar.llm.sampling import Sampling
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.host_memory import HostMemory
-from onnxpar.runtime.lead import Lead
+from onnxpar.runtime.launch.lead import Lead
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.states.host_memory import HostMemory
 
 TIMEOUT = 30.0
 Make = Callable[..., Engine]

@@ -18,7 +18,7 @@ from committed import MODELS
 from sharded import sharded
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, StrategyError
+from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.llm.generator import Completion, Generator, TooLongError
 
 FOLDERS = sorted(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.llm.beginnings import Beginning, speech_beginning, start_token, text_beginning
 from onnxpar.llm.generation_rules import GenerationRules, RuledText
 

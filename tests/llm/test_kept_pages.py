@@ -12,9 +12,9 @@ from committed import MODELS
 from sharded import sharded
 
 import onnxpar
-from onnxpar.errors import InputError, RunError
-from onnxpar.runtime.session import Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError, RunError
+from onnxpar.runtime.session.session import Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 SHAPE = (6, 2, 16, 16)
 KEYS = "past_key_values.0.key"

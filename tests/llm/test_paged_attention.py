@@ -10,8 +10,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from onnxpar.ir.paged_attention import COMPUTE, PAGED_ATTENTION, PAGED_ATTENTION_PART, too_old
-from onnxpar.runtime.library import library_path
+from onnxpar.graph.paged_attention import COMPUTE, PAGED_ATTENTION, PAGED_ATTENTION_PART, too_old
+from onnxpar.runtime.ranks.library import library_path
 
 pytestmark = pytest.mark.skipif(too_old() is not None, reason=str(too_old()))
 ROWS, PAGE = 64, 4

@@ -21,7 +21,7 @@ from llm.test_engine import TIMEOUT, Client, alone, par, prompts
 from runtime.bundles import pids, wait_until
 from sharded import sharded
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.llm.embedder import Embedder
 from onnxpar.llm.encoder import Tokens
 from onnxpar.llm.engine import FAILED, READY, Engine, Generation

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.sampling import Sampling
 

@@ -14,7 +14,7 @@ from committed import MODELS
 from runtime.bundles import wait_until
 from sharded import sharded
 
-from onnxpar.ir.paged_attention import too_old
+from onnxpar.graph.paged_attention import too_old
 from onnxpar.llm import paged_decoder
 from onnxpar.llm.candidates import Candidates
 from onnxpar.llm.engine import Engine

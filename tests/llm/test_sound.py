@@ -12,7 +12,7 @@ from committed import MODELS
 from numpy.typing import NDArray
 from sounds import RATE, sound
 
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.llm.sound import SoundFeatures, read_wave
 
 WHISPER = MODELS / "llm" / "whisper"

@@ -11,7 +11,7 @@ from committed import MODELS
 
 import onnxpar
 from onnxpar.cost.topology import Topology
-from onnxpar.ir.paged_attention import too_old
+from onnxpar.graph.paged_attention import too_old
 from onnxpar.llm.generator import Generator
 
 pytestmark = pytest.mark.skipif(too_old() is not None, reason=str(too_old()))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from committed import MODELS
 
-from onnxpar.errors import InputError, ModelError
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.llm.tokenizer import Stream, Tokenizer
 
 LLAMA = MODELS / "llm" / "llama"

@@ -13,11 +13,11 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from tiny_models import BOOL, FLOAT, INT, TP, W, X, agree, model, port, product, write
 
 import onnxpar
-from onnxpar.checking.compare import compare
-from onnxpar.errors import ModelError, StrategyError
+from onnxpar.base.errors import ModelError, StrategyError
+from onnxpar.graph.interchange import export_graph, import_graph
 from onnxpar.load.load import load
-from onnxpar.model.interchange import export_graph, import_graph
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.report.compare import compare
+from onnxpar.runtime.session.threads import ThreadSession
 
 
 def described() -> onnx.ModelProto:

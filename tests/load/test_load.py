@@ -27,8 +27,8 @@ from tiny_models import (
 )
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.runtime.session.threads import ThreadSession
 
 # opsets 7 to 9
 

@@ -12,7 +12,7 @@ from agreement import options
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.cost.topology import Topology
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.options import Options
 
 SLOW = Topology.of(
     {"levels": [{"name": "host", "latency": 0.0, "bandwidth": 1e6}], "device": {"launch": 0.0}}

@@ -15,7 +15,7 @@ from lowering.test_schedule import Tensors, node
 
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import HOST, Topology
-from onnxpar.ir.reshards import Reshard, reshard_of, set_reshard
+from onnxpar.graph.reshards import Reshard, reshard_of, set_reshard
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axes, Mesh
 from onnxpar.lowering.buckets import first_of_buckets, fuse_collectives

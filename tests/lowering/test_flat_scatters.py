@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.ir.origin import origin_of
+from onnxpar.graph.origin import origin_of
 from onnxpar.lowering.flat_scatters import flatten_scatters
 
 DRAW = np.random.default_rng(5)

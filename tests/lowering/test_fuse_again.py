@@ -9,8 +9,8 @@ import onnx.parser
 import pytest
 from onnx import GraphProto, NodeProto, helper
 
-from onnxpar.canonicalize.unfuse import unfuse
-from onnxpar.ir.stored import nodes_of
+from onnxpar.graph.stored import nodes_of
+from onnxpar.load.unfuse import unfuse
 from onnxpar.lowering.fuse_again import fuse_again
 
 TEXT = """<ir_version: 9, opset_import: ["" : 18, "com.microsoft" : 1]>

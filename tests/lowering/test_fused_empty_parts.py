@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 RUNS = 20
 """Uninitialized memory differs from run to run, but not always."""

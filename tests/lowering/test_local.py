@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 import pytest
 from numpy import array
 
-from onnxpar.ir.per_rank import PerRank
+from onnxpar.graph.per_rank import PerRank
 from onnxpar.layout.layout import Factor, Layout, Product
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.localize import localize_node

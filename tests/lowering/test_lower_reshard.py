@@ -20,16 +20,16 @@ from onnxpar.base.names import Names
 from onnxpar.compiler.pass_ import LoweredState
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
-from onnxpar.ir.per_rank import PerRank
-from onnxpar.ir.reshards import Reshard, reshard_node
+from onnxpar.graph.per_rank import PerRank
+from onnxpar.graph.reshards import Reshard, reshard_node
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axes, Axis, Mesh, parts_over
 from onnxpar.lowering.lower_reshard import ReshardBuilder
 from onnxpar.passes.order_collectives import OrderCollectives
 from onnxpar.passes.split_ranks import _export, _instantiate
-from onnxpar.reshard.planner import ReshardedTensor, plan_steps
-from onnxpar.runtime.groups import World, session_options, thread_worlds
+from onnxpar.runtime.ranks.groups import World, session_options, thread_worlds
 from onnxpar.sharding.factors import GraphFactors, Leaf, TensorFactors, with_axes
+from onnxpar.sharding.planner import ReshardedTensor, plan_steps
 from onnxpar.sharding.state import FactorSharding, overlaps
 
 RANKS = 4

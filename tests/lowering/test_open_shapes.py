@@ -16,11 +16,11 @@ import pytest
 from committed import MODELS
 
 from onnxpar.api import shard
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.executor import SIZES
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.groups import World, session_options, thread_worlds
-from onnxpar.runtime.shards import PortParts
+from onnxpar.runtime.ranks.executor import SIZES
+from onnxpar.runtime.ranks.groups import World, session_options, thread_worlds
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.shards import PortParts
 
 EXPORTS = ["bert", "gpt2", "vit", "unet"]
 

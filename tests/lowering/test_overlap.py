@@ -13,12 +13,12 @@ import pytest
 from agreement import check_agrees, check_outputs, run_ranks, run_unsplit
 from small_models import HEAD, write_text
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.cost import Costs
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.strategy.strategy import Strategy
 
 BRANCHES = """branches (float[5,6] x, float[6,3] w1, float[5,4] b, float[4,3] w2) => (float[5,3] z)

@@ -24,9 +24,9 @@ from lowering.mixtures import (
 
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
-from onnxpar.open_sizes.typical import Typical
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.graph.typical import Typical
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 
 pytestmark = pytest.mark.usefixtures("medium")
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
 
-from onnxpar.ir.reshards import Reshard, reshard_node
+from onnxpar.graph.reshards import Reshard, reshard_node
 from onnxpar.lowering.schedule import schedule
 
 RESHARDS = {

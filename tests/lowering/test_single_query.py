@@ -12,7 +12,7 @@ import pytest
 from agreement import TIMEOUT, check_outputs, run_unsplit
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 SPLITS = {
     "queries": {"Q": [None, None, "tp", None]},

@@ -14,8 +14,8 @@ from agreement import check_outputs, options, run_ranks, run_unsplit
 from lowering.mixtures import exchanging, feeds_of, mixture
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.open_sizes.typical import Typical
-from onnxpar.pipeline import pipeline
+from onnxpar.graph.typical import Typical
+from onnxpar.planner import pipeline
 
 MODELS = Path(__file__).parents[2] / "models" / "experts"
 IDS = np.arange(48).reshape(4, 12)

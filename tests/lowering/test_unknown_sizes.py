@@ -10,8 +10,8 @@ from agreement import TIMEOUT, check_outputs, options, run_unsplit
 from onnx import numpy_helper
 from small_models import HEAD, write_text
 
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.runtime.session.threads import ThreadSession
 
 GROUPED = (
     HEAD

@@ -10,9 +10,9 @@ import onnx
 import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 
-from onnxpar.ir.stored import nodes_of
+from onnxpar.graph.stored import nodes_of
 from onnxpar.lowering import unroll_experts
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 MODELS = Path(__file__).parents[2] / "models" / "experts"
 LOOP = MODELS / "mixtral.loop.dynamo.onnx"

@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from onnxpar.runtime.groups import World, thread_worlds
+from onnxpar.runtime.ranks.groups import World, thread_worlds
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -32,9 +32,9 @@ from native.frames import (
 )
 from native.handshakes import connect, damaged, shake_hands
 
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import World
 
 SIZE = 3
 HOSTILE = 2

@@ -13,7 +13,7 @@ import numpy as np
 from native.ranks import collective, run
 from onnx import TensorProto
 
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks.groups import World
 
 # Each imports onnxruntime for itself: it waits at its exit for a thread that a fork would not have.
 _context = multiprocessing.get_context("forkserver")

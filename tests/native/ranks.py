@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from onnxpar.runtime.groups import World, session_options
+from onnxpar.runtime.ranks.groups import World, session_options
 
 TOKEN = np.zeros([0], np.bool_)
 

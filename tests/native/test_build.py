@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar.runtime.library import library, library_path
+from onnxpar.runtime.ranks.library import library, library_path
 
 LEVELS = {
     3: {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},

@@ -12,7 +12,7 @@ import pytest
 from native.ranks import TOKEN, collective, errors_on_ranks, on_ranks, run, session
 from onnx import TensorProto
 
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks.groups import World
 
 Worlds = Callable[..., list[World]]
 

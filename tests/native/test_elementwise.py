@@ -12,8 +12,8 @@ import pytest
 from native.ranks import node
 from onnx import TensorProto, helper
 
-from onnxpar.ir.elementwise_groups import OPERATIONS
-from onnxpar.runtime.groups import World, session_options
+from onnxpar.graph.elementwise_groups import OPERATIONS
+from onnxpar.runtime.ranks.groups import World, session_options
 
 Worlds = Callable[[int], list[World]]
 

@@ -14,9 +14,9 @@ import pytest
 from native.frames import KEY, Kind, frame, hello
 from native.handshakes import Refused, accept, connect, read
 
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import World
 
 SEND_BUFFER, SEND, SEND_READY, RECEIVE_READY = range(4)
 START = struct.Struct("<6Q")

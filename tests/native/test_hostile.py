@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar.errors import RankError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import World
 
 TESTS = Path(__file__).parent.parent
 

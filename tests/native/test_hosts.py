@@ -15,8 +15,8 @@ from native.ranks import TOKEN, collective, errors_on_ranks, on_ranks, session
 from native.test_reductions import fold, onnx_type, random
 from onnx import TensorProto
 
-from onnxpar.runtime.collectives import all_reduce
-from onnxpar.runtime.groups import Group, World, thread_worlds
+from onnxpar.runtime.ranks.collectives import all_reduce
+from onnxpar.runtime.ranks.groups import Group, World, thread_worlds
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from native.media import results_over
 
-from onnxpar.errors import RankError
-from onnxpar.runtime.groups import thread_worlds
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.ranks.groups import thread_worlds
 
 
 @pytest.fixture(scope="module", autouse=True)

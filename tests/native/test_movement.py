@@ -20,7 +20,7 @@ from native.ranks import (
 )
 from onnx import TensorProto, helper
 
-from onnxpar.runtime.groups import World, thread_worlds
+from onnxpar.runtime.ranks.groups import World, thread_worlds
 
 Worlds = Callable[[int], list[World]]
 

@@ -9,7 +9,7 @@ import pytest
 from native.ranks import TOKEN, collective, model, node, on_ranks, run, session
 from onnx import TensorProto, helper
 
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks.groups import World
 
 Worlds = Callable[[int], list[World]]
 

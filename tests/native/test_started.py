@@ -12,7 +12,7 @@ import pytest
 from native.ranks import TOKEN, errors_on_ranks, model, node, on_ranks, session
 from onnx import TensorProto, helper
 
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks.groups import World
 
 Fresh = Callable[..., list[World]]
 FLOAT = TensorProto.FLOAT

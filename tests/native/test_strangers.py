@@ -19,9 +19,9 @@ from native.frames import KEY
 from native.handshakes import MAGIC, NONCE, Refused, connect, proof, read, shake_hands
 from native.strangers import KINDS
 
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import Hub, World
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import Hub, World
 
 TESTS = Path(__file__).parent.parent
 SIZE = 3

@@ -13,8 +13,8 @@ import pytest
 from native.ranks import TOKEN, errors_on_ranks, model, node, on_ranks, session
 from onnx import TensorProto
 
-from onnxpar.errors import RankError
-from onnxpar.runtime.groups import World
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.ranks.groups import World
 
 Fresh = Callable[..., list[World]]
 FLOAT = TensorProto.FLOAT

@@ -15,9 +15,9 @@ import pytest
 from certificates import authority, certificate
 from native.frames import KEY, sockets
 
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime import collectives
-from onnxpar.runtime.groups import World
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.ranks import collectives
+from onnxpar.runtime.ranks.groups import World
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from native.ranks import TOKEN, collective, errors_on_ranks, on_ranks, run, sess
 from onnx import TensorProto
 from runtime.bundles import wait_until
 
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime.groups import Hub, World, session_options, thread_worlds
-from onnxpar.runtime.library import library_path
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.ranks.groups import Hub, World, session_options, thread_worlds
+from onnxpar.runtime.ranks.library import library_path
 
 Worlds = Callable[..., list[World]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.session.session import Session
 
 TIMEOUT = 60.0
 

@@ -15,7 +15,7 @@ from on_ray.on_nodes import TIMEOUT, actors, groups, pids
 from onnx import helper
 from runtime.bundles import Tensor, all_reduce, is_alive, k_split, wait_until, write_par
 
-from onnxpar.errors import RankError, RunError
+from onnxpar.base.errors import RankError, RunError
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -15,7 +15,7 @@ from committed import MODELS
 from on_ray.on_nodes import TIMEOUT, actors, pids
 
 import onnxpar
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.llm.generator import Generator
 
 pytest.importorskip("ray")

@@ -15,9 +15,9 @@ from onnx import helper
 from runtime.bundles import Tensor, is_alive, k_split, wait_until, write_par
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, RankError
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.options import SessionSpec
+from onnxpar.base.errors import InputError, ModelError, RankError
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.options import SessionSpec
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 
 
 def test_the_package_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ from agreement import options
 from pass_texts import compare_golden, texts_after
 from training.steps import write_step
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.lowering.compression import THRESHOLD, Compression
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.context import load_model, make_context
+from onnxpar.planner.options import Options
 from onnxpar.sharding.planned_collectives import Collective
 
 PRODUCT = "product (float[4,3] x, float[3,5] w) => (float[4,5] y) { y = MatMul(x, w) }"

@@ -31,7 +31,7 @@ from pass_texts import Example, joined
 
 from onnxpar.compiler.pass_ import Pass
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline.pass_registry import OWN
+from onnxpar.planner.pass_registry import OWN
 
 PASSES: dict[str, type[Pass]] = {**OWN, SplitRanks.name: SplitRanks}
 EXAMPLE = re.compile(

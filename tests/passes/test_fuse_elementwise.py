@@ -14,10 +14,10 @@ import pytest
 from agreement import options
 from small_models import write_text
 
-from onnxpar.ir.elementwise_groups import FEWEST, ONE, OPERATIONS, elementwise_units
-from onnxpar.ir.origin import origins_of
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.graph.elementwise_groups import FEWEST, ONE, OPERATIONS, elementwise_units
+from onnxpar.graph.origin import origins_of
+from onnxpar.planner import pipeline
+from onnxpar.runtime.session.threads import ThreadSession
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18, "onnxpar" : 1, "com.microsoft" : 1]>\n'
 

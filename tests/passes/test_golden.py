@@ -17,10 +17,10 @@ from pass_texts import GOLDEN, Example, compare_golden, joined, texts_after
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline.context import make_context
-from onnxpar.pipeline.default_passes import DEFAULT_PASSES
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_registry import OWN
+from onnxpar.planner.context import make_context
+from onnxpar.planner.default_passes import DEFAULT_PASSES
+from onnxpar.planner.options import Options
+from onnxpar.planner.pass_registry import OWN
 from onnxpar.strategy.strategy import Strategy
 
 HEAD = '<ir_version: 8, opset_import: ["" : 18]>\n'

@@ -17,8 +17,8 @@ from onnx import ModelProto, TypeProto, numpy_helper
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
-from onnxpar.model.checker import newest_ir, newest_opset
-from onnxpar.runtime.tensors import dtype_of, view_of
+from onnxpar.graph.checker import newest_ir, newest_opset
+from onnxpar.runtime.session.tensors import dtype_of, view_of
 
 KINDS = ("node", "simple", "pytorch-operator", "pytorch-converted")
 MAX_IR, MAX_OPSET = newest_ir(), newest_opset()

@@ -12,8 +12,8 @@ from peer.cases import PeerCase
 from peer.outcome import EXPLAINED, MISSED, Outcome
 from peer.readers import whole_reason
 
-from onnxpar.canonicalize.upgrade import NEWEST, upgrade
-from onnxpar.ir.subgraphs import subgraphs
+from onnxpar.graph.subgraphs import subgraphs
+from onnxpar.load.upgrade import NEWEST, upgrade
 from onnxpar.rules.rule import is_lack
 from onnxpar.testing.case import Case
 from onnxpar.testing.oracle import Oracle

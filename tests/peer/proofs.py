@@ -17,7 +17,7 @@ from peer.cases import PeerCase, all_cases, runnable
 from peer.forms import forms
 from peer.outcome import GATHERED, REFUSED, SPLIT, Outcome
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.load.load import load
 from onnxpar.report import op_table
 from onnxpar.rules.rule import registered, whole_ops

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peer.splits import Split
 
-from onnxpar.ir.subgraphs import captured
+from onnxpar.graph.subgraphs import captured
 from onnxpar.rules.notation import expr_vars
 from onnxpar.sharding.factors import GraphFactors, OpFactors
 

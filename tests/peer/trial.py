@@ -13,18 +13,18 @@ from peer.outcome import CRASH, GATHERED, HANG, LIMITED, REFUSED, ROUNDED, SPLIT
 from peer.readers import Reader
 from peer.splits import Split, splits_of
 
+from onnxpar.base.digested_folder import DigestedFolder
+from onnxpar.base.errors import InputError, OnnxparError, PassError, RankError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import InputError, OnnxparError, PassError, RankError
-from onnxpar.files.digested_folder import DigestedFolder
 from onnxpar.load.load import Model, load
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.context import make_context
-from onnxpar.pipeline.default_passes import DEFAULT_PASSES
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.run_passes import run_passes
-from onnxpar.runtime.groups import World, thread_worlds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.context import make_context
+from onnxpar.planner.default_passes import DEFAULT_PASSES
+from onnxpar.planner.options import Options
+from onnxpar.planner.run_passes import run_passes
+from onnxpar.runtime.ranks.groups import World, thread_worlds
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.sharding.analysis import analyse
 
 TIMEOUT = 20.0

@@ -16,7 +16,7 @@ from peer.open_cases import opened
 from peer.outcome import CRASH, HANG, REFUSED, UNFIT, Outcome
 from peer.trial import Bench, Trials, last_lines
 
-from onnxpar.errors import OnnxparError, PassError
+from onnxpar.base.errors import OnnxparError, PassError
 
 PATIENCE = 90.0
 """Seconds without a sign of life from a worker after which what it does is a hang."""

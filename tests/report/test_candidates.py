@@ -10,14 +10,13 @@ import pytest
 import yaml
 from small_models import HEAD, write_text
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.loader import Loader
-from onnxpar.pipeline.options import Options
-from onnxpar.presets.training_presets import ZERO_STAGES
+from onnxpar.planner import pipeline
+from onnxpar.planner.loader import Loader
+from onnxpar.planner.options import Options
 from onnxpar.report.candidate_lines import candidate_lines
 from onnxpar.report.candidates import (
     MOST_HYBRIDS,
@@ -34,6 +33,7 @@ from onnxpar.report.candidates import (
 from onnxpar.search.objective import LATENCY, THROUGHPUT, Objective
 from onnxpar.search.patience import Patience
 from onnxpar.search.predict import Prediction
+from onnxpar.strategy.training_presets import ZERO_STAGES
 
 TEXT = """m (float[8,4,16] x, float[16,32] w1, float[32,16] w2) => (float[8,4,16] y)
 { a = MatMul(x, w1)  b = Relu(a)  c = MatMul(b, w2)  s = Add(c, x)

@@ -11,9 +11,9 @@ import pytest
 from small_models import HEAD, write_text
 
 import onnxpar
+from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import OnnxparError
-from onnxpar.pipeline.plan_options import options_of
+from onnxpar.planner.plan_options import options_of
 from onnxpar.report.explain import explain
 
 MODELS = Path(__file__).parents[2] / "models"

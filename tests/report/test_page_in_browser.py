@@ -14,7 +14,7 @@ from browser import BROWSER, DESKTOP, PHONE, Browser, browser
 from pages import Page, of_steps, synthetic
 from small_models import HEAD, write_text
 
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.options import Options
 from onnxpar.report.explain import COLLECTIVE, CUT, NODE, Explained, explain
 from onnxpar.report.report_page import page, write_page
 from onnxpar.report.walk import walk

@@ -17,9 +17,9 @@ from watching import Watching
 
 from onnxpar.compiler.pass_ import Pass, PassContext, Stage
 from onnxpar.load.load import Model
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.loader import Loader
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.loader import Loader
+from onnxpar.planner.options import Options
 from onnxpar.report.explain import Explained
 from onnxpar.report.pass_steps import ADDED, CHANGED, KEPT, REMOVED, PassSteps
 from onnxpar.report.rank_graph import MOST

@@ -15,18 +15,18 @@ from agreement import options
 from small_models import HEAD, write_text
 from watching import Watching
 
+from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.cli.predicted import compared as sentence
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import Plan, Predicted
-from onnxpar.errors import InputError, StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import Model
 from onnxpar.passes.insert_collectives import InsertCollectives
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 from onnxpar.report.compare_trace import PlannedNode, compare_trace, planned_nodes
 from onnxpar.report.comparison_result import NOTHING_RAN, Comparison
-from onnxpar.runtime.trace import Collective, Event, Span, Trace, read_trace, write_trace
+from onnxpar.runtime.profile.trace import Collective, Event, Span, Trace, read_trace, write_trace
 from onnxpar.search.predict import Prediction
 from onnxpar.sharding.planned_collectives import Collective as Planned
 

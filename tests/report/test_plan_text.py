@@ -12,9 +12,9 @@ import pytest
 from agreement import options
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.pass_registry import parse_passes
+from onnxpar.base.errors import StrategyError
+from onnxpar.planner import pipeline
+from onnxpar.planner.pass_registry import parse_passes
 from onnxpar.report import report
 from onnxpar.report.report import grouped, plan_lines, table
 

@@ -13,13 +13,13 @@ from pages import Page, of_steps, synthetic
 from small_models import HEAD, write_text
 
 import onnxpar
+from onnxpar.base.errors import OnnxparError, StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import OnnxparError, StrategyError
+from onnxpar.graph.typical import Typical
 from onnxpar.layout.layout import Concat, Factor, Layout, Product, nested_parts
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.layout.shares import Proportion
-from onnxpar.open_sizes.typical import Typical
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.options import Options
 from onnxpar.report.charts import TICKS, Bar, memory_curve, merged, ticks, timeline
 from onnxpar.report.explain import COLLECTIVE, NODE, UPDATE, Explained, Operand, explain
 from onnxpar.report.layout_key import MESH, layout_key

@@ -12,8 +12,8 @@ from small_models import HEAD, write_text
 
 import onnxpar
 import onnxpar.training
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StrategyError
 
 MODELS = Path(__file__).parents[2] / "models"
 MLP = """m (float[8,16] x, float[16,32] w1, float[32,16] w2) => (float[8,16] y)

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 import onnxpar
 from onnxpar.base import custom_ops
 from onnxpar.base.custom_ops import libraries
+from onnxpar.base.errors import InputError, RankError, StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError, RankError, StrategyError
-from onnxpar.model import custom_shapes
+from onnxpar.graph import custom_shapes
 from onnxpar.rules import rule as rules
 from onnxpar.rules.rule import Rule, einsum, rule
 

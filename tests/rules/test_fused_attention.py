@@ -1,5 +1,5 @@
 """Rules of attention as an op of the compiler; whole models compare it with onnxruntime
-(tests/presets/test_rings.py)."""
+(tests/strategy/test_rings.py)."""
 
 import numpy as np
 import onnx_graphsurgeon as gs

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 LEAST = np.finfo(np.float32).min
 WAYS = {

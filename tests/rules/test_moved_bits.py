@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 MOVES = {
     "y = Gather(t, i)": [[0, 3, 6], [-1, 2, 5]],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy import array
 
-from onnxpar.ir.per_rank import PerRank
+from onnxpar.graph.per_rank import PerRank
 from onnxpar.lowering.localize import localize_node
 from onnxpar.testing.case import Case
 from onnxpar.testing.oracle import Oracle, Split

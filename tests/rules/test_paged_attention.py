@@ -4,7 +4,7 @@ pages."""
 import numpy as np
 import pytest
 
-from onnxpar.ir.paged_attention import COMPUTE, too_old
+from onnxpar.graph.paged_attention import COMPUTE, too_old
 from onnxpar.testing.case import Case
 
 pytestmark = pytest.mark.skipif(too_old() is not None, reason=str(too_old()))

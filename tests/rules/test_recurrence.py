@@ -11,7 +11,7 @@ from numpy import array
 from onnx import TensorProto, helper
 
 import onnxpar
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.testing.case import Case
 
 X = (3, 4, 5)

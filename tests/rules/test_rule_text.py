@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from onnxpar.api import make_plan
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.rules.notation import Cat, Prod, RuleTextError, Var, parse_rule
 from onnxpar.rules.rule import Rule, einsum, rule
 

@@ -10,7 +10,7 @@ import onnx.parser
 import pytest
 
 import onnxpar
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
 m (float[N,4,3,3] x) => (float[N,4,3,3] y, float[4] m2, float[4] v2)

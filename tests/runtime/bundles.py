@@ -13,15 +13,15 @@ import numpy as np
 from agreement import TIMEOUT
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, save
 
+from onnxpar.base.errors import OnnxparError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import OnnxparError
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.runtime.bundle import FORMAT, Bundle
-from onnxpar.runtime.executor import Executor
-from onnxpar.runtime.groups import thread_worlds
-from onnxpar.runtime.options import SessionSpec
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.ranks.executor import Executor
+from onnxpar.runtime.ranks.groups import thread_worlds
+from onnxpar.runtime.session.bundle import FORMAT, Bundle
+from onnxpar.runtime.session.options import SessionSpec
+from onnxpar.runtime.session.session import Session
 
 ELEMENTS = {
     "float32": TensorProto.FLOAT,

@@ -6,8 +6,8 @@ import pytest
 from runtime.fixtures import par as par
 from runtime.fixtures import x as x
 
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 
 @pytest.fixture(params=["threads", pytest.param("processes", marks=pytest.mark.processes)])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from onnxpar.errors import OnnxparError, RankError
-from onnxpar.runtime.follow import follow
-from onnxpar.runtime.launch import launched_rank
-from onnxpar.runtime.lead import Lead
-from onnxpar.runtime.orders import Orders
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.base.errors import OnnxparError, RankError
+from onnxpar.runtime.launch.follow import follow
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.launch.lead import Lead
+from onnxpar.runtime.ranks.orders import Orders
+from onnxpar.runtime.session.session import InferenceSession
 
 PROMPTS = ([5, 6, 7], [8, 9])
 

@@ -14,8 +14,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 
 from onnxpar.api import shard
-from onnxpar.errors import InputError, OnnxparError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.base.errors import InputError, OnnxparError
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = pytest.mark.usefixtures("medium")
 

@@ -15,9 +15,9 @@ import pytest
 from runtime.bad_requests import BATCH, ROWS, STRATEGIES, decoder
 
 import onnxpar
-from onnxpar.errors import InputError, OnnxparError, RunError
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError, OnnxparError, RunError
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 

@@ -13,11 +13,11 @@ from onnx import helper
 from runtime.bundles import Tensor, k_split, write_par
 
 import onnxpar
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import InputError, ModelError
-from onnxpar.runtime.bundle import FORMAT, Bundle
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.bundle import FORMAT, Bundle
+from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from runtime.bundles import k_split, pids
 
-from onnxpar.errors import InputError
-from onnxpar.runtime.cores import (
+from onnxpar.base.errors import InputError
+from onnxpar.runtime.launch.launched_rank import _share
+from onnxpar.runtime.ranks.cores import (
     BINDINGS,
     Core,
     Share,
@@ -20,9 +21,8 @@ from onnxpar.runtime.cores import (
     shares,
     shares_of_replica,
 )
-from onnxpar.runtime.groups import World, thread_worlds
-from onnxpar.runtime.launched_rank import _share
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.ranks.groups import World, thread_worlds
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = pytest.mark.processes
 
@@ -188,7 +188,7 @@ def test_ranks_of_a_launcher_divide_what_they_have_in_common() -> None:
 def test_replicas_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each session has its own; and asks for those of its number."""
     cores = [Core(0, (thread,)) for thread in range(8)]
-    monkeypatch.setattr("onnxpar.runtime.cores.own_cores", lambda: cores)
+    monkeypatch.setattr("onnxpar.runtime.ranks.cores.own_cores", lambda: cores)
     each = [shares_of_replica(2, "cores", 0, replica, 2) for replica in range(2)]
     assert [[share.cores for share in own] for own in each] == [
         [(0, 1), (2, 3)],
@@ -200,7 +200,7 @@ def test_replicas_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked.append(args)
         return [Share((), 1, False)] * 2
 
-    monkeypatch.setattr("onnxpar.runtime.ranks.shares_of_replica", asking)
+    monkeypatch.setattr("onnxpar.runtime.ranks.ranks.shares_of_replica", asking)
     par = k_split(tmp_path / "m.par")
     InferenceSession(par, replica=1, replicas=3, bind="numa").close()
     InferenceSession(par).close()

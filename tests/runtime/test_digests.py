@@ -14,14 +14,14 @@ from committed import MODELS
 from onnx import numpy_helper
 from runtime.bundles import started
 
+from onnxpar.base import digests
+from onnxpar.base.errors import ModelError, OnnxparError, RankError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import ModelError, OnnxparError, RankError
-from onnxpar.files import digests
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODEL = MODELS / "llama.dynamo.static.onnx"
 TP = Options(mesh=Mesh.parse("tp=2"), preset="tensor-parallel")

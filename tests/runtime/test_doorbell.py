@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from onnxpar.runtime.doorbell import Doorbell
-from onnxpar.runtime.library import library
+from onnxpar.runtime.ranks.doorbell import Doorbell
+from onnxpar.runtime.ranks.library import library
 
 CALLS = 10_000
 ASLEEP = 0.3

@@ -11,10 +11,10 @@ import pytest
 from agreement import options, relative_error
 from small_models import HEAD, write_text
 
-from onnxpar.checking.unsplit import open_unsplit, run_unsplit
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.options import keep_double
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.report.unsplit import open_unsplit, run_unsplit
+from onnxpar.runtime.session.options import keep_double
+from onnxpar.runtime.session.threads import ThreadSession
 
 NORM = """norm (double[4,6] x, double[6] g) => (double[4,6] y, float z)
 <double two = {2}, double epsilon = {0.01}, int64[1] last = {-1}, float z0 = {0}>

@@ -12,11 +12,11 @@ from agreement import options
 from lowering.mixtures import SLOW, exchanging, feeds_of, mixture
 
 import onnxpar
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.report.trace_lines import expert_lines
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.trace import ExpertLoad, Trace, read_trace
+from onnxpar.runtime.profile.trace import ExpertLoad, Trace, read_trace
+from onnxpar.runtime.session.session import InferenceSession
 
 IDS = np.array([[0, 1], [3, 3], [4, 1], [1, 0], [1, 3], [4, 0], [1, 1], [0, 3]])
 """What a router chooses for 8 tokens; expert 2 gets none, and one expert may be chosen twice."""

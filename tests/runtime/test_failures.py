@@ -20,17 +20,17 @@ import pytest
 from onnx import TensorProto, helper
 from runtime.bundles import Tensor, all_reduce, is_alive, k_split, pids, wait_until, write_par
 
+from onnxpar.base.errors import RankError, RunError
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import RankError, RunError
 from onnxpar.load import load as model
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime import rank_process
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.processes import Processes
-from onnxpar.runtime.rank_failure import is_damaged, load_text
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
+from onnxpar.runtime.ranks import rank_process
+from onnxpar.runtime.ranks.processes import Processes
+from onnxpar.runtime.ranks.rank_failure import is_damaged, load_text
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 TESTS = Path(__file__).parent.parent
@@ -98,7 +98,7 @@ time.sleep(60)
 @pytest.mark.slow
 def test_a_rank_killed_after_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another one still computes; and its exit code is there long after its sockets close."""
-    boot = f"from onnxpar.runtime.wire import Wire\n{ANSWERS_AND_ENDS}"
+    boot = f"from onnxpar.runtime.ranks.wire import Wire\n{ANSWERS_AND_ENDS}"
     monkeypatch.setattr(rank_process, "BOOT", boot)
     ranks = Processes(tmp_path, 2, 60.0, None)
     with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL \(signal 9\)"):
@@ -301,7 +301,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from runtime.bundles import pids
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 session = InferenceSession(sys.argv[1])
 print(*pids(session), flush=True)
 {end}

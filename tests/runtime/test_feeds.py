@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError
-from onnxpar.runtime.feeds import make_feeds, read_feeds, write_arrays
+from onnxpar.base.errors import InputError
+from onnxpar.runtime.session.feeds import make_feeds, read_feeds, write_arrays
 
 INPUTS = [
     ("ids", "int64", [50, 4]),

@@ -23,13 +23,13 @@ from agreement import feeds_for
 from committed import MODELS
 
 import onnxpar
-from onnxpar.errors import OnnxparError
-from onnxpar.files.digests import BLOCK, sealed
-from onnxpar.runtime import check_start, fetch, transfers
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.fetch import complete
-from onnxpar.runtime.groups import thread_worlds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.digests import BLOCK, sealed
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.ranks import check_start, fetch, transfers
+from onnxpar.runtime.ranks.fetch import complete
+from onnxpar.runtime.ranks.groups import thread_worlds
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 
 LLAMA = MODELS / "llama.dynamo.static.onnx"
 TIMEOUT = 20.0
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that each file takes several."""
-    for module in (transfers, "onnxpar.runtime.file_traffic"):
+    for module in (transfers, "onnxpar.runtime.ranks.file_traffic"):
         name = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{name}.PIECE", BLOCK)
 
@@ -368,7 +368,7 @@ def test_a_disk_that_fills_up(made: Path, tmp_path: Path, monkeypatch: pytest.Mo
     def full(*args: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("onnxpar.runtime.received_file.os.pwrite", full)
+    monkeypatch.setattr("onnxpar.runtime.ranks.received_file.os.pwrite", full)
     ended = fetched([made, tmp_path / "m.par", made, made])
     assert "cannot write" in ended[1].error and "no space left on device" in ended[1].error
     assert all(rank.error for rank in ended) and not list(tmp_path.iterdir())
@@ -383,9 +383,9 @@ def test_a_place_that_cannot_be_written(made: Path, tmp_path: Path) -> None:
 RANK = """
 import resource, sys
 from pathlib import Path
-from onnxpar.runtime import transfers
-from onnxpar.runtime.fetch import complete
-from onnxpar.runtime.groups import World
+from onnxpar.runtime.ranks import transfers
+from onnxpar.runtime.ranks.fetch import complete
+from onnxpar.runtime.ranks.groups import World
 
 def memory(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -12,11 +12,11 @@ import pytest
 from onnx import numpy_helper
 from training.steps import MLP, Array, run_unsplit, shard, write_step
 
-from onnxpar.errors import InputError, ModelError, OnnxparError
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.session import Session
-from onnxpar.runtime.state_files import StateFiles
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError, ModelError, OnnxparError
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import Session
+from onnxpar.runtime.session.threads import ThreadSession
+from onnxpar.runtime.states.state_files import StateFiles
 
 Open = Callable[..., Session]
 

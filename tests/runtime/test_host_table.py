@@ -15,8 +15,8 @@ import pytest
 from large_table import FEEDS, LIMIT, ROWS, WIDTH, needs_proc, peaks, write_model
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, RankError
-from onnxpar.runtime.host_table import HostTable
+from onnxpar.base.errors import InputError, ModelError, RankError
+from onnxpar.runtime.states.host_table import HostTable
 from onnxpar.trainer.checkpoint import Progress
 from onnxpar.trainer.trainer import Trainer
 
@@ -144,7 +144,7 @@ def test_copies_between_file_systems(tmp_path: Path, monkeypatch: Patch) -> None
     for number in range(2):
         if number:
             monkeypatch.setattr(os, "copy_file_range", refused)
-            monkeypatch.setattr("onnxpar.runtime.host_table.BLOCK", 100)
+            monkeypatch.setattr("onnxpar.runtime.states.host_table.BLOCK", 100)
         found = table(tmp_path)
         found.copy_from(tmp_path / "source", 8)
         np.testing.assert_array_equal(found.array, wanted)

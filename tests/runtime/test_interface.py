@@ -18,11 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 from runtime.bundles import Tensor, pids, write_par
 
 import onnxpar
-from onnxpar.errors import InputError, ModelError, OnnxparError, RankError
-from onnxpar.runtime.interface import Interface
-from onnxpar.runtime.io_binding import IOBinding
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError, ModelError, OnnxparError, RankError
+from onnxpar.runtime.session.interface import Interface
+from onnxpar.runtime.session.io_binding import IOBinding
+from onnxpar.runtime.session.ort_values import array_of
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 C = ort.capi._pybind_state
 RANDOM = np.random.default_rng(0)
@@ -284,10 +285,10 @@ def test_bound_memory_of_any_type(dtype: str, tmp_path: Path) -> None:
         session.run_with_iobinding(binding)
         (y,) = binding.copy_outputs_to_cpu()
         np.testing.assert_array_equal(y, value.T)
-        source = onnxpar.runtime.tensors.copy_of(value)
+        source = onnxpar.runtime.session.tensors.copy_of(value)
         (again,) = session.run_with_ort_values(None, {"x": source})
         for found in (target, again):
-            np.testing.assert_array_equal(onnxpar.runtime.ort_values.array_of(found), value.T)
+            np.testing.assert_array_equal(array_of(found), value.T)
 
 
 def test_strings_are_bound_but_are_no_ort_values(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import onnxpar
-from onnxpar.errors import InputError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODEL = Path(__file__).parents[2] / "models" / "llama_decode.dynamo.dynamic.onnx"
 

@@ -12,8 +12,8 @@ import pytest
 from onnx import helper
 from runtime.bundles import Tensor, write_par
 
-from onnxpar.errors import RankError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = pytest.mark.processes
 

@@ -22,26 +22,26 @@ from runtime.bad_requests import STRATEGIES, decoder
 from runtime.bundles import Tensor, all_reduce, write_par
 
 import onnxpar
-from onnxpar.errors import RankError
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime import launched_rank as launched
-from onnxpar.runtime.launch import Launched, bind_address, launched_rank
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import RankError
+from onnxpar.planner import pipeline
+from onnxpar.runtime.launch import launched_rank as launched
+from onnxpar.runtime.launch.launch import Launched, bind_address, launched_rank
+from onnxpar.runtime.session.threads import ThreadSession
 
 TESTS = Path(__file__).parent.parent
 
 SCRIPT = """
 import os, sys
 import numpy as np
-from onnxpar.errors import RankError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.session.session import InferenceSession
 x = np.load(sys.argv[2])
 try:
     for _ in range(2):
         with InferenceSession(sys.argv[1], timeout=20, log_dir=(sys.argv[3:] or [None])[0]) as s:
             for _ in range(3):
                 outputs = s.run(None, {"x": x, "x2": x})
-    from onnxpar.runtime.launch import launched_rank
+    from onnxpar.runtime.launch.launch import launched_rank
     rank = str(launched_rank().rank)
     np.savez(f"{sys.argv[2]}.{rank}.npz", *outputs)
     print("done", rank)
@@ -120,7 +120,7 @@ def test_mpirun(four: Path, tmp_path: Path, x: np.ndarray) -> None:
 DECODE = """
 import sys
 import numpy as np
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 request = dict(np.load(sys.argv[2]))
 caches = {n: a for n, a in request.items() if n.startswith("past")}
 found = []
@@ -134,7 +134,7 @@ with InferenceSession(sys.argv[1], timeout=20) as s:
             (logits,) = s.run(["logits"], feeds, keep_states=True)
             found.append(logits[:, -1])
             ids, before, fed = logits[:, -1:].argmax(-1), total, {}
-from onnxpar.runtime.launch import launched_rank
+from onnxpar.runtime.launch.launch import launched_rank
 np.save(f"{sys.argv[2]}.{launched_rank().rank}.npy", np.stack(found))
 """
 
@@ -196,8 +196,8 @@ def test_ranks_by_the_environment(tmp_path: Path, x: np.ndarray) -> None:
 BAD_REQUESTS = """
 import os, sys
 import numpy as np
-from onnxpar.errors import OnnxparError
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.base.errors import OnnxparError
+from onnxpar.runtime.session.session import InferenceSession
 rank = os.environ["ONNXPAR_RANK"]
 with InferenceSession(sys.argv[1], timeout=30) as session:
     session.states.write("s", np.zeros((4, 1, 8), np.float32))

@@ -20,13 +20,13 @@ from runtime.bundles import k_split, weight_of_k_split
 from runtime.led_program import PROMPTS
 
 import onnxpar
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.llm.generator import Generator
-from onnxpar.runtime.executor import Request
-from onnxpar.runtime.host_memory import HostMemory, memory_of_hosts
-from onnxpar.runtime.launch import Launched
-from onnxpar.runtime.lead import Lead
-from onnxpar.runtime.orders import Order, Orders
+from onnxpar.runtime.launch.launch import Launched
+from onnxpar.runtime.launch.lead import Lead
+from onnxpar.runtime.ranks.executor import Request
+from onnxpar.runtime.ranks.orders import Order, Orders
+from onnxpar.runtime.states.host_memory import HostMemory, memory_of_hosts
 
 TIMEOUT = 4.0
 """The timeout of ranks, in seconds."""

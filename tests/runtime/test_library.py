@@ -13,8 +13,8 @@ import pytest
 from committed import MODELS
 
 import onnxpar
-from onnxpar.errors import RankError
-from onnxpar.runtime import groups, library
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.ranks import groups, library
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from agreement import TIMEOUT, options
 from small_models import write_text
 
-from onnxpar.checking.unsplit import run_unsplit
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.report.unsplit import run_unsplit
+from onnxpar.runtime.session.threads import ThreadSession
 
 
 @pytest.mark.parametrize("channels", [1, 2])

@@ -13,7 +13,7 @@ from runtime.bundles import pids
 
 from onnxpar import hvd
 from onnxpar.hvd.communicator import current
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 
 SCRIPT = """
 from onnxpar import hvd

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar.errors import InputError, RankError
-from onnxpar.runtime.launch import generation_number
-from onnxpar.runtime.membership import Generation, Membership, Slot, slots_of
-from onnxpar.runtime.supervision import AGAIN, HOST_GONE, Supervisor
+from onnxpar.base.errors import InputError, RankError
+from onnxpar.runtime.launch.launch import generation_number
+from onnxpar.runtime.launch.membership import Generation, Membership, Slot, slots_of
+from onnxpar.runtime.launch.supervision import AGAIN, HOST_GONE, Supervisor
 
 A, B = {"a": 2}, {"b": 1}
 

@@ -14,12 +14,12 @@ import pytest
 from onnx import helper
 from runtime.bundles import Tensor, pids, write_par
 
-from onnxpar.errors import InputError, RankError
-from onnxpar.runtime import ranks
-from onnxpar.runtime.cores import Share, own_cores
-from onnxpar.runtime.options import SessionSpec, run_options, run_spec
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError, RankError
+from onnxpar.runtime.ranks import ranks
+from onnxpar.runtime.ranks.cores import Share, own_cores
+from onnxpar.runtime.session.options import SessionSpec, run_options, run_spec
+from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 pytestmark = pytest.mark.processes
 

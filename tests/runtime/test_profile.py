@@ -21,20 +21,23 @@ import pytest
 from runtime.bundles import Tensor, all_reduce, write_par
 from small_models import write_text
 from training.steps import MLP, shard, write_step
+from watching import Watching
 
+from onnxpar.base.errors import InputError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError
+from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.load.load import Model
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.report.trace_lines import trace_lines
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.fused import Fused
-from onnxpar.runtime.merge_profiles import merge
-from onnxpar.runtime.profile import Record
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.threads import ThreadSession
-from onnxpar.runtime.trace import Event, Trace, read_trace, write_trace
+from onnxpar.runtime.profile.fused import Fused
+from onnxpar.runtime.profile.merge_profiles import merge
+from onnxpar.runtime.profile.profile import Record
+from onnxpar.runtime.profile.trace import Event, Trace, read_trace, write_trace
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 
 pytestmark = pytest.mark.processes
@@ -66,15 +69,12 @@ def par(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = write_text(TEXT, folder / "m.onnx")
     options = Options(mesh=Mesh.parse("tp=2"), strategy=Strategy.of({"shard": STRATEGY}))
     nodes: set[str] = set()
-    pipeline.plan(
-        model,
-        options,
-        lambda step, model, ctx: (
+
+    def watch(step: Pass, model: Model, ctx: PassContext) -> None:
+        if step.name == "insert-collectives":
             nodes.update(op.node.name for op in ctx.sharding.factors.ops)
-            if step.name == "insert-collectives"
-            else None
-        ),
-    )
+
+    pipeline.plan(model, options, Watching(watch))
     pipeline.shard(model, folder / "m.par", options)
     (folder / "nodes.json").write_text(json.dumps(sorted(nodes)))
     x = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)

@@ -13,9 +13,9 @@ from lowering.mixtures import beside_shared_expert, between_hosts, feeds_of, mix
 from small_models import HEAD, write_text
 
 from onnxpar.cli.command_line import main
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.trace import Trace, read_trace
+from onnxpar.planner import pipeline
+from onnxpar.runtime.profile.trace import Trace, read_trace
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = [pytest.mark.usefixtures("medium"), pytest.mark.processes]
 

@@ -12,9 +12,9 @@ from onnx import TensorProto, helper, save
 from runtime.bundles import Tensor, weight_of_k_split, write_par
 
 from onnxpar.api import shard
-from onnxpar.errors import InputError, RunError
-from onnxpar.runtime.processes import Processes
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.base.errors import InputError, RunError
+from onnxpar.runtime.ranks.processes import Processes
+from onnxpar.runtime.session.session import InferenceSession
 
 pytestmark = pytest.mark.processes
 

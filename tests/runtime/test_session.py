@@ -20,11 +20,11 @@ from runtime.bundles import (
     write_par,
 )
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.layout.layout import Concat, Factor, Layout
 from onnxpar.layout.mesh import Axis
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 Open = Callable[..., Session]
 RNG = np.random.default_rng(0)

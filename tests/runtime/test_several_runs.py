@@ -13,10 +13,10 @@ import pytest
 from onnx import NodeProto, helper
 from runtime.bundles import Tensor, all_reduce, write_par
 
-from onnxpar.errors import InputError
-from onnxpar.runtime.processes import Processes
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError
+from onnxpar.runtime.ranks.processes import Processes
+from onnxpar.runtime.session.session import InferenceSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 pytestmark = pytest.mark.processes
 
@@ -139,7 +139,7 @@ def test_states_that_are_copied_are_refused(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 import numpy as np
-from onnxpar.runtime.session import InferenceSession
+from onnxpar.runtime.session.session import InferenceSession
 with InferenceSession(sys.argv[1], timeout=30) as session:
     x = np.load(sys.argv[2])
     for times in (3, 3, 1):

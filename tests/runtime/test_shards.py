@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from onnxpar.layout.layout import Concat, Dim, Factor, Layout, Product
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.runtime import shards as parts_module
-from onnxpar.runtime.shards import Shards
+from onnxpar.runtime.session import shards as parts_module
+from onnxpar.runtime.session.shards import Shards
 
 MESH = Mesh.parse("a=2,b=3")
 A, B = Axis("a", 2), Axis("b", 3)

@@ -11,9 +11,9 @@ import pytest
 from runtime.bundles import is_alive, k_split, pids, wait_until, weight_of_k_split
 
 from onnxpar.cli import main
-from onnxpar.runtime import started_ranks
-from onnxpar.runtime.session import InferenceSession
-from onnxpar.runtime.started_ranks import StartedRanks, started_early
+from onnxpar.runtime.ranks import started_ranks
+from onnxpar.runtime.ranks.started_ranks import StartedRanks, started_early
+from onnxpar.runtime.session.session import InferenceSession
 
 
 def early() -> list[int]:
@@ -74,7 +74,7 @@ def test_they_end_with_the_command(tmp_path: Path) -> None:
     """Even if it is killed."""
     script = """
 import os, signal, sys
-from onnxpar.runtime import started_ranks
+from onnxpar.runtime.ranks import started_ranks
 with started_ranks.started_early(2):
     print(*(rank.process.pid for rank in started_ranks._early[0].ranks), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -92,7 +92,7 @@ def test_neither_they_nor_the_command_import_onnx() -> None:
 import gc, os, sys
 from onnxpar.base.quick_imports import quick_imports
 with quick_imports():
-    import onnxpar.runtime.server
+    import onnxpar.runtime.ranks.server
     import onnxpar.cli.run_model
 print(*{"onnx", "scipy", "tqdm"} & {*sys.modules})
 print(gc.isenabled(), "OPENBLAS_NUM_THREADS" in os.environ)

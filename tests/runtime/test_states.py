@@ -10,10 +10,10 @@ import pytest
 from onnx import helper
 from runtime.bundles import Tensor, write_par
 
-from onnxpar.errors import InputError, RankError
+from onnxpar.base.errors import InputError, RankError
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
-from onnxpar.runtime.session import Session
+from onnxpar.runtime.session.session import Session
 
 Open = Callable[..., Session]
 SHAPE = (3, 5)

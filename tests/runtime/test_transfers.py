@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxpar.runtime import transfers
-from onnxpar.runtime.transfers import Transfer, planned, waves
+from onnxpar.runtime.ranks import transfers
+from onnxpar.runtime.ranks.transfers import Transfer, planned, waves
 
 SIZES = {f"{number}.weights": size for number, size in enumerate((0, 1, 10, 25, 40))}
 

@@ -13,11 +13,11 @@ import pytest
 from onnx import NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
 import onnxpar
-from onnxpar.checking.compare import compare
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError, ModelError
-from onnxpar.runtime.session import InferenceSession, Session
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.report.compare import compare
+from onnxpar.runtime.session.session import InferenceSession, Session
+from onnxpar.runtime.session.threads import ThreadSession
 
 FLOAT, INT, BOOL, STRING = (
     TensorProto.FLOAT,

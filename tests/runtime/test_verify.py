@@ -18,16 +18,16 @@ from committed import MODELS
 from runtime.bundles import started
 
 import onnxpar
+from onnxpar.base import digested_folder, digests
+from onnxpar.base.digests import blocks_of
+from onnxpar.base.errors import OnnxparError
 from onnxpar.cli.command_line import main
 from onnxpar.compiler.plan import write_plan
-from onnxpar.errors import OnnxparError
-from onnxpar.files import digested_folder, digests
-from onnxpar.files.digests import blocks_of
 from onnxpar.llm.generator import Generator
-from onnxpar.runtime import check_start
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.bundle_files import BundleFiles
-from onnxpar.runtime.groups import thread_worlds
+from onnxpar.runtime.ranks import check_start
+from onnxpar.runtime.ranks.groups import thread_worlds
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.bundle_files import BundleFiles
 
 LLAMA = MODELS / "llama.dynamo.static.onnx"
 

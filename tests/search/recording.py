@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onnxpar.cost.topology import Topology
-from onnxpar.pipeline.context import load_model
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.context import load_model
+from onnxpar.planner.options import Options
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.op_strategies import Kept
 from onnxpar.search.search import Solution, solve

@@ -16,9 +16,9 @@ from small_models import HEAD, write_text
 from onnxpar.api import make_plan, shard
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
+from onnxpar.runtime.session.threads import ThreadSession
 
 BYTES_COUNT = Topology.of({"levels": [{"name": "host", "latency": "1 ns", "bandwidth": "1 GB/s"}]})
 """A second round of messages costs nothing, so what ranks need not compute decides."""

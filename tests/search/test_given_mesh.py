@@ -11,9 +11,9 @@ from search.test_meshes import ONE, TWO, matmuls
 
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.context import load_model, make_context
+from onnxpar.planner.options import Options
 from onnxpar.search.given_mesh import best_on_mesh
 from onnxpar.search.meshes import best_mesh
 from onnxpar.search.search import solve

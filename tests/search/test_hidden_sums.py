@@ -13,15 +13,15 @@ import pytest
 from training.steps import ThreadTrainer, batches, write_step
 
 import onnxpar
-from onnxpar.checking.compare_training import compare_training
 from onnxpar.cost.topology import Topology
-from onnxpar.ir.collectives import KINDS
-from onnxpar.pipeline import loader
-from onnxpar.pipeline.attempt import Attempt
-from onnxpar.pipeline.loader import Loader
-from onnxpar.pipeline.observer import Observer
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.planner import Planner
+from onnxpar.graph.collectives import KINDS
+from onnxpar.planner import loader
+from onnxpar.planner.attempt import Attempt
+from onnxpar.planner.loader import Loader
+from onnxpar.planner.observer import Observer
+from onnxpar.planner.options import Options
+from onnxpar.planner.planner import Planner
+from onnxpar.report.compare_training import compare_training
 from onnxpar.report.proof_text import proof_text
 
 LAYERS = 12

@@ -9,12 +9,12 @@ import pytest
 from committed import MODELS
 from training.steps import write_step
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Axis, Mesh
 from onnxpar.load.load import Model
-from onnxpar.pipeline.context import load_model
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.context import load_model
+from onnxpar.planner.options import Options
 from onnxpar.search.known import Known, OnMesh
 from onnxpar.search.known_compute import KnownCompute
 from onnxpar.search.objective import Objective

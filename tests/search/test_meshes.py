@@ -15,11 +15,11 @@ from onnx import TensorProto, helper, numpy_helper
 from search.recording import Recording
 
 import onnxpar
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.search.meshes import requested_axes
 from onnxpar.strategy.strategy import Strategy
 

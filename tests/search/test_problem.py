@@ -20,16 +20,15 @@ from tiny_models import model, port, write
 
 from onnxpar.compiler.pass_ import PassContext
 from onnxpar.cost.topology import Topology
-from onnxpar.ir.collectives import LOCAL_STEPS
-from onnxpar.ir.subgraphs import constants
-from onnxpar.ir.tensors import element_bytes
+from onnxpar.graph.collectives import LOCAL_STEPS
+from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.tensors import element_bytes
 from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.run_passes import run_passes
-from onnxpar.reshard.planner import ReshardedTensor, cost, plan_steps
+from onnxpar.planner.context import load_model, make_context
+from onnxpar.planner.options import Options
+from onnxpar.planner.run_passes import run_passes
 from onnxpar.search.objective import LATENCY, OBJECTIVES, Objective
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import Kept, OpStrategy
@@ -40,6 +39,7 @@ from onnxpar.search.solver.column_generation import NEAR
 from onnxpar.search.solver.elimination import LIMIT
 from onnxpar.search.solver.limits import Limit, TooMuch
 from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.planner import ReshardedTensor, cost, plan_steps
 from onnxpar.sharding.shard_bytes import largest_shard_bytes
 from onnxpar.sharding.state import FactorSharding, ShardingState
 from onnxpar.strategy.strategy import NodeAnnotation

@@ -13,8 +13,8 @@ from search.test_meshes import ONE, TWO, matmuls
 import onnxpar
 from onnxpar.cost.topology import Topology
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline.context import load_model
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.context import load_model
+from onnxpar.planner.options import Options
 from onnxpar.report.proof_text import proof_text
 from onnxpar.search.objective import Objective, OverLimit
 from onnxpar.search.search import EXHAUSTIVE, solve
@@ -54,7 +54,7 @@ def test_no_strategy_is_below_the_bound(rows: int, machine: Any, tmp_path: Path)
         limit = {} if share is None else {"memory_limit": f"{int(share * fastest)}B"}
         try:
             proof = onnxpar.plan(path, devices=4, topology=topology, **limit).proof
-        except onnxpar.errors.StrategyError:
+        except onnxpar.base.errors.StrategyError:
             continue
         assert proof is not None
         assert (proof.axes, proof.is_complete) == (2, True)

@@ -14,7 +14,7 @@ from bench.rivals import HOSTS, SAME, TOPOLOGIES, WORKLOADS, meshes, rivals, sea
 import onnxpar
 from onnxpar.compiler.plan import Plan
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.options import Options
 
 CASES = [
     *((name, "hosts of 8", 2) for name in WORKLOADS),

@@ -12,15 +12,15 @@ from bench import llama_shape
 from committed import MODELS, STATIC
 
 import onnxpar
+from onnxpar.base.errors import StrategyError
 from onnxpar.cost.topology import Topology
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.propagate_layouts import PropagateLayouts
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.planner import pipeline
+from onnxpar.planner.context import load_model, make_context
+from onnxpar.planner.options import Options
+from onnxpar.planner.run_passes import run_passes
 from onnxpar.search.objective import Objective
 from onnxpar.search.patience import Patience
 from onnxpar.search.predict import predict

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from committed import MODELS
 
-from onnxpar.errors import RankError
+from onnxpar.base.errors import RankError
 from onnxpar.llm.engine import Counts
 from onnxpar.llm.requests import Busy, End, Failure, Limits, Listener, PromptTokens, Token
 from onnxpar.llm.tokenizer import Tokenizer
-from onnxpar.runtime.closing import Closing
+from onnxpar.runtime.ranks.closing import Closing
 
 FOLDER = MODELS / "llm" / "llama"
 END = 1

@@ -9,7 +9,7 @@ import pytest
 from serve.scripted_engine import Engine
 from serve.servers import Served
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.serve.application import application
 from onnxpar.serve.settings import Settings
 

@@ -10,8 +10,8 @@ from agreement import options
 
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.context import PassContext
+from onnxpar.planner import pipeline
+from onnxpar.planner.context import PassContext
 from onnxpar.search.op_cost import op_cost
 from onnxpar.search.op_strategies import OpStrategy
 from onnxpar.sharding.analysis import analyse

@@ -10,7 +10,7 @@ import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from small_models import HEAD, write_text
 
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 ROWS = """rows (float[6,8] x, float[8,5] w) => (float[5] y)
 <int64[1] first = {0}> { p = MatMul(x, w)  q = Neg(p)  y = ReduceSum<keepdims = 0>(q, first) }"""

@@ -16,12 +16,12 @@ from committed import MODELS
 from small_models import write_text
 
 from onnxpar import cli
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import StrategyError
+from onnxpar.graph.annotations import TensorSharding, clear_annotations
 from onnxpar.layout.mesh import Mesh
-from onnxpar.model.annotations import TensorSharding, clear_annotations
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.strategy.device_lists import Digit, devices_of, mesh_of_digits, shard_digits
 from onnxpar.strategy.strategy import Strategy
 

@@ -9,8 +9,8 @@ import pytest
 from training.steps import check_training, write_step
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.strategy.derived_annotations import sources_of
 from onnxpar.strategy.strategy import Strategy
 

@@ -13,7 +13,7 @@ from small_models import HEAD, write_text
 
 import onnxpar
 import onnxpar.training
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 
 LOOKUP = """m (int64[8,3] ids, float[20,6] w1, float[6,5] w2) => (float[8,3,5] y)
 { e = Gather(w1, ids)  y = MatMul(e, w2) }"""

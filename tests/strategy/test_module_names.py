@@ -9,7 +9,7 @@ import pytest
 from committed import MODELS
 
 import onnxpar
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.load.load import load
 from onnxpar.training import grad
 

@@ -12,10 +12,10 @@ import pytest
 from agreement import check_agrees, options
 from small_models import write_text
 
-from onnxpar.errors import StrategyError
-from onnxpar.model.annotations import TensorSharding
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.annotations import TensorSharding
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 
 HEAD = '<ir_version: 11, opset_import: ["" : 17]>\n'
 

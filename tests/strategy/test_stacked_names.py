@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 MODEL = Path(__file__).parents[2] / "models" / "experts" / "mixtral.loop.dynamo.onnx"
 LAYER = "network.model.layers.0.block_sparse_moe.experts"

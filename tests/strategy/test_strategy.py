@@ -12,11 +12,11 @@ from agreement import check_agrees, options
 from small_models import write_text
 
 import onnxpar
+from onnxpar.base.errors import StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.strategy.strategy import Strategy
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from trainer.disk import DISK, Disk
 
-from onnxpar.files import new_folder
-from onnxpar.files.digests import DigestWriter
+from onnxpar.base import new_folder
+from onnxpar.base.digests import DigestWriter
 
 
 @pytest.fixture

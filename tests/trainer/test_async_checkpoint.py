@@ -17,9 +17,9 @@ from trainer.disk import Disk, Killed
 from training.steps import MLP, ThreadTrainer, newest, same, shard, states, write_step
 from training.test_lazy import MODEL as LOOKUPS
 
-from onnxpar.errors import InputError, OnnxparError, RankError
-from onnxpar.files.digests import DigestWriter
-from onnxpar.runtime.snapshot import marker
+from onnxpar.base.digests import DigestWriter
+from onnxpar.base.errors import InputError, OnnxparError, RankError
+from onnxpar.runtime.states.snapshot import marker
 from onnxpar.trainer import pending_checkpoint
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, checkpoints, damage
 from onnxpar.trainer.data import Data

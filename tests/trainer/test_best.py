@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from training.steps import MLP, Array, ThreadTrainer, same, shard, states, write_step
 
-from onnxpar.errors import InputError, StoppedError
+from onnxpar.base.errors import InputError, StoppedError
 from onnxpar.trainer import elastic
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, checkpoints
 from onnxpar.trainer.living import living

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from training.steps import MLP, ThreadTrainer, same, shard, states, write_step
 
+from onnxpar.base import digests
+from onnxpar.base.errors import ModelError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import ModelError
-from onnxpar.files import digests
 from onnxpar.trainer.checkpoint import FORMAT, Checkpoint, Progress
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Run, records

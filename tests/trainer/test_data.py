@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError
-from onnxpar.runtime.bundle import NodeArg
+from onnxpar.base.errors import InputError
+from onnxpar.runtime.session.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 
 PORTS = [NodeArg("x", "tensor(float)", [4, 2]), NodeArg("labels", "tensor(int64)", [4])]

@@ -19,9 +19,9 @@ from trainer.test_train_command import children, left, metrics
 from training.steps import MLP, ThreadTrainer, newest, same, states, write_step
 
 import onnxpar
+from onnxpar.base.errors import InputError, RankError, RunError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError, RankError, RunError
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.trainer.checkpoint import checkpoints
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import Elastic, Generations, generation_logs

@@ -13,9 +13,9 @@ from committed import MODELS
 from onnx import numpy_helper
 from training.steps import MLP, Array, ThreadTrainer, shard, write_model
 
+from onnxpar.base.errors import InputError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.training_spec import Step
 from onnxpar.trainer.checkpoint import Progress
 from onnxpar.trainer.export_weights import export_weights
 from onnxpar.training import grad

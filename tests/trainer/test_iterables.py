@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from training.steps import MLP, ThreadTrainer, same, shard, states, write_step
 
-from onnxpar.errors import InputError
-from onnxpar.runtime.bundle import NodeArg
+from onnxpar.base.errors import InputError
+from onnxpar.runtime.session.bundle import NodeArg
 from onnxpar.trainer.checkpoint import Checkpoint
 from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.loop import Record, Run, records

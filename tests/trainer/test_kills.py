@@ -13,9 +13,9 @@ import pytest
 from trainer.disk import Disk, Killed
 from training.steps import MLP, ThreadTrainer, shard, write_step
 
-from onnxpar.files import new_folder
-from onnxpar.files.digests import DigestWriter
-from onnxpar.runtime.threads import ThreadRanks
+from onnxpar.base import new_folder
+from onnxpar.base.digests import DigestWriter
+from onnxpar.runtime.session.threads import ThreadRanks
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, checkpoints, damage
 from onnxpar.trainer.together import ALONE
 from onnxpar.trainer.write_checkpoint import remove

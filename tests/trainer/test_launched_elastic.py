@@ -20,10 +20,10 @@ from trainer.test_train_command import left, metrics
 from training.steps import MLP, ThreadTrainer, newest, same, states, write_step
 
 import onnxpar
+from onnxpar.base.errors import StoppedError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StoppedError
-from onnxpar.runtime.membership import Generation, Membership, slots_of
-from onnxpar.runtime.supervision import Supervisor
+from onnxpar.runtime.launch.membership import Generation, Membership, slots_of
+from onnxpar.runtime.launch.supervision import Supervisor
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.elastic import generation_logs
 from onnxpar.trainer.loop import records

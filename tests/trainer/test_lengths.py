@@ -17,11 +17,11 @@ from committed import MODELS
 from training.steps import ThreadTrainer, options, quiet, same, states, write_step
 
 import onnxpar
+from onnxpar.base.errors import InputError, StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError, StrategyError
-from onnxpar.ir.training_spec import Step
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.bundle import NodeArg
+from onnxpar.graph.training_spec import Step
+from onnxpar.planner import pipeline
+from onnxpar.runtime.session.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.loop import Run, evaluate, records
 from onnxpar.trainer.step_plans import StepPlans

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from training.steps import CROSS_ENTROPY, ThreadTrainer, quiet, shard, write_step
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.trainer.checkpoint import Progress
 from onnxpar.trainer.merge import merge
 

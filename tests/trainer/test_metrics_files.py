@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from onnxpar.base.errors import InputError
 from onnxpar.cli.training_bar import Bar
-from onnxpar.errors import InputError
 from onnxpar.trainer.loop import Record
 from onnxpar.trainer.metrics_files import Csv, JsonLines, MetricsFile, TensorBoard, row_of
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from training.steps import ThreadTrainer, same, shard, states, write_step
 
+from onnxpar.base.errors import InputError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError
-from onnxpar.runtime.bundle import NodeArg
+from onnxpar.runtime.session.bundle import NodeArg
 from onnxpar.trainer.data import Data, Rest
 from onnxpar.trainer.loop import Run, records
 

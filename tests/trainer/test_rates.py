@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.trainer.rates import Rate, Schedule
 
 

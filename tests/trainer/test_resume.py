@@ -13,8 +13,8 @@ import pytest
 from training.models import DROPOUT
 from training.steps import CROSS_ENTROPY, MLP, Array, ThreadTrainer, same, shard, states, write_step
 
-from onnxpar.errors import InputError, ModelError
-from onnxpar.files.digests import sealed
+from onnxpar.base.digests import sealed
+from onnxpar.base.errors import InputError, ModelError
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.loop import Run, records
 from onnxpar.trainer.merge import merge

@@ -11,11 +11,11 @@ import pytest
 from training.steps import DOUBLE, MLP, write_step
 
 import onnxpar
+from onnxpar.base.errors import InputError, ModelError, StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import InputError, ModelError, StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline.request import requests_for
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.planner.request import requests_for
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.trainer.step_plans import StepPlans
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from training.steps import MLP, ThreadTrainer, shard, write_step
 
-from onnxpar.errors import InputError, OnnxparError
-from onnxpar.files.folder_lock import FolderLock
-from onnxpar.runtime import redirect
-from onnxpar.runtime.launch import Launched
+from onnxpar.base.errors import InputError, OnnxparError
+from onnxpar.base.folder_lock import FolderLock
+from onnxpar.runtime.launch.launch import Launched
+from onnxpar.runtime.ranks import redirect
 from onnxpar.trainer.checkpoint import Checkpoint, Progress, warn
 from onnxpar.trainer.together import Together
 
@@ -25,7 +25,7 @@ SCRIPT = """
 import json, os, sys, threading
 from pathlib import Path
 import numpy as np
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 from onnxpar.trainer import checkpoint
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.trainer import Trainer

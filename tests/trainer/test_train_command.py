@@ -21,7 +21,7 @@ from runtime.bundles import is_alive, wait_until
 from training.steps import MLP, newest, shard, write_model, write_step
 
 from onnxpar.cli.command_line import main
-from onnxpar.runtime.log import Log
+from onnxpar.runtime.ranks.log import Log
 from onnxpar.trainer.checkpoint import Checkpoint, checkpoints, damage
 from onnxpar.trainer.loop import Record
 from onnxpar.trainer.merge import merge

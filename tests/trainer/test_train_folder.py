@@ -15,8 +15,8 @@ import pytest
 from runtime.bundles import is_alive, wait_until
 from training.steps import MLP, newest, shard, write_step
 
+from onnxpar.base.folder_lock import NAME, FolderLock
 from onnxpar.cli.command_line import main
-from onnxpar.files.folder_lock import NAME, FolderLock
 from onnxpar.trainer.checkpoint import Checkpoint, checkpoints, damage
 from onnxpar.trainer.together import ALONE
 

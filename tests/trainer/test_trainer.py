@@ -27,8 +27,8 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar.errors import InputError, ModelError, OnnxparError
-from onnxpar.files.digests import sealed
+from onnxpar.base.digests import sealed
+from onnxpar.base.errors import InputError, ModelError, OnnxparError
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Record, Run, records

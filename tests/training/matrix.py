@@ -37,8 +37,8 @@ from training.trajectories import (
     write_descent,
 )
 
-from onnxpar.ir.training_spec import Step
-from onnxpar.pipeline import pipeline
+from onnxpar.graph.training_spec import Step
+from onnxpar.planner import pipeline
 
 MODELS = ("gpt2", "llama", "bert", "vit", "resnet", "dlrm", "moe", "lstm")
 COMMON = ("data-parallel", "zero1", "zero2", "zero3", "tensor-parallel")

@@ -13,12 +13,12 @@ import onnxruntime as ort
 from agreement import options
 from small_models import HEAD, write_text
 
-from onnxpar.checking.compare_training import compare_training
 from onnxpar.compiler.plan import Plan
-from onnxpar.ir.training_spec import Step
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.graph.training_spec import Step
+from onnxpar.planner import pipeline
+from onnxpar.report.compare_training import compare_training
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.trainer.checkpoint import checkpoints
 from onnxpar.trainer.trainer import Trainer
 from onnxpar.training import grad

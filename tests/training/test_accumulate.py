@@ -21,7 +21,7 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar.errors import InputError, StrategyError
+from onnxpar.base.errors import InputError, StrategyError
 
 DRAW = np.random.default_rng(8)
 

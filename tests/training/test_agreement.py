@@ -12,8 +12,8 @@ from committed import MODELS
 from training.models import BLOCKS, CONV, HEAD, MOE
 from training.steps import CROSS_ENTROPY, MLP, check_training, write_step
 
-from onnxpar.checking.compare import Comparison
-from onnxpar.checking.compare_training import CLOSE, _losses, _state
+from onnxpar.report.compare import Comparison
+from onnxpar.report.compare_training import CLOSE, _losses, _state
 from onnxpar.training import grad
 
 LAYOUTS = (

@@ -12,7 +12,7 @@ from agreement import options
 from onnx import numpy_helper
 
 from onnxpar.cli.command_line import main
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 MODEL = Path(__file__).parents[2] / "models" / "experts" / "mixtral.loop.dynamo.onnx"
 LAYER = "network.model.layers.0.block_sparse_moe.experts"

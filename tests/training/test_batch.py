@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from training.steps import Array, ThreadTrainer, run_unsplit, shard, write_model, write_step
 
-from onnxpar.errors import StrategyError
-from onnxpar.ir.training_spec import Step
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.training_spec import Step
 from onnxpar.training import grad
 
 DRAW = np.random.default_rng(5)

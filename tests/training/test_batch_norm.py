@@ -14,7 +14,7 @@ from training.models import CONV
 from training.steps import Array, ThreadTrainer, run_unsplit, shard, write_step
 
 import onnxpar
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 
 DRAW = np.random.default_rng(12)
 

@@ -16,11 +16,11 @@ import pytest
 from agreement import options
 from training.steps import CROSS_ENTROPY, ThreadTrainer, write_step
 
-from onnxpar.checking.compare_training import compare_training
+from onnxpar.base.errors import DivergenceError, ModelError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import DivergenceError, ModelError
 from onnxpar.layout.layout import nested_parts
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
+from onnxpar.report.compare_training import compare_training
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.trainer import Trainer
 

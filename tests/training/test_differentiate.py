@@ -11,13 +11,13 @@ from pass_texts import compare_golden, texts_after
 from small_models import HEAD
 from training.steps import LINEAR, MLP, write_model
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StrategyError
 from onnxpar.layout.mesh import Mesh
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.pass_registry import parse_passes
-from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.planner.context import load_model, make_context
+from onnxpar.planner.options import Options
+from onnxpar.planner.pass_registry import parse_passes
+from onnxpar.planner.run_passes import run_passes
 
 TEXT = """mlp (float[4,3] x) => (float[4,2] y)
 <float[3,2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {1, 2}, float[2,2] v = {1, 2, 3, 4}>

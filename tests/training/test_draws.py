@@ -13,7 +13,7 @@ from small_models import HEAD
 from training.models import DROPOUT
 from training.steps import Array, ThreadTrainer, batches, check_training, quiet, shard, write_step
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
 from onnxpar.trainer.checkpoint import Checkpoint
 from onnxpar.trainer.data import Data
 from onnxpar.trainer.loop import Run, records

@@ -24,8 +24,8 @@ from training.steps import (
     write_step,
 )
 
+from onnxpar.base.errors import ModelError, StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import ModelError, StrategyError
 from onnxpar.trainer.checkpoint import Progress
 from onnxpar.trainer.merge import merge
 from onnxpar.training import grad

@@ -21,9 +21,9 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar.checking.compare_training import UnsplitStep
 from onnxpar.compiler.plan import Plan
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
+from onnxpar.report.compare_training import UnsplitStep
 from onnxpar.trainer.checkpoint import Checkpoint, Progress
 from onnxpar.trainer.merge import merge
 

@@ -21,7 +21,7 @@ from training.steps import (
 )
 
 from onnxpar.cli.command_line import main
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.trainer.loop import evaluate
 
 

@@ -14,7 +14,7 @@ from agreement import options
 from training.steps import ThreadTrainer, batches, check_training, write_step
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 NET = """net (float[8,6] x, float[6,8] w1, float[8] w2, float[8] w3, float[8,24] w4, float[24] w5,
 float[8,9] w6, float[9] w7, float[9,4] w8) => (float[8,4] y)

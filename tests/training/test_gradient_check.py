@@ -11,12 +11,12 @@ import pytest
 from committed import MODELS
 from training.steps import CROSS_ENTROPY, MLP, Array, batches, shard, write_step
 
-from onnxpar.checking.compare import Comparison, Report, compare_arrays
-from onnxpar.checking.compare_training import judge_gradients
-from onnxpar.checking.unsplit import run_unsplit
 from onnxpar.cli.command_line import main
-from onnxpar.ir.training_spec import Step
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.graph.training_spec import Step
+from onnxpar.report.compare import Comparison, Report, compare_arrays
+from onnxpar.report.compare_training import judge_gradients
+from onnxpar.report.unsplit import run_unsplit
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.training import grad
 
 

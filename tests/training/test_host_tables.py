@@ -24,11 +24,11 @@ from training.steps import (
 from training.test_lazy import MODEL, rows
 
 import onnxpar
-from onnxpar.checking.compare_training import compare_training
+from onnxpar.base.errors import RunError, StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import RunError, StrategyError
+from onnxpar.report.compare_training import compare_training
 from onnxpar.report.report import plan_lines
-from onnxpar.runtime.bundle import Bundle
+from onnxpar.runtime.session.bundle import Bundle
 from onnxpar.trainer.checkpoint import Progress
 
 HOST = {"place": {"w": "host"}}
@@ -227,7 +227,7 @@ def test_states_are_read_written_fed_and_fetched_whole(
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_resume_in_any_layout(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without files, over other ranks; blocks are smaller than tables."""
-    monkeypatch.setattr("onnxpar.runtime.host_table.BLOCK", 100)
+    monkeypatch.setattr("onnxpar.runtime.states.host_table.BLOCK", 100)
     step = step_of(tmp_path)
     mesh, how = LAYOUTS[first]
     par, plan = shard(step, mesh, strategy={**how, **HOST})

@@ -20,9 +20,9 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar.checking.compare_training import compare_training
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StrategyError
+from onnxpar.report.compare_training import compare_training
 from onnxpar.training.adam_optimizers import Adam
 
 ONE = """lookup (int64[3] ids) => (double[3,2] y)

@@ -13,8 +13,8 @@ from opsets import since
 from training.steps import batches, check_training, run_unsplit
 from whole_models.test_newest_opset import gated_delta_net
 
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
 from onnxpar.training import grad
 
 Array = npt.NDArray[Any]

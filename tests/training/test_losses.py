@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from training.steps import CROSS_ENTROPY, Array, quiet, run_unsplit, write_model, write_step
 
-from onnxpar.errors import ModelError, OnnxparError, StrategyError
+from onnxpar.base.errors import ModelError, OnnxparError, StrategyError
 from onnxpar.training import grad
 
 DRAW = np.random.default_rng(2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from training.steps import CROSS_ENTROPY, MLP, ThreadTrainer, run_unsplit, shard, write_step
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.trainer.loop import evaluate
 
 NUMBERS = json.loads(Path(__file__).with_name("losses.json").read_text())

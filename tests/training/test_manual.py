@@ -17,15 +17,15 @@ from onnx import helper, numpy_helper
 from training.steps import Array, ThreadTrainer, run_unsplit
 
 from onnxpar import cli
+from onnxpar.base.errors import ModelError, StrategyError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import ModelError, StrategyError
-from onnxpar.ir.training_spec import FROZEN, Step
+from onnxpar.graph.training_spec import FROZEN, Step
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis, Mesh
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 from onnxpar.strategy.strategy import Strategy
 from onnxpar.training import grad
 

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 from training.steps import run_unsplit
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.training import grad
 
 NUMBERS = json.loads(Path(__file__).with_name("margins.json").read_text())

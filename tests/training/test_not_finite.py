@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from training.steps import Array, ThreadTrainer, same, shard, states, write_step
 
-from onnxpar.errors import DivergenceError
+from onnxpar.base.errors import DivergenceError
 from onnxpar.trainer.checkpoint import Checkpoint
 from onnxpar.trainer.loop import Run, records
 from onnxpar.trainer.trainer import Trainer

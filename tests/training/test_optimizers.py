@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 from training.steps import LINEAR, Array, run_unsplit, write_step
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.training import grad
 from onnxpar.training.adam_optimizers import AdamW
 from onnxpar.training.optimizers import make_optimizer

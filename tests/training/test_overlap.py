@@ -14,12 +14,12 @@ from agreement import options
 from onnx import helper
 from training.steps import CROSS_ENTROPY, ThreadTrainer, batches, same, states, write_step
 
-from onnxpar.checking.compare_training import compare_training
 from onnxpar.compiler.plan import Plan
 from onnxpar.cost.topology import Topology
 from onnxpar.lowering.fill_windows import Filling, find_fillings
 from onnxpar.passes import overlap_collectives
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
+from onnxpar.report.compare_training import compare_training
 from onnxpar.report.explain import explain
 from onnxpar.search.objective import Objective
 from onnxpar.training import grad

@@ -10,11 +10,11 @@ import pytest
 from training.steps import LINEAR, MLP, run_unsplit, write_step
 
 import onnxpar.grad  # noqa: F401
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StrategyError
 from onnxpar.grad.trained import find_trained
-from onnxpar.pipeline.context import load_model
-from onnxpar.pipeline.options import Options
+from onnxpar.planner.context import load_model
+from onnxpar.planner.options import Options
 from onnxpar.training.decay import undecayed
 from onnxpar.training.parameter_groups import Group
 

@@ -26,8 +26,8 @@ from training.steps import (
     write_step,
 )
 
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import pipeline
+from onnxpar.base.errors import StrategyError
+from onnxpar.planner import pipeline
 from onnxpar.training import grad
 from onnxpar.training.loss_scale import LossScale
 

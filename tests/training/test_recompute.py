@@ -11,7 +11,7 @@ from committed import MODELS
 from training.models import BLOCKS, DROPOUT
 from training.steps import CROSS_ENTROPY, Array, check_training, run_unsplit, write_step
 
-from onnxpar.errors import StrategyError
+from onnxpar.base.errors import StrategyError
 from onnxpar.training import grad
 
 DRAW = np.random.default_rng(12)

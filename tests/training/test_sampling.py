@@ -20,9 +20,9 @@ from training.steps import (
     shard,
 )
 
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StrategyError
-from onnxpar.ir.training_spec import MAGNITUDES
+from onnxpar.graph.training_spec import MAGNITUDES
 from onnxpar.training import grad
 
 CLASSES, WIDTH = 48, 5

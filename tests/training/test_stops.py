@@ -11,8 +11,8 @@ import pytest
 from committed import MODELS
 from training.steps import Array, ThreadTrainer, run_unsplit, shard, write_model
 
-from onnxpar.errors import StrategyError
-from onnxpar.ir.training_spec import Step
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.training_spec import Step
 from onnxpar.training import grad
 
 FOLDER = MODELS / "autograd"

@@ -13,8 +13,8 @@ from onnx import numpy_helper
 from small_models import HEAD
 
 import onnxpar.grad  # noqa: F401  (registers the rules, which say what is trained)
+from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
-from onnxpar.errors import StrategyError
 from onnxpar.grad.trained import find_trained
 from onnxpar.load.load import Model, load
 from onnxpar.training import grad

@@ -14,9 +14,9 @@ from double_models import write_double
 from onnx import numpy_helper
 from training.steps import Array, ThreadTrainer
 
-from onnxpar.checking.compare import Report, compare_arrays
-from onnxpar.checking.compare_training import UnsplitStep, judge_gradients
-from onnxpar.ir.training_spec import Step
+from onnxpar.graph.training_spec import Step
+from onnxpar.report.compare import Report, compare_arrays
+from onnxpar.report.compare_training import UnsplitStep, judge_gradients
 from onnxpar.training import grad
 
 ROWS = 4

@@ -16,7 +16,7 @@ import pytest
 from agreement import check_agrees, check_outputs, options, run_ranks, run_unsplit
 from small_models import write_text
 
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 
 @dataclass(frozen=True)

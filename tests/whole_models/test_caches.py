@@ -21,14 +21,14 @@ from decoders import (
 from onnx import helper
 
 import onnxpar
-from onnxpar.checking.check import Way, check_model
+from onnxpar.base.errors import OnnxparError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import OnnxparError
+from onnxpar.graph.typical import Typical
 from onnxpar.load.load import load
-from onnxpar.open_sizes.typical import Typical
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
+from onnxpar.report.check import Way, check_model
 from onnxpar.report.report import plan_lines
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 TOKENS = {1: 32, 2: 6, 5: 4}
 """By batch, so that one request is long."""

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.runtime.values import arrays_in
+from onnxpar.runtime.session.values import arrays_in
 
 FOLDER = Path(__file__).parents[2] / "models" / "ml"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.onnx"))

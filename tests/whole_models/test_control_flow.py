@@ -35,11 +35,11 @@ from onnxpar.compiler.pass_ import PassContext
 from onnxpar.compiler.verify import verify
 from onnxpar.layout.layout import Factor, Layout
 from onnxpar.layout.mesh import Axis
-from onnxpar.pipeline import pipeline, planner
-from onnxpar.pipeline.context import load_model, make_context
-from onnxpar.pipeline.default_passes import passes_of
-from onnxpar.pipeline.pass_registry import parse_passes
-from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.planner import pipeline, planner
+from onnxpar.planner.context import load_model, make_context
+from onnxpar.planner.default_passes import passes_of
+from onnxpar.planner.pass_registry import parse_passes
+from onnxpar.planner.run_passes import run_passes
 
 
 def test_collectives_run_in_the_branch_that_is_taken(tmp_path: Path) -> None:

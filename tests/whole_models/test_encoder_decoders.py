@@ -12,11 +12,11 @@ import pytest
 from agreement import TIMEOUT, check_outputs, options
 from onnx import numpy_helper
 
+from onnxpar.base.errors import InputError
 from onnxpar.compiler.plan import Plan
-from onnxpar.errors import InputError
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 from onnxpar.report.report import plan_lines
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.threads import ThreadSession
 
 HEADS, WIDTH, VOCABULARY, FRAMES = 4, 4, 24, 7
 HIDDEN = HEADS * WIDTH

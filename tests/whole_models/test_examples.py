@@ -16,9 +16,9 @@ import pytest
 from agreement import run_unsplit
 from onnx import numpy_helper
 
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime.library import library_path
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
+from onnxpar.runtime.ranks.library import library_path
 from onnxpar.strategy.strategy import Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

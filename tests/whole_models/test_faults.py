@@ -8,7 +8,7 @@ import pytest
 from faults import FAULTS
 from small_models import check_small
 
-from onnxpar.errors import OnnxparError
+from onnxpar.base.errors import OnnxparError
 
 RIGHT: set[tuple[str, str]] = set()
 """Models that are right without any fault, and the medium over which they were checked."""

@@ -13,7 +13,7 @@ import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import helper, numpy_helper
 
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 EXPERTS, HIDDEN, COLUMNS = 4, 32, 64
 

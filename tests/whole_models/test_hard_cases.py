@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxpar
-from onnxpar.checking.compare import compare
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.report.compare import compare
+from onnxpar.runtime.session.threads import ThreadSession
 
 Shape = Sequence[int]
 RANDOM = np.random.default_rng(7)

@@ -14,10 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from opsets import since
 
-from onnxpar.errors import ModelError
+from onnxpar.base.errors import ModelError
+from onnxpar.graph.checker import newest_ir, newest_opset
 from onnxpar.load.load import load
-from onnxpar.model.checker import newest_ir, newest_opset
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 RNG = np.random.default_rng(5)
 IR_OF_27 = 13

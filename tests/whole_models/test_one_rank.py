@@ -19,9 +19,9 @@ from optimized_models import HEADS, LEVELS, SOURCES, Level, make_variant, random
 from speech_models import Array, text, write_speech
 
 from onnxpar.api import shard
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 
 EVERY = sorted(
     str(path.relative_to(MODELS))

@@ -28,9 +28,9 @@ from optimized_models import (
     session_options,
 )
 
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.bundle import Bundle
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.threads import ThreadSession
 
 LAYOUTS = [f"{preset} {n}" for preset in ("tensor-parallel", "data-parallel") for n in (2, 3, 4)]
 

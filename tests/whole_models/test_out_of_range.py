@@ -16,8 +16,8 @@ import onnxruntime as ort
 import pytest
 
 import onnxpar
-from onnxpar.errors import InputError, OnnxparError, RunError
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import InputError, OnnxparError, RunError
+from onnxpar.runtime.session.threads import ThreadSession
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
 MODELS: dict[str, tuple[str, int]] = {

@@ -22,10 +22,10 @@ from quantized_models import (
     quantized_ops,
 )
 
-from onnxpar.errors import StrategyError
-from onnxpar.pipeline import pipeline
-from onnxpar.runtime.feeds import make_feeds
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.base.errors import StrategyError
+from onnxpar.planner import pipeline
+from onnxpar.runtime.session.feeds import make_feeds
+from onnxpar.runtime.session.threads import ThreadSession
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "int4 mlp, wide": lambda: int4_mlp(1, 256, 1024),

@@ -11,7 +11,7 @@ import pytest
 from agreement import check_outputs, options, run_ranks, run_unsplit
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 SHAPE = (6, 8)

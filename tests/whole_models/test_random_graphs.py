@@ -21,21 +21,21 @@ from random_graphs.graphs import MESHES, build, seeds
 from random_graphs.shrink import Draw, Recorded, Replayed, Unsuitable, failure, shrink
 from watching import Watching
 
+from onnxpar.base.digested_folder import DigestedFolder
 from onnxpar.compiler.pass_ import Pass, PassContext
 from onnxpar.compiler.plan import write_plan
 from onnxpar.cost.cost import Costs
-from onnxpar.files.digested_folder import DigestedFolder
-from onnxpar.ir.reshards import is_reshard
+from onnxpar.graph.reshards import is_reshard
 from onnxpar.layout.layout import Product, dim_axes, leaves
 from onnxpar.layout.mesh import Mesh
 from onnxpar.load.load import load
 from onnxpar.passes.annotate_strategy import AnnotateStrategy
 from onnxpar.passes.insert_collectives import InsertCollectives
 from onnxpar.passes.split_ranks import SplitRanks
-from onnxpar.pipeline.context import make_context
-from onnxpar.pipeline.default_passes import DEFAULT_PASSES
-from onnxpar.pipeline.options import Options
-from onnxpar.pipeline.run_passes import run_passes
+from onnxpar.planner.context import make_context
+from onnxpar.planner.default_passes import DEFAULT_PASSES
+from onnxpar.planner.options import Options
+from onnxpar.planner.run_passes import run_passes
 from onnxpar.rules.rule import registered
 from onnxpar.strategy.strategy import Strategy
 

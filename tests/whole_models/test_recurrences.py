@@ -16,7 +16,7 @@ from small_models import write_text
 from training.steps import check_training, write_step
 
 from onnxpar.compiler.plan import Plan
-from onnxpar.pipeline import pipeline
+from onnxpar.planner import pipeline
 from onnxpar.training import grad
 
 HEAD = '<ir_version: 10, opset_import: ["" : 18]>\n'

@@ -13,9 +13,9 @@ import pytest
 from agreement import TIMEOUT, check_agrees, check_outputs, feeds_for, options, run_unsplit
 from committed import DYNAMIC, MODELS, ODD, dims_of
 
-from onnxpar.pipeline import pipeline
-from onnxpar.pipeline.options import Options
-from onnxpar.runtime.threads import ThreadSession
+from onnxpar.planner import pipeline
+from onnxpar.planner.options import Options
+from onnxpar.runtime.session.threads import ThreadSession
 
 BATCHES = (1, 2, 5)
 RANKS = (1, 2, 3, 4, 8)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.process_sets import ProcessSet
 from onnxpar.hvd.torch.buckets import Buckets, Reducer, filled
 from onnxpar.hvd.torch.passes import Named, Passes

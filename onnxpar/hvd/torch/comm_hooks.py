@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.handles import Handle
 from onnxpar.hvd.process_sets import ProcessSet
 from onnxpar.hvd.sparse import IndexedSlices

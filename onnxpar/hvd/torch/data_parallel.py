@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.gradients import GradientReducer

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.communicator import current
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.fusion import default_threshold

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import onnxpar.hvd as arrays
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.allreduce import called
 from onnxpar.hvd.compression import Compression, Compressor
 from onnxpar.hvd.handles import Handle, synchronize

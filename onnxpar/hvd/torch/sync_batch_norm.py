@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.process_sets import ProcessSet, global_process_set
 from onnxpar.hvd.reductions import Sum
 from onnxpar.hvd.torch.reductions import allreduce

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from onnxpar.base.arrays import Array
-from onnxpar.errors import InputError
+from onnxpar.base.errors import InputError
 from onnxpar.hvd.sparse import IndexedSlices
 
 _BITS = {

@@ -1,0 +1,137 @@
+"""Creates folders that get their names only when they are complete, also in place of an old
+folder."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onnxpar.base.errors import InputError
+from onnxpar.base.own_folder import SUFFIX, OwnFolder
+from onnxpar.base.write_file import sync_folder
+
+_AT_FDCWD, _EXCHANGE = -100, 2
+"""Constants of renameat2(2): paths relative to the working folder, and swap both names."""
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def check_place(path: Path, foreign: Callable[[Path], str | None]) -> Path:
+    """Checks that a new folder can be put at `path`; returns `path` without symbolic links. Nothing
+    may exist there, or an empty folder, or a folder for which `foreign` returns None (else
+    `foreign` returns the reason why onnxpar must not replace it). Errors: InputError."""
+    place = path.resolve()
+    if not place.parent.is_dir():
+        raise InputError(f"{path.parent}: no such folder for the output")
+    put_back(place)
+    if not place.exists():
+        return place
+    if place == Path.cwd() or place in Path.cwd().parents:
+        raise InputError(f"{path}: the command runs in that folder; choose another -o")
+    if not place.is_dir():
+        raise InputError(f"{path} exists and is a file; choose another -o")
+    odd = foreign(place) if any(place.iterdir()) else None
+    if odd is not None:
+        raise InputError(f"{path} exists and {odd}; choose another -o, or remove it first")
+    return place
+
+
+@contextmanager
+def new_folder(
+    place: Path,
+    foreign: Callable[[Path], str | None],
+    joins: Callable[[Path, Path], bool] | None = None,
+) -> Iterator[Path]:
+    """Yields a temporary folder, which gets the name `place` when the block succeeds; an old folder
+    at `place` stays complete until then. Also removes such folders of processes that were killed.
+
+    If `joins(new, old)` is true, the files of the new folder move to the old one instead, which may
+    be done by several processes at once.
+
+    Errors: OSError; InputError if `check_place` no longer allows to replace the old folder.
+    """
+    put_back(place)
+    shutil.rmtree(aside(place), ignore_errors=True)
+    with OwnFolder(f".{place.name}.", place.parent) as folder:
+        yield folder
+        folder.chmod(0o755)
+        check_place(place, foreign)
+        if joins is None or not _has_joined(folder, place, joins):
+            take_place(folder, place)
+
+
+def _has_joined(folder: Path, place: Path, joins: Callable[[Path, Path], bool]) -> bool:
+    """Moves the files of a new folder to the old one at `place`, or gives it that name if there is
+    none; False if there is one that it does not join. Errors: OSError."""
+    if not os.path.lexists(place):
+        try:
+            folder.rename(place)
+        except OSError as error:
+            if error.errno not in _TAKEN:  # another process may just have taken the name
+                raise
+        else:
+            sync_folder(place.parent)
+            return True
+    if not joins(folder, place):
+        return False
+    for path in sorted(folder.rglob("*")):
+        target = place / path.relative_to(folder)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            os.replace(path, target)
+    sync_folder(place)
+    return True
+
+
+def take_place(folder: Path, place: Path) -> None:
+    """Gives a folder the name `place` for good. An old folder at `place` stays complete until then;
+    afterwards the old folder has the former name of the new one, or is removed. If the process is
+    killed, the old folder may be left at `aside(place)`. Errors: OSError."""
+    back = aside(place)
+    was_swapped = False
+    if not os.path.lexists(place):
+        folder.rename(place)
+    elif not (was_swapped := _exchange(folder, place)):
+        place.rename(back)
+        try:
+            folder.rename(place)
+        except OSError:
+            back.rename(place)
+            raise
+    sync_folder(place.parent)
+    if not was_swapped:
+        shutil.rmtree(back, ignore_errors=True)
+
+
+def _exchange(one: Path, two: Path) -> bool:
+    """Swaps two names atomically; False if the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(two)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(two))
+
+
+def aside(place: Path) -> Path:
+    """The path to which the old folder is moved for a moment, where the file system cannot swap
+    names."""
+    return place.with_name(f".{place.name}.old{SUFFIX}")
+
+
+def put_back(place: Path) -> None:
+    """Moves an old folder from `aside(place)` back to `place`, if a process was killed before the
+    new folder got that name."""
+    back = aside(place)
+    if back.is_dir() and not place.exists():
+        back.rename(place)

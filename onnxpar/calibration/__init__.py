@@ -1,1 +1,0 @@
-"""Measures a machine, and fits a `Topology` to the measurements."""

@@ -1,1 +1,0 @@
-"""`check`: compares sharded results with those of the unsplit model."""

@@ -1,0 +1,224 @@
+"""Fits a topology to measurements by least squares, and prints how well it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.cost.cost import messages
+from onnxpar.cost.device import Rate
+from onnxpar.cost.measure import (
+    CHANNELS,
+    COPIED,
+    LARGE,
+    MEASURED,
+    MIDDLE,
+    NEAR,
+    CollectiveTime,
+    Measurements,
+    Work,
+)
+from onnxpar.cost.models import FEW, NARROW, PICKED, PIXELS, RATED, ROWS, WIDE, WIDTH
+from onnxpar.cost.topology import Device, Level, Link, Session, Topology
+
+BOTTLENECK = 2 * PIXELS**2 * NARROW * (2 * WIDE + 9 * NARROW)
+"""The floating-point operations of the three convolutions in a bottleneck."""
+SAME = 1.4
+"""Twice as many channels that take less than this many times as long are computed at once; it is
+halfway between 1 and 2 in proportion."""
+FASTEST = 1e12
+"""The largest fitted bandwidth, in bytes per second, for times that do not grow with the size."""
+
+
+def fit(found: Measurements) -> Topology:
+    """Returns a topology of one level, for any number of ranks, with a link for each kind of
+    collective."""
+    by_kind = {kind: [t for t in found.collectives if t.kind == kind] for kind in MEASURED}
+    links = {kind: fit_link(times) for kind, times in by_kind.items()}
+    other = fit_link(found.collectives)
+    host = Level("host", None, other.latency, other.bandwidth, links, found.ranks)
+    device, alone = fit_device(found.work), fit_device(found.alone)
+    session = fit_session(found.session) if found.session else None
+    return Topology((host,), device, alone=alone, session=session)
+
+
+def fit_session(times: Sequence[tuple[int, int, float]]) -> Session:
+    """Returns the session that took these seconds, given with numbers of ranks and of bytes: few
+    bytes on one rank, and on all, then many on all."""
+    (one, few, alone), (ranks, _, least), (_, many, most) = times
+    bandwidth = min((many - few) / max(most - least, 1e-9), FASTEST)
+    rank = max(least - alone, 0.0) / (ranks - one)
+    latency = max(least - rank * ranks - few / bandwidth, 0.0)
+    return Session(_digits(latency), _digits(bandwidth), _digits(rank))
+
+
+def fit_device(work: Work) -> Device:
+    """Returns the device that took this time for the work."""
+    launch = _digits(work.tiny)
+    device = Device(
+        flops=_digits(2 * ROWS * WIDTH**2 / max(work.product - launch, 1e-9)),
+        convolution=_digits(BOTTLENECK / max(work.bottleneck - 3 * launch, 1e-9)),
+        memory_bandwidth=_digits(2 * LARGE / max(work.copies[-1] - launch, 1e-9)),
+        launch=launch,
+        row=_digits(max(work.picks - launch, 1e-9) / PICKED),
+        channels=channels_at_once(work.narrow),
+    )
+    device = with_exposed(with_cache(device, work.copies), work.few, work.apart)
+    rates = {kind: fit_rate(kind, times, device) for kind, times in work.rated.items()}
+    return replace(device, ops=rates)
+
+
+def channels_at_once(seconds: Sequence[float]) -> float | None:
+    """Returns how many output channels a convolution computes at once, given the seconds with each
+    number of CHANNELS: as many as take no longer than half as many do. None if all take longer."""
+    blocks = [
+        more
+        for (_, fewer_took), (more, took) in pairwise(zip(CHANNELS, seconds, strict=True))
+        if took < SAME * fewer_took
+    ]
+    return float(max(blocks)) if blocks else None
+
+
+def with_cache(device: Device, copies: Sequence[float]) -> Device:
+    """Returns the device with the bytes that move at the speed of a small copy, as many as explain
+    the time of a middle one; without, if a small copy is no faster than a large one."""
+    near, middle, _ = copies
+    fast = 2 * NEAR / max(near - device.launch, 1e-9)
+    if fast <= device.memory_bandwidth:
+        return device
+    slower = 1 / device.memory_bandwidth - 1 / fast
+    saved = 2 * MIDDLE / device.memory_bandwidth - (middle - device.launch)
+    cache = min(max(saved / slower, 2 * NEAR), 2 * LARGE)
+    return replace(device, cache=_digits(cache), cache_bandwidth=_digits(fast))
+
+
+def with_exposed(device: Device, few: float, apart: float) -> Device:
+    """Returns the device with the share of reading in which a product cannot compute, given the
+    seconds of one with few rows, and of one whose weight also comes from memory; without, if it
+    always can."""
+    compute = few - device.launch
+    memory = 4 * WIDTH**2 / device.memory_bandwidth
+    beyond = apart - device.launch - max(compute, memory)
+    exposed = min(beyond / min(compute, memory), 1.0)
+    return replace(device, exposed=_digits(exposed) if exposed > 0 else None)
+
+
+def fit_rate(kind: str, seconds: Sequence[float], device: Device) -> Rate:
+    """Returns the seconds for each row and element, both at least 0, that ops of a kind take beyond
+    what else the device's quantities account for, in the shapes of RATED."""
+    took = np.array(seconds)
+    known = np.array([accounted(kind, *shape, device) for shape in RATED[kind]])
+    work = np.array([worked(kind, *shape) for shape in RATED[kind]])
+    row, element = _least_squares(work / took[:, None], np.maximum(1 - known / took, 0))
+    return Rate(_digits(row), _digits(element))
+
+
+def worked(kind: str, rows: int, length: int) -> tuple[int, int]:
+    """Returns the rows and elements of an op of `models.rated`, as its kind has them."""
+    if kind == "Erf":
+        return 0, rows * length
+    return rows, rows * length * (length if kind == "MatMul" else 1)
+
+
+def accounted(kind: str, rows: int, length: int, device: Device) -> float:
+    """Returns the seconds of an op of `models.rated` by the quantities of a device other than
+    rates."""
+    row = device.row or 0.0
+    size = 4 * worked(kind, rows, length)[1]
+    if kind == "MatMul":
+        flops = 2 * rows * length**3
+        return (
+            device.launch + max(flops / device.flops, device.move(3 * size)) + rows * length * row
+        )
+    return device.launch + device.move(2 * size) + (0.0 if kind == "Erf" else rows * row)
+
+
+def fit_link(times: Sequence[CollectiveTime]) -> Link:
+    """Returns the link whose latency and bandwidth, both at least 0, minimize the squares of
+    relative errors."""
+    rows = np.array([messages(t.kind, t.ranks, t.size) for t in times])
+    seconds = np.array([[t.seconds] for t in times])
+    latency, per_byte = _least_squares(rows / seconds, np.ones(len(rows)))
+    return Link(_digits(latency), _digits(1 / max(per_byte, 1 / FASTEST)))
+
+
+def _least_squares(rows: Array, values: Array) -> Array:
+    """Returns the coefficients, all at least 0, for which the products with `rows` are closest to
+    `values`."""
+    from scipy.optimize import nnls  # takes half a second to import
+
+    found: Array = nnls(rows, values)[0]
+    return found
+
+
+def predicted(time: CollectiveTime, topology: Topology) -> float:
+    """Returns the seconds that the topology's first level predicts for a collective."""
+    rounds, sent = messages(time.kind, time.ranks, time.size)
+    link = topology.levels[0].link(time.kind)
+    return rounds * link.latency + sent / link.bandwidth
+
+
+def lines(found: Measurements, topology: Topology) -> Iterator[str]:
+    """Yields the lines of a table of all cases, with measured times and, for collectives, fitted
+    times."""
+    ranks = f"each of {found.ranks} ranks"
+    yield f"{'':<30}{ranks:>18}{'one rank alone':>18}"
+    both = zip(_seconds_of(found.work), _seconds_of(found.alone), strict=True)
+    for (what, seconds), (_, alone) in both:
+        yield f"{what:<30}{seconds * 1e6:>15.1f} us{alone * 1e6:>15.1f} us"
+    for count, size, seconds in found.session:
+        what = f"a run over {count} {'rank' if count == 1 else 'ranks'}, {size >> 10} KiB"
+        yield f"{what:<30}{seconds * 1e6:>15.1f} us"
+    yield ""
+    yield f"{'collective':<18}{'ranks':>6}{'bytes':>10}{'measured':>12}{'fitted':>12}{'off':>7}"
+    for time in found.collectives:
+        fitted = predicted(time, topology)
+        yield (
+            f"{time.kind:<18}{time.ranks:>6}{time.size:>10}{time.seconds * 1e6:>9.1f} us"
+            f"{fitted * 1e6:>9.1f} us{fitted / time.seconds - 1:>+7.0%}"
+        )
+
+
+def _seconds_of(work: Work) -> list[tuple[str, float]]:
+    """What was measured of the work, in words, with its seconds."""
+    return [
+        (f"MatMul of {ROWS}x{WIDTH} by {WIDTH}x{WIDTH}", work.product),
+        (f"MatMul of {FEW}x{WIDTH}", work.few),
+        (f"MatMul of {FEW}x{WIDTH}, from memory", work.apart),
+        (f"3 Conv of {WIDE} channels", work.bottleneck),
+        *((f"Neg of {n >> 10} KiB", t) for n, t in zip(COPIED, work.copies, strict=True)),
+        (f"Gather of {PICKED} elements", work.picks),
+        ("an op on one element", work.tiny),
+        *((f"Conv to {n} channels", t) for n, t in zip(CHANNELS, work.narrow, strict=True)),
+        *(
+            (f"{kind} of {rows}x{length}", t)
+            for kind, shapes in RATED.items()
+            for (rows, length), t in zip(shapes, work.rated[kind], strict=True)
+        ),
+    ]
+
+
+def file_text(found: Measurements, topology: Topology) -> str:
+    """Returns the text of the topology file, with the measurements as comments."""
+    threads = "1 thread" if found.threads == 1 else f"{found.threads} threads"
+    about = f"""Written by onnxpar calibrate, with {found.ranks} ranks of {threads} at once.
+`host` has any number of ranks; more than `at_once` take turns. For more than this machine, give it
+a size, and add levels after it (rack, ...) with latency and bandwidth. Memory of a rank, such as
+16 GB, goes under device. `alone` is one rank with all cores, as onnxruntime is, and `session` what
+a run takes besides the work of ranks.
+Each collective listed has its own link; latency and bandwidth of the level are for all others."""
+    table = ["Measured times, and those that this file predicts:", *lines(found, topology)]
+    return _comments(about.splitlines()) + topology.text() + _comments(table)
+
+
+def _comments(text: Iterable[str]) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in text)
+
+
+def _digits(value: float) -> float:
+    """Rounds a number to four significant digits; further digits are noise."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,214 @@
+"""The topology of this host, which is measured once and kept in a file of the user's cache.
+
+It stands for a topology where a user gives none. The file's name has a digest of what changes the
+result: the processor, the cores that this process may use, the memory, the versions of onnxpar and
+onnxruntime, and how ranks communicate.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnxpar.base.errors import OnnxparError, RankError, StrategyError
+from onnxpar.base.log import LOG
+from onnxpar.base.progress_line import progress_line
+from onnxpar.base.user_cache import user_cache
+from onnxpar.base.version import version_of
+from onnxpar.base.write_file import make_folders, unread, whole_file
+from onnxpar.cost.topology import Topology
+from onnxpar.runtime.launch.launch import launched_rank
+from onnxpar.runtime.ranks.cores import Core, own_cores
+
+if TYPE_CHECKING:
+    from onnxpar.cost.measure import Shard
+
+MEASURED = "measured on this host"
+"""The origin of the topology."""
+NEVER = "ONNXPAR_MEASURE"
+"""The environment variable that is 0 where no command measures the host."""
+FORMAT = 6
+"""Changes when other quantities are measured, or in another way."""
+SECONDS = 1.0
+"""Duration of the measurement, beside the start of the ranks and of their sessions."""
+TIMEOUT = 15.0
+"""Longest wait for a rank, in seconds."""
+PATIENCE = 30.0
+"""Longest wait, in seconds, for another process that measures."""
+BUSY = 0.25
+"""Fraction of the cores above which the work of others makes a result too bad to keep for long."""
+HOUR = 3600.0
+"""Seconds for which the result of a busy host is kept."""
+
+
+def host_topology(shard: Shard | None = None) -> Topology | None:
+    """Returns the topology of this host, which is measured when it is first asked for, in less than
+    5 s; later processes read it from a file. `shard` is that of `measure`.
+
+    None, so that constants are taken: if the environment says ONNXPAR_MEASURE=0; on a single core;
+    if the measurement fails, after a message; and under a launcher, because ranks that make
+    the same plan must not have different figures.
+    """
+    cores = own_cores()
+    if os.environ.get(NEVER) == "0" or len(cores) < 2 or _is_launched():
+        return None
+    return _host_topology(place_of(cores), shard)
+
+
+@functools.cache
+def _host_topology(place: Path | None, shard: Shard | None = None) -> Topology | None:
+    """The topology in a file, or else measured and written there. A process asks once, even if
+    nothing can be kept."""
+    found = _kept(place)
+    if found is None:
+        with _alone(place):
+            found = _kept(place) or _measured(place, shard)
+    return found
+
+
+def place_of(cores: Sequence[Core]) -> Path | None:
+    """Returns the file of the topology; None if the user has no folder for caches."""
+    folder = user_cache()
+    if folder is None:
+        return None
+    about = (
+        FORMAT,
+        _processor(),
+        [(core.node, len(core.threads)) for core in cores],
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30,
+        version_of("onnxpar"),
+        version_of("onnxruntime"),
+        os.environ.get("ONNXPAR_TRANSPORT", ""),
+        os.environ.get("ONNXPAR_LINK", ""),
+    )
+    digest = hashlib.sha256(repr(about).encode()).hexdigest()[:12]
+    return folder / f"host-{digest}.yaml"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _is_launched() -> bool:
+    """True if a launcher started this process; also if its variables are incomplete."""
+    try:
+        return launched_rank() is not None
+    except RankError:
+        return True
+
+
+def _kept(place: Path | None) -> Topology | None:
+    """The topology in a file, or in that of a busy host if it is new; None if there is none, or it
+    is damaged."""
+    if place is None:
+        return None
+    for file, most in ((place, float("inf")), (_of_busy(place), HOUR)):
+        with suppress(OSError, StrategyError):
+            if time.time() - file.stat().st_mtime < most:
+                return replace(Topology.read(file), origin=MEASURED)
+    return None
+
+
+def _of_busy(place: Path) -> Path:
+    return place.with_suffix(".busy.yaml")
+
+
+@contextmanager
+def _alone(place: Path | None) -> Iterator[None]:
+    """Waits until no other process measures; goes on without a lock where that is not possible."""
+    lock: int | None = None
+    try:
+        with suppress(OSError):
+            if place is not None:
+                make_folders(place.parent)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                lock = os.open(place.with_suffix(".lock"), flags, 0o600)
+                _take(lock)
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _take(lock: int) -> None:
+    """Takes a lock that another process may hold for some time. Errors: OSError if the file system
+    has no locks."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+
+
+def _measured(place: Path | None, shard: Shard | None) -> Topology | None:
+    """Measures the host, writes the result to a file, and says so. None if it cannot be
+    measured."""
+    # what measures takes half a second to import
+    from onnxpar.cost.fit import file_text, fit
+    from onnxpar.cost.measure import QUICK, default_ranks, measure
+
+    show = progress_line("onnxpar")
+    show("measuring this host, once")
+    start, others = time.monotonic(), _others_seconds()
+    try:
+        found = measure(default_ranks(), SECONDS, TIMEOUT, effort=QUICK, shard=shard)
+    except (OnnxparError, OSError) as error:
+        show("")
+        reason = str(error).partition("\n")[0]
+        LOG.info(f"costs are constants, because this host could not be measured: {reason}")
+        return None
+    finally:
+        show("")
+    seconds = time.monotonic() - start
+    topology = fit(found)
+    text = file_text(found, topology)
+    busy = (_others_seconds() - others) / seconds / len(own_cores())
+    if place is None:
+        said = "not kept, because there is no folder for caches"
+    elif busy > BUSY:
+        said = f"{_written(_of_busy(place), text)} for an hour, because others keep its cores busy"
+    else:
+        said = _written(place, text)
+    LOG.info(f"measured this host in {seconds:.1f} s: {said} (--for-any-host plans without it)")
+    return replace(topology, origin=MEASURED)
+
+
+def _written(place: Path, text: str) -> str:
+    """Writes the file; returns where it is, or why it is not."""
+    try:
+        make_folders(place.parent)
+        with whole_file(place) as file:
+            file.write(text)
+    except (OnnxparError, OSError) as error:
+        reason = unread(error) if isinstance(error, OSError) else str(error)
+        return f"not kept: {reason}"
+    return f"kept in {place}"
+
+
+def _others_seconds() -> float:
+    """Seconds that the cores of this process have worked for others until now; grows by 0 where the
+    system does not tell."""
+    own = {f"cpu{thread}" for core in own_cores() for thread in core.threads}
+    ticks = 0
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *counts = line.split()
+            if name in own:  # user, nice, system, (idle, waiting,) interrupts, soft ones, stolen
+                ticks += sum(int(counts[i]) for i in (0, 1, 2, 5, 6, 7))
+    spent = os.times()
+    return ticks / os.sysconf("SC_CLK_TCK") - sum(spent[:4])

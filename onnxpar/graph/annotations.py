@@ -1,0 +1,294 @@
+"""ONNX's own multi-device annotations, read from and written to a model.
+
+Since IR 11, a model can name configurations of devices, and a node can state how its tensors are
+sharded over one of them. They are read before the graph is imported, since graphsurgeon drops
+them. A node is identified by its first result, whose name the loader never changes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import onnx
+from onnx import ModelProto, NodeProto, ShardingSpecProto
+
+from onnxpar.base.errors import StrategyError
+
+PREFIX = "onnxpar."
+"""Prefix of the metadata for what the standard cannot express."""
+TENSORS = PREFIX + "tensors"
+"""Key of a model's metadata: the layouts of pinned tensors."""
+AXES = PREFIX + "axes"
+"""Key of metadata: of a node, the axes of its factors; of the model, those of nodes that are not in
+its own graph, because they come from a function or a fused op."""
+PARTIAL = PREFIX + "partial"
+"""Key of a node's metadata: its partial sums by tensor."""
+Component = tuple[int | None, int]
+"""Part of a dimension: its size (None: the rest of the dimension) and its number of shards."""
+
+
+@dataclass(frozen=True)
+class TensorSharding:
+    """The sharding of one tensor of a node.
+
+    `devices` lists the devices that hold each shard, row-major over `dims`; it is empty if the
+    model does not assign devices. `dims` are the split dimensions by axis, which may be negative.
+    """
+
+    tensor: str
+    devices: tuple[tuple[int, ...], ...] = ()
+    dims: Mapping[int, tuple[Component, ...]] = field(default_factory=dict)
+
+    def agrees(self, other: TensorSharding | None) -> bool:
+        """True if `other` has the same devices and numbers of shards; sizes are not compared."""
+        if other is None or self.devices != other.devices:
+            return False
+        return self._counts() == other._counts()
+
+    def _counts(self) -> dict[int, list[int]]:
+        return {axis: [n for _, n in components] for axis, components in self.dims.items()}
+
+    def to_proto(self) -> ShardingSpecProto:
+        """The proto of the standard; a shard on several devices gets a group: -1, -2, ..."""
+        spec = ShardingSpecProto(tensor_name=self.tensor)
+        for i, group in enumerate(self.devices):
+            spec.device.append(group[0] if len(group) == 1 else -1 - i)
+            if len(group) > 1:
+                spec.index_to_device_group_map.add(key=-1 - i, value=group)
+        for axis, components in self.dims.items():
+            dim = spec.sharded_dim.add(axis=axis)
+            for size, shards in components:
+                simple = dim.simple_sharding.add(num_shards=shards)
+                if size is not None:
+                    simple.dim_value = size
+        return spec
+
+
+@dataclass(frozen=True)
+class NodeConfiguration:
+    """The annotation of one node: shardings by tensor, and onnxpar's own metadata.
+
+    `what` names the node in messages.
+    """
+
+    what: str
+    shardings: Mapping[str, TensorSharding]
+    stage: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One of a model's configurations: its devices, and its nodes by their first result."""
+
+    name: str
+    devices: int
+    nodes: Mapping[str, NodeConfiguration]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shards_tensors(self) -> bool:
+        """True if it shards a tensor; False if it only assigns pipeline stages."""
+        return any(note.shardings for note in self.nodes.values())
+
+    def renamed(self, new: Mapping[str, str]) -> Configuration:
+        """Returns the configuration for a model in which tensors have these new names."""
+        nodes = {
+            new.get(key, key): replace(
+                note,
+                shardings={
+                    new.get(name, name): replace(stated, tensor=new.get(name, name))
+                    for name, stated in note.shardings.items()
+                },
+                metadata=_renamed(note.metadata, [PARTIAL], new),
+            )
+            for key, note in self.nodes.items()
+        }
+        return replace(self, nodes=nodes, metadata=_renamed(self.metadata, [TENSORS, AXES], new))
+
+
+def _renamed(
+    metadata: Mapping[str, str], keys: Sequence[str], new: Mapping[str, str]
+) -> dict[str, str]:
+    """Metadata in which the tensors that entries speak of have new names. Damaged entries stay as
+    they are, for their reader to tell."""
+    found = dict(metadata)
+    for key in [key for key in keys if key in found]:
+        with suppress(ValueError, AttributeError):
+            stated = json.loads(found[key]).items()
+            found[key] = json.dumps({new.get(name, name): value for name, value in stated})
+    return found
+
+
+_MOST_DEVICES = 1 << 16
+"""Most devices of a configuration."""
+
+
+def read_annotations(model: ModelProto) -> tuple[Configuration, ...]:
+    """The configurations of a model. Errors: StrategyError that names the node, the tensor and the
+    violation of the standard."""
+    sizes = {c.name: c.num_devices for c in model.configuration}
+    for name, count in sizes.items():
+        if not 0 <= count <= _MOST_DEVICES:
+            raise StrategyError(
+                f"the model's configuration {name!r} has {count:,} devices; at most "
+                f"{_MOST_DEVICES:,} are possible"
+            )
+    nodes: dict[str, dict[str, NodeConfiguration]] = {name: {} for name in sizes}
+    for node in model.graph.node:
+        for entry in node.device_configurations:
+            what = f"{node.op_type} '{node.name or _key(node)}'"
+            if entry.configuration_id not in sizes:
+                raise StrategyError(
+                    f"{what} is annotated for a configuration {entry.configuration_id!r}; "
+                    f"the model has {', '.join(map(repr, sizes)) or 'none'}"
+                )
+            devices = sizes[entry.configuration_id]
+            shardings = [_read_sharding(s, node, what, devices) for s in entry.sharding_spec]
+            nodes[entry.configuration_id][_key(node)] = NodeConfiguration(
+                what,
+                {s.tensor: s for s in shardings},
+                entry.pipeline_stage if entry.HasField("pipeline_stage") else None,
+                _own_metadata(node),
+            )
+        if any(_annotated_bodies(node)):
+            warnings.warn(
+                f"{node.op_type} '{node.name or _key(node)}': annotations of nodes in its bodies "
+                "are ignored",
+                stacklevel=2,
+            )
+    metadata = _own_metadata(model)
+    return tuple(Configuration(n, sizes[n], nodes[n], metadata) for n in sizes)
+
+
+def choose_configuration(
+    configurations: Sequence[Configuration], name: str | None, devices: int | None
+) -> Configuration | None:
+    """The configuration called `name`; without a name, the only one with so many devices. None for
+    the name `none`, and for a model without configurations. Errors: StrategyError that lists the
+    model's configurations."""
+    if name == "none":
+        return None
+    have = ", ".join(f"{c.name!r} of {c.devices} devices" for c in configurations) or "none"
+    if name is not None:
+        named = [c for c in configurations if c.name == name]
+        if not named:
+            raise StrategyError(
+                f"--configuration {name}: the model has no such configuration; its "
+                f"configurations: {have}"
+            )
+        return named[0]
+    configurations = [c for c in configurations if c.shards_tensors]
+    fitting = [c for c in configurations if devices in (None, c.devices)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not configurations:
+        return None
+    ranks = f"{devices} ranks" if devices is not None else "this run"
+    raise StrategyError(
+        f"{len(fitting)} of the model's configurations fit {ranks} (it has {have}); choose one "
+        "with --configuration NAME, or ignore them with --configuration none"
+    )
+
+
+def annotate_node(
+    node: NodeProto,
+    configuration: str,
+    shardings: Sequence[TensorSharding],
+    metadata: Mapping[str, str],
+) -> None:
+    """Adds an annotation to a node."""
+    entry = node.device_configurations.add(configuration_id=configuration)
+    entry.sharding_spec.extend(s.to_proto() for s in shardings)
+    onnx.helper.set_metadata_props(node, {**_all_metadata(node), **metadata})
+
+
+def annotate_model(
+    model: ModelProto, configuration: str, devices: int, metadata: Mapping[str, str]
+) -> None:
+    """Declares a configuration in a model that has none, and raises its IR version to 11, the
+    first with configurations."""
+    model.ir_version = max(model.ir_version, 11)
+    model.configuration.add(name=configuration, num_devices=devices)
+    onnx.helper.set_model_props(model, {**_all_metadata(model), **metadata})
+
+
+def clear_annotations(model: ModelProto) -> None:
+    """Removes all annotations from a model, with onnxpar's metadata."""
+    del model.configuration[:]
+    for node in model.graph.node:
+        del node.device_configurations[:]
+    for holder in (model, *model.graph.node):
+        kept = [p for p in holder.metadata_props if not p.key.startswith(PREFIX)]
+        del holder.metadata_props[:]
+        holder.metadata_props.extend(kept)
+
+
+def _key(node: NodeProto) -> str:
+    return next((o for o in node.output if o), "")
+
+
+def _annotated_bodies(node: NodeProto) -> Iterator[NodeProto]:
+    """The annotated nodes in the bodies of a node, at any depth."""
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            for inner in body.node:
+                if inner.device_configurations:
+                    yield inner
+                yield from _annotated_bodies(inner)
+
+
+def _own_metadata(holder: ModelProto | NodeProto) -> dict[str, str]:
+    return {k: v for k, v in _all_metadata(holder).items() if k.startswith(PREFIX)}
+
+
+def _all_metadata(holder: ModelProto | NodeProto) -> dict[str, str]:
+    return {p.key: p.value for p in holder.metadata_props}
+
+
+def _read_sharding(
+    spec: ShardingSpecProto, node: NodeProto, what: str, devices: int
+) -> TensorSharding:
+    tensor = spec.tensor_name
+    what = f"{what}, tensor {tensor!r}"
+    if not tensor or tensor not in [*node.input, *node.output]:
+        raise StrategyError(
+            f"{what}: the annotation names a tensor that is not an input or output of the node"
+        )
+    dims: dict[int, tuple[Component, ...]] = {}
+    for dim in spec.sharded_dim:
+        parts = tuple(
+            (s.dim_value if s.HasField("dim_value") else None, s.num_shards)
+            for s in dim.simple_sharding
+        )
+        if dim.axis in dims or not parts or any(shards < 1 for _, shards in parts):
+            raise StrategyError(
+                f"{what}: axis {dim.axis} must have exactly one sharded_dim, with at least one "
+                "simple_sharding, each with num_shards >= 1"
+            )
+        dims[dim.axis] = parts
+    groups = {e.key: tuple(e.value) for e in spec.index_to_device_group_map}
+    held = tuple(groups.get(d, (d,)) for d in spec.device)
+    _check_devices(held, math.prod(n for p in dims.values() for _, n in p), devices, what)
+    return TensorSharding(tensor, held, dims)
+
+
+def _check_devices(held: tuple[tuple[int, ...], ...], shards: int, devices: int, what: str) -> None:
+    if not held:
+        return
+    if len(held) != shards:
+        raise StrategyError(
+            f"{what}: {len(held)} entries of device for {shards} shards; give one per shard; list "
+            "replicas of a shard as a group in index_to_device_group_map"
+        )
+    used = [d for group in held for d in group]
+    if len(used) != devices or sorted(used) != list(range(devices)):
+        raise StrategyError(
+            f"{what}: its shards are on devices {used}; each of the configuration's {devices} "
+            "devices must hold exactly one shard, since every rank runs every node"
+        )

@@ -1,0 +1,131 @@
+"""Relations between open sizes that the kernel of GroupQueryAttention needs.
+
+Most relations follow from shapes (`equal_sizes.py`). But a GroupQueryAttention gets the length of
+its keys as the value of an operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import NodeProto
+
+from onnxpar.graph.lockstep import Lockstep
+from onnxpar.layout.symbols import Binding, Polynomial
+
+Remedies = list[tuple[Polynomial, int]]
+"""Alternative remedies for one contradiction; each is a size and the value that this size should
+get."""
+
+_MICROSOFT = "com.microsoft"
+_OP = "GroupQueryAttention"
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Sizes of a GroupQueryAttention; None for a size without a closed form.
+
+    `own` is the number of tokens of a run, `past` the length of the cache, `keys` the length of all
+    keys as an operand gives it, and `rows` the number of rows of the table of rotary angles.
+    `is_buffer` is True if the cache has the same length before and after a run; `is_ring` if it
+    keeps only the last `window` tokens.
+    """
+
+    batch: Polynomial | None
+    own: Polynomial | None
+    past: Polynomial | None
+    keys: Polynomial | None
+    rows: Polynomial | None
+    window: int
+    is_buffer: bool
+    is_ring: bool
+
+    def contradictions(self, sizes: Binding) -> Iterator[Remedies]:
+        """Remedies for each contradiction that makes the kernel reject these sizes.
+
+        The length of the keys must be that of past and present together. A ring must be as long as
+        its window, and its keys at least as long, because otherwise a part of the ring would stay
+        unwritten. Several tokens can be appended to a filled cache only for a batch of 1.
+        """
+        if self.own is None or self.past is None:
+            return
+        own, past = self.own.at(sizes), self.past.at(sizes)
+        keys = None if self.keys is None else self.keys.at(sizes)
+        batch = None if self.batch is None else self.batch.at(sizes)
+        if self.is_ring and past < self.window:
+            yield [(self.past, self.window)]
+        if self.is_ring and self.keys is not None and keys is not None:
+            needed = max(past, self.window, own)
+            if keys < needed:
+                yield [(self.keys, needed)]
+        if self.batch is not None and past and own > 1 and batch is not None and batch > 1:
+            yield [(self.own, 1), (self.batch, 1) if self.is_ring else (self.past, 0)]
+        elif self.keys is not None and keys is not None and not self.is_ring:
+            before = keys if self.is_buffer else keys - own
+            if keys != self._total(own, past):
+                yield [(self.keys, self._total(own, past)), (self.past, before)]
+
+    def fits(self, sizes: Binding) -> bool:
+        """True if the table of rotary angles has a row for the position of every key."""
+        if self.rows is None or self.own is None:
+            return True
+        if self.is_ring:
+            total = 0 if self.keys is None else self.keys.at(sizes)
+        else:
+            past = 0 if self.past is None else self.past.at(sizes)
+            total = self._total(self.own.at(sizes), past)
+        return total <= self.rows.at(sizes)
+
+    def _total(self, own: int, past: int) -> int:
+        """Number of keys that a query attends to: past and own ones, or all of a buffer."""
+        return past if past and self.is_buffer else past + own
+
+
+def cache_sizes(graph: onnx.GraphProto, walks: Lockstep) -> list[CacheSizes]:
+    """The sizes of every GroupQueryAttention that the walks have not folded away."""
+    declared = {
+        port.name: [dim.dim_value or dim.dim_param for dim in port.type.tensor_type.shape.dim]
+        for port in (*graph.input, *graph.output)
+    }
+    nodes = (n for n in walks.kept if n.op_type == _OP and n.domain == _MICROSOFT)
+    return [_of(node, walks, declared) for node in nodes]
+
+
+def _of(
+    node: NodeProto, walks: Lockstep, declared: Mapping[str, Sequence[int | str]]
+) -> CacheSizes:
+    names = [*node.input, *[""] * 9]
+    attributes = {a.name: a.i for a in node.attribute}
+    before = declared.get(names[3], [])
+    after = declared.get(node.output[1], []) if len(node.output) > 1 else []
+    return CacheSizes(
+        batch=walks.size(names[0], 0),
+        own=walks.size(names[0], 1),
+        past=walks.size(names[3], 2) if names[3] else None,
+        keys=walks.value(names[6]),
+        rows=walks.size(names[7], 0) if names[7] else None,
+        window=attributes.get("local_window_size", -1),
+        is_buffer=len(before) == len(after) == 4 and bool(before[2]) and before[2] == after[2],
+        is_ring=bool(attributes.get("sliding_window_cache", 0)),
+    )
+
+
+def settled(
+    caches: Sequence[CacheSizes], sizes: Mapping[str, int], kept: Collection[str]
+) -> dict[str, int]:
+    """Sizes of all symbols, changed so that they contradict no cache, where that is possible
+    without changing symbols in `kept`. A symbol changes at most once. Rings come first: growing
+    caches can adapt to a longer mask."""
+    found, done = dict(sizes), set(kept)
+    ordered = sorted(caches, key=lambda cache: not cache.is_ring)
+    for _ in sizes:
+        for cache in ordered:
+            for remedies in list(cache.contradictions(found)):
+                for size, to in remedies:
+                    if size.symbol is not None and size.symbol not in done and to >= 0:
+                        found[size.symbol] = to
+                        done.add(size.symbol)
+                        break
+    return found

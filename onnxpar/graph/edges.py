@@ -1,0 +1,100 @@
+"""Sample sizes at the far sides of minima: beyond the 512 of `min(seq, 512)`, and below it.
+
+The compiler compares graphs at sample sizes. A decision that it takes where a slice keeps
+everything must hold where the slice cuts, too, so each operand of each minimum is the least one at
+some sample. Where none was found, runs are limited to the sizes at which another operand is the
+least."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from onnxpar.graph.size_arithmetic import Limit
+from onnxpar.layout.symbols import Atom, Binding, Minimum, minimum, symbols_of
+
+Side = tuple[Minimum, int]
+"""A minimum, and which of its operands is less than all others."""
+_EACH = 2
+"""Samples for each side: an even size and an odd one."""
+_LARGEST = 1 << 20
+
+
+def unseen(atoms: Sequence[Atom], bindings: Sequence[Binding]) -> list[Side]:
+    """The sides of minima on which no binding is."""
+    return [
+        (atom, i)
+        for atom in atoms
+        if isinstance(atom, Minimum)
+        for i in range(len(atom.operands))
+        if not any(is_at((atom, i), binding) for binding in bindings)
+    ]
+
+
+def is_at(side: Side, binding: Binding) -> bool:
+    """True if a binding is on this side."""
+    atom, i = side
+    values = [operand.at(binding) for operand in atom.operands]
+    return all(values[i] < other for k, other in enumerate(values) if k != i)
+
+
+def edge_bindings(
+    sides: Sequence[Side],
+    bindings: Sequence[Binding],
+    symbols: Collection[str],
+    least: int,
+    taken: Collection[int],
+) -> list[Binding]:
+    """Bindings on these sides: like some of `bindings`, but for the size of one of the `symbols`,
+    or the sizes of all. If possible, sizes are at least `least` and not in `taken`."""
+    found: list[Binding] = []
+
+    def size(side: Side) -> int:
+        return sum(next(_at(side, bindings, symbols, least, taken), {}).values())
+
+    for side in sorted(sides, key=size, reverse=True):  # a small one is on the sides of others, too
+        have = sum(is_at(side, binding) for binding in found)
+        for found_now in _at(side, [*bindings[have:], *bindings[:have]], symbols, least, taken):
+            if have < _EACH and found_now not in found:
+                found.append(found_now)
+                have += 1
+    return found
+
+
+def _at(
+    side: Side,
+    bindings: Sequence[Binding],
+    symbols: Collection[str],
+    least: int,
+    taken: Collection[int],
+) -> Iterator[Binding]:
+    """Bindings on one side, the odd and even sizes in turn, each like another of `bindings`."""
+    own = [s for s in symbols_of(side[0]) if s in symbols]
+    for changed in [[s] for s in own] + ([own] if len(own) > 1 else []):
+        for parity in (1, 0):
+            for binding in bindings:
+                others = {*taken, *(n for s, n in binding.items() if s not in changed)}
+                sizes = [n for n in _sizes(parity) if n >= least and n not in others]
+                sizes += [n for n in _sizes(parity) if n < least]
+                at = [{**binding, **{s: n + i for i, s in enumerate(changed)}} for n in sizes]
+                fitting = [b for b in at if is_at(side, b)]
+                if fitting:  # where sizes are bounded, the largest: small ones cause more conflicts
+                    is_bounded = not is_at(side, max(at, key=lambda b: b[changed[0]]))
+                    yield max(fitting, key=lambda b: b[changed[0]]) if is_bounded else fitting[0]
+                    break
+
+
+def _sizes(parity: int) -> list[int]:
+    """Sizes of growing distance, all odd or all even."""
+    sizes, size = [], 1 if parity else 2
+    while size < _LARGEST:
+        sizes.append(size)
+        size += max(2, size // 8 * 2)
+    return sizes
+
+
+def limit(side: Side) -> Limit:
+    """Two sizes of which the first must not be greater than the second, so that a run is not on
+    this side."""
+    atom, i = side
+    others = [operand for k, operand in enumerate(atom.operands) if k != i]
+    return minimum(*others), atom.operands[i]

@@ -1,0 +1,185 @@
+"""What torch's exporters wrote into a file: the kinds of a network's tensors, the call of torch
+from which a node was made, and the names of parameters that are stored transposed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import onnx_graphsurgeon as gs
+from onnx import GraphProto, NodeProto
+
+from onnxpar.graph.metadata import metadata_of
+from onnxpar.graph.stored import nodes_of, stored_tensors
+
+_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+_ENTRY = re.compile(r"^(\S+): (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']+)'", re.MULTILINE)
+PARAMETER = "PARAMETER"
+_NODE = "pkg.torch.onnx.fx_node"
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_LINEAR = re.compile(r"(linear|MatMul)(_\d+)?")
+"""Matches the names that exporters give to calls of torch.nn.functional.linear."""
+_CALL = re.compile(
+    r"\[target=torch\.ops\.aten\.(\w+)\.\w+\]\(args = \((.*)\), kwargs = ", re.DOTALL
+)
+_MADE = re.compile(r"onnx::(?!Conv_)\w+_\d+")
+"""Matches the names that TorchScript's exporter gives to constants that it computed."""
+_DETACHED = re.compile(r"detach_?(_\d+)?$")
+"""Matches the names that torch.export gives to results of detach()."""
+_PADDING = {"embedding": 2, "embedding_bag": 8}
+"""The position of the argument `padding_idx`; -1 or None is none."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of torch: the name of an op of ATen, and its arguments as text."""
+
+    op: str
+    arguments: str
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of the tensors among the arguments, in order."""
+        return re.findall(r"%(\w+)", self.arguments)
+
+    @property
+    def is_detach(self) -> bool:
+        """True if the call cuts its result off from the gradient."""
+        return self.op in ("detach", "detach_")
+
+    @property
+    def detached(self) -> list[int]:
+        """The positions among `tensors` of those that an earlier call has cut off."""
+        return [i for i, name in enumerate(self.tensors) if _DETACHED.match(name)]
+
+    @property
+    def padding_row(self) -> int | None:
+        """The row that a lookup does not train; None if there is none."""
+        given = self.arguments.split(", ")
+        text = "".join(given[at : at + 1]) if (at := _PADDING.get(self.op)) is not None else ""
+        return int(text) if text.isdigit() else None
+
+    @property
+    def scales_by_frequency(self) -> bool:
+        """True if a lookup divides the gradient of a row by how often a batch has it."""
+        return self.op == "embedding" and self.arguments.split(", ")[3:4] == ["True"]
+
+
+def call_of(node: gs.Node | NodeProto) -> Call | None:
+    """The call of torch from which a node was made; None if the file does not say it."""
+    found = _CALL.search(metadata_of(node, _NODE) or "")
+    return Call(found[1], found[2]) if found else None
+
+
+def exported_kinds(graph: GraphProto) -> dict[str, str]:
+    """PARAMETER, BUFFER or CONSTANT_TENSOR by name; empty if the exporter wrote no signature."""
+    for entry in graph.metadata_props:
+        if entry.key == _SIGNATURE:
+            return {name: kind for _, kind, name in _ENTRY.findall(entry.value)}
+    return {}
+
+
+@dataclass(frozen=True)
+class TorchName:
+    """What a parameter is called in torch, and how the file has it.
+
+    names       its names there: several if modules share it
+    transposed  True if the file has its value so
+    is_certain  False if the file does not say which parameter it is
+    stored      the tensors of the file that it stands for, True for transposes of it; none if it is
+                the tensor of its own name
+    """
+
+    names: tuple[str, ...] = ()
+    transposed: bool = False
+    is_certain: bool = True
+    stored: Mapping[str, bool] = field(default_factory=dict)
+
+
+def torch_names(graph: GraphProto) -> dict[str, TorchName]:
+    """Returns what stored tensors are called in torch that exporters made from parameters: the
+    weights of Linears, which they store transposed, as a MatMul reads them; others that a MatMul
+    reads, without names; and the copies `NAME@1`, `NAME@2` ... of an equal vector that several
+    modules share in the file. Also tables with several names."""
+    kinds, targets = exported_kinds(graph), parameters_of_calls(graph)
+    stored = {t.name for t in stored_tensors(graph)}
+    found: dict[str, TorchName] = {}
+    for node in nodes_of(graph):
+        for i, name in enumerate(node.input):
+            if name in stored and (read := _read(node, i, kinds, targets)) is not None:
+                known = found.get(name, read)
+                if known.names[:1] == read.names[:1]:
+                    read = replace(read, names=tuple(dict.fromkeys(known.names + read.names)))
+                found[name] = known if known.is_certain > read.is_certain else read
+    return found
+
+
+def _read(
+    node: NodeProto, operand: int, kinds: Mapping[str, str], targets: Mapping[str, str]
+) -> TorchName | None:
+    """What the stored tensor that is an operand of a node is called in torch; None if as in the
+    file, or not known. `targets` are the parameters' names in torch, by those in its calls."""
+    name = node.input[operand]
+    module, called = _place(node)
+    shared, _, copy = name.rpartition("@")
+    if copy.isdigit() and node.op_type == "Identity":  # named as what TorchScript has merged
+        return TorchName((node.output[0].rpartition("@")[0],))
+    if copy.isdigit():
+        own = shared.rpartition(".")
+        return TorchName((f"{module}.{own[2]}",)) if module and own[0] else None
+    weight = f"{module}.weight" if module else ""
+    if node.op_type == "Gather" and operand == 0 and name in targets.values():
+        return TorchName((name, weight)) if weight in targets.values() and weight != name else None
+    is_made = name not in kinds if kinds else _MADE.fullmatch(name)
+    if node.op_type != "MatMul" or not is_made:
+        return None
+    call = call_of(node)
+    if operand == 1 and call is not None and call.op == "linear":
+        target = targets.get((*call.tensors, "", "")[1])
+        return TorchName((target,), True) if target else TorchName(is_certain=False)
+    if operand == 1 and call is None and weight and _LINEAR.fullmatch(called):
+        return TorchName((weight,), True, False)
+    return TorchName(is_certain=False)
+
+
+def parameters_of_calls(graph: GraphProto) -> dict[str, str]:
+    """The names of parameters in torch, by those in its calls."""
+    texts = [entry.value for entry in graph.metadata_props if entry.key == _SIGNATURE]
+    found = _ENTRY.findall("".join(texts))
+    return {short: name for short, kind, name in found if kind == PARAMETER}
+
+
+def module_path(node: NodeProto) -> str | None:
+    """Returns the path of the module in torch from which dynamo's exporter made a node, as the
+    other exporter writes it: `/layers.0/fc`; None if the file does not say it."""
+    scopes = _scopes(node)
+    if scopes is None:
+        return None
+    steps = pairwise(scopes[:-1])
+    return "".join("/" + inner.removeprefix(f"{outer}.") for outer, inner in steps)
+
+
+def _scopes(node: NodeProto) -> list[str] | None:
+    """The paths of the modules around a node, the outermost first, and the name of its call."""
+    try:
+        found = ast.literal_eval(metadata_of(node, _SCOPES) or "")
+    except (ValueError, SyntaxError, TypeError):
+        return None
+    is_list = isinstance(found, list) and len(found) > 1
+    return found if is_list and all(isinstance(each, str) for each in found) else None
+
+
+def _place(node: NodeProto) -> tuple[str, str]:
+    """The path of the module in torch from which a node was made, and the name of the call there;
+    empty if the file does not say it."""
+    scopes = _scopes(node)
+    if scopes is not None:
+        return scopes[-2], scopes[-1]
+    # TorchScript's exporter names a node by its module and op: /layers/layers.0/fc/MatMul_1
+    if not node.name.startswith("/"):
+        return "", ""
+    *path, op = node.name[1:].split("/")
+    return ".".join(path), op

@@ -1,0 +1,30 @@
+"""Gates: Identity nodes that delay a recomputation until a gradient is there.
+
+A gate consists of one Identity on the gradient, and one on each tensor that waits for it. Metadata,
+which models keep, marks these nodes.
+"""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+from onnx import NodeProto
+
+from onnxpar.graph.metadata import metadata_of
+
+_KEY = "onnxpar.gate"
+
+
+def add_gate(graph: gs.Graph, gate: str, name: str, tensor: gs.Tensor) -> gs.Variable:
+    """Appends an Identity that belongs to a gate to a graph; returns its result."""
+    result = gs.Variable(name, tensor.dtype, tensor.shape)
+    node = gs.Node("Identity", name, {}, [tensor], [result])
+    source = NodeProto()
+    source.metadata_props.add(key=_KEY, value=gate)
+    node.onnx_source = source
+    graph.nodes.append(node)
+    return result
+
+
+def gate_of(node: gs.Node) -> str | None:
+    """The gate that a node belongs to, if any."""
+    return metadata_of(node, _KEY) if node.op == "Identity" else None

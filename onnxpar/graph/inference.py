@@ -1,0 +1,287 @@
+"""Infers types and folds constants in a whole model, including the bodies of its control flow.
+
+An input of a body gets the shape that it has in every iteration: dimensions that the body changes
+are left open. Its value is never known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import onnx
+from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper
+
+from onnxpar.graph.branches import taken_branch
+from onnxpar.graph.counted_windows import round_down
+from onnxpar.graph.misfits import check_fits
+from onnxpar.graph.scopes import is_control, open_scopes
+from onnxpar.graph.shapes import Walk, keep_nodes
+from onnxpar.graph.stored import graphs_of, subgraphs_of
+
+_Type = TypeProto | None
+
+
+def infer(model: onnx.ModelProto, keep: Collection[str] | None = None) -> None:
+    """Folds constants and branches, and declares every type that can be inferred, in place; bodies
+    are opened (`open_scopes`). `keep` as for `Walk`. Errors: ModelError for a node that cannot run
+    on its operands."""
+    open_scopes(model.graph)
+    walk = Walk(model, keep=keep)
+    _Inference(walk).graph(model.graph)
+    for graph in graphs_of(model.graph):
+        round_down(graph, walk.sizes)
+    walk.declare(model.graph)
+    for node in model.graph.node:
+        _declare_bodies(node, walk)
+
+
+def infer_bodies(walk: Walk, node: NodeProto) -> None:
+    """Records the types of the results of an If, Loop or Scan that its bodies give for the operands
+    of a walk. Shapes that bodies declare are ignored; the node stays as it is."""
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    _Inference(walk).infer(copy)
+
+
+class _Inference:
+    """Infers graphs and bodies into one walk."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = walk
+
+    def graph(self, graph: GraphProto, is_body: bool = False) -> None:
+        """Infers the nodes of a graph, and removes those that are constant."""
+        results = {p.name for p in graph.output} if is_body else set()
+        kept: list[NodeProto] = []
+        todo = deque(graph.node)
+        others = False
+        while todo:
+            node = todo.popleft()
+            branch = taken_branch(node, self.walk.values, self.walk.types)
+            if branch is not None:
+                others = True
+                todo.extendleft(reversed(branch.node))
+                continue
+            values = self.walk.evaluate(node)
+            if values is None:
+                self.infer(node)
+                if not is_body and self.walk.conflicts[-1:] == [node]:  # a body may never run
+                    check_fits([self.walk], node)
+                kept.append(node)
+            else:
+                copies = self._fold(node, values, results)
+                others = others or bool(copies)
+                kept += copies
+        keep_nodes(graph, kept, others)
+
+    def _fold(
+        self, node: NodeProto, values: Sequence[object], results: set[str]
+    ) -> list[NodeProto]:
+        """Records a node's results as constants. Returns an Identity for each one that is a result
+        of the body, since a node must make that."""
+        copies = []
+        for i, name in enumerate(node.output):
+            if name in results:
+                node.output[i] = _stored_name(name)
+                copies.append(helper.make_node("Identity", [node.output[i]], [name]))
+                self.walk.know(copies[-1], [values[i]])
+        self.walk.fold(node, values)
+        return copies
+
+    def infer(self, node: NodeProto) -> None:
+        """Records the types of a node's results; infers its bodies in place."""
+        if not is_control(node):
+            self.walk.infer(node)
+            return
+        bodies = {a.name: a.g for a in node.attribute if a.HasField("g")}
+        if node.op_type == "If":
+            for branch in bodies.values():
+                self.graph(branch, is_body=True)
+            found = [self._results(branch) for branch in bodies.values()]
+            self._know(node.output, [_common(*types) for types in zip(*found, strict=True)])
+        elif node.op_type == "Loop":
+            self._loop(node, bodies["body"])
+        else:
+            self._scan(node, bodies["body"])
+
+    def _loop(self, node: NodeProto, body: GraphProto) -> None:
+        given = [self.walk.types.get(name) for name in node.input[2:]]
+        counters = [_scalar(p.type, d) for p, d in zip(body.input, _COUNTERS, strict=False)]
+        carried = self._settle(body, given, before=counters)
+        results = self._results(body)[1 + len(carried) :]
+        iterations = self._iterations(node, body)
+        self._know(node.output, [*carried, *(_stacked(t, 0, iterations) for t in results)])
+
+    def _scan(self, node: NodeProto, body: GraphProto) -> None:
+        attributes = {a.name: a for a in node.attribute}
+        states = len(node.input) - attributes["num_scan_inputs"].i
+        given = [self.walk.types.get(name) for name in node.input]
+        axes = _axes(attributes.get("scan_input_axes"), len(given))
+        parts = [_element(t, axis) for t, axis in zip(given[states:], axes, strict=False)]
+        carried = self._settle(body, given[:states], after=[t for t, _ in parts])
+        results = self._results(body)[states:]
+        steps = next((size for _, size in parts if size is not None), None)
+        axes = _axes(attributes.get("scan_output_axes"), len(results))
+        stacked = [_stacked(t, axis, steps) for t, axis in zip(results, axes, strict=True)]
+        self._know(node.output, [*carried, *stacked])
+
+    def _settle(
+        self,
+        body: GraphProto,
+        given: Sequence[_Type],
+        before: Sequence[_Type] = (),
+        after: Sequence[_Type] = (),
+    ) -> list[_Type]:
+        """Infers a body; returns the types that its carried tensors have in every iteration.
+
+        given   their types before the first iteration
+        before  types of the body's inputs before the carried tensors
+        after   types of the body's inputs after them
+        """
+        ports = body.input[len(before) :]
+        carried = [t or _bare(p.type) for t, p in zip(given, ports, strict=False)]
+        skipped = len(before) // 2  # a Loop's body returns its condition, but not its counter
+        while True:
+            trial = GraphProto()
+            trial.CopyFrom(body)
+            self._know([p.name for p in body.input], [*before, *carried, *after])
+            self.graph(trial, is_body=True)
+            back = self._results(trial)[skipped : skipped + len(carried)]
+            common = [_common(a, b) for a, b in zip(carried, back, strict=True)]
+            if common == carried:
+                body.CopyFrom(trial)
+                return list(carried)
+            self._forget(body)
+            carried = [c or _bare(t) for c, t in zip(common, carried, strict=True)]
+
+    def _iterations(self, node: NodeProto, body: GraphProto) -> int | None:
+        """Number of iterations of a Loop; None if it is data-dependent."""
+        count, start = (self.walk.values.get(name) for name in node.input[:2])
+        makers = {o: n for n in body.node for o in n.output}
+        name = body.output[0].name
+        while name in makers and makers[name].op_type == "Identity":
+            name = makers[name].input[0]
+        starts = not node.input[1] or (start is not None and bool(start.all()))
+        goes_on = name == body.input[1].name or np.all(self.walk.values.get(name, np.False_))
+        if count is None or not starts or not goes_on:
+            return None
+        return max(0, int(count.reshape(-1)[0]))
+
+    def _results(self, body: GraphProto) -> list[_Type]:
+        return [self.walk.types.get(port.name) for port in body.output]
+
+    def _know(self, names: Iterable[str], types: Iterable[_Type]) -> None:
+        for name, type_ in zip(names, types, strict=False):
+            if name and type_ is not None:
+                self.walk.types[name] = TypeProto()  # a type of its own: it may change
+                self.walk.types[name].CopyFrom(type_)
+
+    def _forget(self, body: GraphProto) -> None:
+        """Removes what was recorded about a body's tensors, after a wrong guess at its inputs."""
+        names = {p.name for p in body.input}
+        for node in body.node:
+            names.update(node.output, map(_stored_name, node.output))
+            for inner in subgraphs_of(node):
+                self._forget(inner)
+        for name in names:
+            self.walk.types.pop(name, None)
+            self.walk.values.pop(name, None)
+            self.walk.protos.pop(name, None)
+            self.walk.folded.discard(name)
+
+
+def _stored_name(result: str) -> str:
+    """The name of the constant whose copy is a result of a body."""
+    return f"{result}::value"
+
+
+_COUNTERS = (TensorProto.INT64, TensorProto.BOOL)
+"""Dtypes of the first inputs of a Loop's body: the iteration number and the condition."""
+
+
+def _axes(attribute: onnx.AttributeProto | None, count: int) -> Sequence[int]:
+    """The axes of a Scan's sequences; the default is axis 0 for each."""
+    return [0] * count if attribute is None else attribute.ints
+
+
+def _scalar(declared: TypeProto, dtype: int) -> TypeProto:
+    """The type of one element, of the rank that the body declares, as in onnxruntime."""
+    rank = len(declared.tensor_type.shape.dim)
+    return helper.make_tensor_type_proto(dtype, [1] * min(rank, 1))
+
+
+def _bare(type_: TypeProto) -> TypeProto:
+    """The type without shapes."""
+    bare = TypeProto()
+    bare.CopyFrom(type_)
+    inner = bare
+    while inner.WhichOneof("value") in ("sequence_type", "optional_type"):
+        inner = getattr(inner, inner.WhichOneof("value")).elem_type
+    if inner.HasField("tensor_type"):
+        inner.tensor_type.ClearField("shape")
+    return bare
+
+
+def _common(a: _Type, b: _Type) -> _Type:
+    """The first type, but without the shape or the sizes in which the second type differs."""
+    if a is None or a == b:
+        return a
+    shapes = [t.tensor_type.shape for t in (a, b) if t and t.tensor_type.HasField("shape")]
+    common = _bare(a)
+    if len(shapes) < 2 or len(shapes[0].dim) != len(shapes[1].dim):
+        return common
+    common.tensor_type.shape.SetInParent()
+    for x, y in zip(shapes[0].dim, shapes[1].dim, strict=True):
+        dim = common.tensor_type.shape.dim.add()
+        is_known = x.HasField("dim_value") and y.HasField("dim_value")
+        if is_known and x.dim_value == y.dim_value:  # names and denotations do not matter
+            dim.dim_value = x.dim_value
+    return common
+
+
+def _element(sequence: _Type, axis: int) -> tuple[_Type, int | None]:
+    """The type of the slices of a sequence that a Scan passes to its body, and their number (None
+    if it is data-dependent)."""
+    if sequence is None:
+        return None, None
+    element = TypeProto()
+    element.CopyFrom(sequence)
+    dims = element.tensor_type.shape.dim
+    if not dims:
+        return element, None
+    axis %= len(dims)
+    steps = dims[axis].dim_value if dims[axis].HasField("dim_value") else None
+    del dims[axis]
+    return element, steps
+
+
+def _stacked(element: _Type, axis: int, count: int | None) -> _Type:
+    """The type of `count` results, stacked along an axis; None is a data-dependent count."""
+    if element is None or not element.tensor_type.HasField("shape"):
+        return element
+    sizes = list(element.tensor_type.shape.dim)
+    row = TypeProto()
+    row.tensor_type.elem_type = element.tensor_type.elem_type
+    row.tensor_type.shape.SetInParent()
+    length = onnx.TensorShapeProto.Dimension()
+    if count is not None:
+        length.dim_value = count
+    sizes.insert(axis % (len(sizes) + 1), length)
+    row.tensor_type.shape.dim.extend(sizes)
+    return row
+
+
+def _declare_bodies(node: NodeProto, walk: Walk) -> None:
+    """Declares the types of inputs, outputs and intermediate tensors of bodies, at any depth."""
+    for body in subgraphs_of(node) if is_control(node) else ():
+        del body.value_info[:]
+        results = {p.name for p in body.output}
+        for inner in body.node:
+            _declare_bodies(inner, walk)
+            for name in inner.output:
+                if name in walk.types and name not in results:
+                    body.value_info.append(helper.make_value_info(name, walk.types[name]))
+        for port in (*body.input, *body.output):
+            port.type.CopyFrom(walk.types.get(port.name) or _bare(port.type))

@@ -1,0 +1,71 @@
+"""Values of weights that are read on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxpar.graph.stored import read_stored
+
+
+class ExternalValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
+    """Values of a weight that are read from a file in the model's folder on first use."""
+
+    def __init__(self, tensor: TensorProto, folder: Path) -> None:
+        super().__init__(tensor)
+        self.folder = folder
+
+    def load(self) -> np.ndarray[Any, Any]:
+        """Reads the values."""
+        return read_stored(self.tensor, self.folder)
+
+
+class StackedValues(gs.ir.tensor.LazyValues):  # type: ignore[misc]
+    """Values of several weights of one shape, stacked along a new first dimension; they are read on
+    first use. `tensor` has no data: `parts` have it, in the model or in files of `folder`.
+    `weights` are the graph's constants that are stacked; their shapes may begin with further
+    dimensions of one element."""
+
+    def __init__(
+        self, name: str, parts: Sequence[TensorProto], folder: Path, weights: Sequence[gs.Constant]
+    ) -> None:
+        first = parts[0]
+        dims = [len(parts), *first.dims]
+        tensor = TensorProto(name=name, data_type=first.data_type, dims=dims)
+        tensor.data_location = TensorProto.EXTERNAL
+        super().__init__(tensor)
+        self.parts = list(parts)
+        self.weights = list(weights)
+        self.folder = folder
+
+    def load(self) -> np.ndarray[Any, Any]:
+        """Reads the values."""
+        return np.stack([read_stored(p, self.folder) for p in self.parts])
+
+
+def stack_of(tensor: gs.Constant) -> StackedValues | None:
+    """The values of a constant that stacks weights; None for any other constant."""
+    return tensor._values if isinstance(tensor._values, StackedValues) else None
+
+
+def stacked_parts(tensor: gs.Constant) -> list[TensorProto]:
+    """The weights that a constant stacks; none for any other constant."""
+    values: Any = tensor._values
+    return values.parts if isinstance(values, StackedValues) else []
+
+
+def stored_proto(tensor: gs.Constant) -> TensorProto | None:
+    """The TensorProto of a weight that has not been read; None for a value in memory."""
+    values: Any = tensor._values
+    return values.tensor if isinstance(values, gs.ir.tensor.LazyValues) else None
+
+
+def peeked(tensor: gs.Constant) -> np.ndarray[Any, Any]:
+    """The value of a constant, which stays unloaded if it was."""
+    values: Any = tensor._values
+    return np.asarray(values.load() if isinstance(values, gs.ir.tensor.LazyValues) else values)

@@ -1,0 +1,83 @@
+"""Values that differ between ranks, and the collectives of the graph that each rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.arrays import Array
+from onnxpar.graph.collectives import DOMAIN
+from onnxpar.layout.mesh import Axes, Mesh
+
+
+@dataclass
+class PerRank:
+    """Constants (by name) and attributes (by node and attribute) as functions of the rank. The
+    graph itself has rank 0's values. A rank for which an attribute's function returns None does not
+    have the attribute.
+
+    `stand_ins` maps a constant to the sizes, with the axes that split them, for which the constant
+    counts an empty shard as one element.
+    """
+
+    constants: dict[str, Callable[[int], Array]] = field(default_factory=dict)
+    attributes: dict[tuple[str, str], Callable[[int], Any]] = field(default_factory=dict)
+    stand_ins: dict[str, frozenset[tuple[int, Axes]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _GroupOf:
+    """The group of a rank: those that differ from it only along these axes. Equal ones give equal
+    groups, so those of thousands of ranks need not be computed for each collective."""
+
+    mesh: Mesh
+    axes: Axes
+
+    def __call__(self, rank: int) -> list[int]:
+        return list(self.mesh.group(self.axes, rank))
+
+
+def collective_node(
+    kind: str,
+    name: str,
+    x: gs.Tensor,
+    y: gs.Tensor,
+    axes: Axes,
+    mesh: Mesh,
+    per_rank: PerRank,
+    **attrs: Any,
+) -> gs.Node:
+    """A collective over the ranks that differ only in these axes. An attribute can be a function of
+    the rank."""
+    attrs["group"] = _GroupOf(mesh, axes)
+    for key, value in attrs.items():
+        if callable(value):
+            per_rank.attributes[name, key] = value
+    now = {key: value(0) if callable(value) else value for key, value in attrs.items()}
+    return gs.Node(kind, name, now, [x], [y], domain=DOMAIN)
+
+
+_INNER = "onnxpar.inner"
+
+
+@dataclass(frozen=True)
+class InnerCollective:
+    """The plan's data on a collective that ranks run inside one op of the model: its mesh axes, and
+    the shape of its operand or of its result on rank 0, whichever is larger."""
+
+    axes: Axes
+    shape: tuple[int, ...]
+
+
+def note_inner(node: gs.Node, inner: InnerCollective) -> None:
+    """Attaches the plan's data to the node of a collective inside an op."""
+    node.attrs[_INNER] = inner
+
+
+def take_inner(node: gs.Node) -> InnerCollective:
+    """Removes and returns the data that `note_inner` attached to a node."""
+    inner: InnerCollective = node.attrs.pop(_INNER)
+    return inner

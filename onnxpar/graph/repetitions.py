@@ -1,0 +1,44 @@
+"""Number of times that each node of a graph runs, also in bodies of loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.graph.subgraphs import subgraphs
+
+MOST = 1 << 20
+"""Largest limit of a Loop that is taken as its number of iterations. A Loop with a higher limit
+ends by its condition, which is not known here; its body counts once."""
+
+
+def repetitions(nodes: Iterable[gs.Node]) -> dict[str, int]:
+    """Number of runs of these nodes and of those in their bodies, by name."""
+    found: dict[str, int] = {}
+
+    def add(node: gs.Node, times: int) -> None:
+        found[node.name] = times
+        for body in subgraphs(node):
+            for inner in body.nodes:
+                add(inner, times * iterations(node))
+
+    for node in nodes:
+        if node.name not in found:
+            add(node, 1)
+    return found
+
+
+def iterations(node: gs.Node) -> int:
+    """Number of runs of a node's bodies; 1 if the graph does not determine it."""
+    if node.op == "Scan":
+        first = len(node.inputs) - node.attrs["num_scan_inputs"]
+        axis = (node.attrs.get("scan_input_axes") or [0])[0]
+        shape = node.inputs[first].shape
+        size = shape[axis] if shape is not None else None
+        return max(size, 1) if isinstance(size, int) else 1
+    if node.op == "Loop" and isinstance(node.inputs[0], gs.Constant):
+        count = int(np.reshape(node.inputs[0].values, -1)[0])
+        return count if 1 <= count <= MOST else 1
+    return 1

@@ -1,0 +1,103 @@
+"""Opens the bodies of If, Loop and Scan, so that passes can treat them as parts of the main graph.
+
+Afterwards no two tensors share a name, all weights and declared types are in the main graph, and
+every result of a body is made by a node of that body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnx import GraphProto, NodeProto, helper
+
+from onnxpar.graph.stored import lift_constants, subgraphs_of
+
+CONTROL = ("If", "Loop", "Scan")
+"""Ops whose bodies are inferred, and may be split, like the graph around them."""
+
+
+def is_control(node: NodeProto) -> bool:
+    """True if a node is control flow, whose bodies are parts of the program."""
+    return node.op_type in CONTROL and node.domain in ("", "ai.onnx")
+
+
+def open_scopes(graph: GraphProto) -> None:
+    """Renames tensors of subgraphs at any depth, and moves their weights and types to the main
+    graph, in place. Inputs of a body can be renamed freely: they are identified by position."""
+    taken = {t.name for t in (*graph.input, *graph.initializer)}
+    taken |= {output for node in graph.node for output in node.output}
+    _Opening(graph, taken).enter(graph, {})
+
+
+class _Opening:
+    """Opens the bodies of one model; `taken` are the names in use."""
+
+    def __init__(self, main: GraphProto, taken: set[str]) -> None:
+        self.main = main
+        self.taken = taken
+
+    def enter(self, graph: GraphProto, names: Mapping[str, str]) -> None:
+        """Opens the bodies of a graph whose own tensors have been renamed; `names` has the new
+        names of tensors around the bodies."""
+        for node in graph.node:
+            for body in subgraphs_of(node):
+                if is_control(node):
+                    self._open(body, dict(names))
+                else:
+                    _rename_captured(body, names)
+
+    def _open(self, body: GraphProto, names: dict[str, str]) -> None:
+        lift_constants(body)
+        given = {port.name for port in body.input}
+        for port in body.input:
+            port.name = self._declare(port.name, names)
+        for weight in body.initializer:
+            if weight.name not in given:
+                weight.name = self._declare(weight.name, names)
+                self.main.initializer.add().CopyFrom(weight)
+        del body.initializer[:]
+        for node in body.node:
+            node.output[:] = [self._declare(o, names) if o else "" for o in node.output]
+        for node in body.node:
+            node.input[:] = [names.get(i, i) for i in node.input]
+        for info in body.value_info:
+            info.name = names.get(info.name, info.name)
+        self.main.value_info.extend(body.value_info)
+        del body.value_info[:]
+        self._own_results(body, names)
+        self.enter(body, names)
+
+    def _own_results(self, body: GraphProto, names: Mapping[str, str]) -> None:
+        """Adds an Identity for each result that no node of the body makes, or that is repeated."""
+        made = {o for node in body.node for o in node.output}
+        for port in body.output:
+            port.name = names.get(port.name, port.name)
+            if port.name in made:
+                made.discard(port.name)
+                continue
+            result = self._fresh(port.name)
+            body.node.append(helper.make_node("Identity", [port.name], [result]))
+            port.name = result
+
+    def _declare(self, name: str, names: dict[str, str]) -> str:
+        """The new name of a tensor of a body: the old one, unless another tensor has it."""
+        names[name] = own = self._fresh(name)
+        return own
+
+    def _fresh(self, name: str) -> str:
+        unique, i = name, 1
+        while unique in self.taken:
+            unique, i = f"{name}::{i}", i + 1
+        self.taken.add(unique)
+        return unique
+
+
+def _rename_captured(graph: GraphProto, names: Mapping[str, str]) -> None:
+    """Renames captured tensors in a graph that is otherwise not changed."""
+    own = {t.name for t in (*graph.input, *graph.initializer)}
+    own |= {o for node in graph.node for o in node.output}
+    seen = {old: new for old, new in names.items() if old not in own}
+    for node in graph.node:
+        node.input[:] = [seen.get(i, i) for i in node.input]
+        for inner in subgraphs_of(node):
+            _rename_captured(inner, seen)

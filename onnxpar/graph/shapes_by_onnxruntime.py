@@ -1,0 +1,278 @@
+"""What onnxruntime says about one node at a time: types and shapes of ops that ONNX does not know,
+and results of known operands.
+
+onnxruntime has schemas of its own (com.microsoft, SimplifiedLayerNormalization ...) and infers
+with them when it creates a session. If a size stays open though all operands are known, one run
+on zeros finds it, unless the values of an operand could be sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import AttributeProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.custom_ops import quiet_options
+from onnxpar.graph.attribute_weights import ML
+
+RUN_LIMIT = 1 << 22
+"""Most elements, over all operands, with which a node is run to find its shapes."""
+
+_STATE = ort.capi.onnxruntime_pybind11_state
+REFUSED = (
+    _STATE.Fail,
+    _STATE.InvalidArgument,
+    _STATE.InvalidGraph,
+    _STATE.NotImplemented,
+    _STATE.RuntimeException,
+)
+"""Exceptions of onnxruntime for a model that it cannot load or run."""
+_GROWN = {"GroupQueryAttention": (1, 2), "SparseAttention": (1, 2)}
+"""Results that are caches whose length an operand gives; onnxruntime wrongly infers the length of
+the cache that is read."""
+_NO_SIZES = frozenset(("DecoderMaskedMultiHeadAttention",))
+"""Ops whose integer operands do not determine sizes of their results."""
+_SMALL = 4096
+"""Bytes of a model of one node up to which its results are kept."""
+_SIZES = (TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL)
+_Shape = list[int | str | None]
+
+
+class RuntimeShapes:
+    """Result types by node and operand types; onnxruntime is asked once for each combination."""
+
+    def __init__(self, opsets: Iterable[OperatorSetIdProto], ir_version: int) -> None:
+        self._opsets = list(opsets)
+        self._ir_version = ir_version
+        self._known: dict[bytes, list[TypeProto | None]] = {}
+        self._computed: dict[bytes, list[Any] | None] = {}
+
+    def refusal(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> str | None:
+        """The reason why onnxruntime does not load a node with operands of these types; None if it
+        does, or if a type is not known."""
+        if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
+            return None
+        try:
+            _session(self._one_node(node, types, values))
+        except REFUSED as error:
+            return str(error).splitlines()[0]
+        return None
+
+    def infer(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> dict[str, TypeProto]:
+        """The types of results that onnxruntime can infer, by name."""
+        if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
+            return {}
+        if any(n and (n not in types or not types[n].HasField("tensor_type")) for n in node.input):
+            return {}
+        model = self._one_node(node, types, values)
+        key = model.SerializeToString(deterministic=True)
+        if key not in self._known:
+            self._known[key] = _result_types(model)
+        found = zip(node.output, self._known[key], strict=True)
+        return {name: type_ for name, type_ in found if name and type_ is not None}
+
+    def evaluate(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> list[Any] | None:
+        """The results of a node whose operands are all known: an empty list if onnxruntime refuses
+        these operands, or NumPy has no type for a result; None if onnxruntime has no kernel for the
+        node. Layers repeat nodes on small operands, so these are computed once."""
+        model = self._one_node(node, types, values)
+        if model.ByteSize() > _SMALL:
+            return results_of(model)
+        key = model.SerializeToString(deterministic=True)
+        if key not in self._computed:
+            self._computed[key] = results_of(model)
+        return self._computed[key]
+
+    def _one_node(
+        self,
+        node: NodeProto,
+        types: Mapping[str, TypeProto],
+        values: Mapping[str, TensorProto],
+    ) -> onnx.ModelProto:
+        """A model of one node. Tensors are named by position, so that equal nodes give equal
+        models."""
+        names = {n: f"i{i}" for i, n in enumerate(dict.fromkeys(n for n in node.input if n))}
+        alone = NodeProto()
+        alone.CopyFrom(node)
+        alone.name = alone.doc_string = ""
+        del alone.input[:], alone.output[:], alone.metadata_props[:]
+        alone.input.extend(names.get(n, "") for n in node.input)
+        alone.output.extend(f"o{i}" if n else "" for i, n in enumerate(node.output))
+        inputs, stored = [], []
+        for name, own in names.items():
+            if name in values:
+                stored.append(TensorProto())
+                stored[-1].CopyFrom(values[name])
+                stored[-1].name = own
+            else:
+                inputs.append(onnx.helper.make_value_info(own, types[name]))
+        outputs = [onnx.helper.make_empty_tensor_value_info(o) for o in alone.output if o]
+        graph = onnx.helper.make_graph([alone], "shapes", inputs, outputs, stored)
+        return onnx.helper.make_model(
+            graph, opset_imports=self._opsets, ir_version=self._ir_version
+        )
+
+
+@cache
+def is_known(op: str, domain: str) -> bool:
+    """True if onnxruntime has a schema for the op."""
+    return any(s.name == op and s.domain == domain for s in _STATE.get_all_operator_schema())
+
+
+@cache
+def is_own_domain(domain: str) -> bool:
+    """True if all ops of that domain are onnxruntime's own."""
+    return domain == "ai.onnx" or any(s.domain == domain for s in _STATE.get_all_operator_schema())
+
+
+@cache
+def _schemas() -> Mapping[tuple[str, str], Any]:
+    """The newest schema of every op that onnxruntime knows, by domain and name."""
+    found = sorted(_STATE.get_all_operator_schema(), key=lambda s: int(s.since_version))
+    return {(s.domain, s.name): s for s in found}
+
+
+def operator_ports(domain: str, op: str) -> tuple[list[str], list[str]]:
+    """onnxruntime's names for the operands and results of an op; empty lists for an unknown op."""
+    schema = _schemas().get((domain, op))
+    if schema is None:
+        return [], []
+    return [port.name for port in schema.inputs], [port.name for port in schema.outputs]
+
+
+def _session(model: onnx.ModelProto) -> Any:
+    """A session of a one-node model. Errors: those in REFUSED."""
+    options = quiet_options(1, optimized=False)
+    return ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+
+
+def results_of(
+    model: onnx.ModelProto, feeds: Mapping[str, Array] | None = None
+) -> list[Any] | None:
+    """The results of a one-node model: an empty list if onnxruntime refuses its operands, or NumPy
+    has no type for a result; None if onnxruntime has no kernel for it."""
+    try:
+        session = _session(model)
+    except REFUSED:
+        return None
+    try:
+        results = session.run(None, dict(feeds or {}))
+    except (*REFUSED, RuntimeError):
+        return []
+    pairs = zip(results, session.get_outputs(), strict=True)
+    return [_typed(result, output.type) for result, output in pairs]
+
+
+def _typed(result: Any, text: str) -> Any:
+    """A result with the type of its output: onnxruntime gives elements of float8e4m3fn as
+    uint8."""
+    type_ = _of_text(text)
+    if not isinstance(result, np.ndarray) or type_ is None or not type_.HasField("tensor_type"):
+        return result
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(type_.tensor_type.elem_type)
+    return result.view(dtype) if result.dtype.itemsize == dtype.itemsize else result
+
+
+def _result_types(model: onnx.ModelProto) -> list[TypeProto | None]:
+    """The types of the results of a one-node model; None for each if onnxruntime has no kernel."""
+    outputs = model.graph.node[0].output
+    try:
+        session = _session(model)
+    except REFUSED:
+        return [None] * len(outputs)
+    shapes: list[_Shape | None] = [list(o.shape) for o in session.get_outputs()]
+    if any(not isinstance(s, int) for shape in shapes for s in shape or ()) or not all(shapes):
+        # onnxruntime reports an unknown rank as it reports a scalar. The sizes of results of a
+        # custom op may depend on any value.
+        node = model.graph.node[0]
+        tried = _run(session, model.graph) if is_known(node.op_type, node.domain) else None
+        shapes = tried or [shape or None for shape in shapes]
+    made = iter(zip(session.get_outputs(), shapes, strict=True))
+    types = [_type(*next(made)) if name else None for name in outputs]
+    for i in _GROWN.get(model.graph.node[0].op_type, ()):
+        cache_type = types[i] if i < len(types) else None
+        if cache_type is not None:
+            cache_type.tensor_type.shape.dim[2].Clear()
+    return types
+
+
+def _type(output: Any, shape: _Shape | None) -> TypeProto | None:
+    """The ONNX type of an output such as `tensor(float)`, with this shape; None if it is not a
+    tensor, sequence, map or optional."""
+    kind, _, inner = output.type.removesuffix(")").partition("(")
+    return _of_text(output.type) if kind != "tensor" else _tensor_type(inner, shape)
+
+
+def _of_text(text: str) -> TypeProto | None:
+    """The ONNX type of a text such as `seq(map(int64,tensor(float)))`."""
+    kind, _, inner = text.removesuffix(")").partition("(")
+    if kind == "tensor":
+        return _tensor_type(inner, None)
+    if kind == "map":
+        key, _, value_text = inner.partition(",")
+        value = _of_text(value_text)
+        return value and onnx.helper.make_map_type_proto(_element(key), value)
+    made = {
+        "seq": onnx.helper.make_sequence_type_proto,
+        "optional": onnx.helper.make_optional_type_proto,
+    }
+    element = _of_text(inner) if kind in made else None
+    return element and made[kind](element)
+
+
+def _tensor_type(element: str, shape: _Shape | None) -> TypeProto:
+    return onnx.helper.make_tensor_type_proto(_element(element), shape)
+
+
+def _element(text: str) -> int:
+    return int(TensorProto.DataType.Value(text.upper()))
+
+
+def _is_value_alone(node: NodeProto) -> bool:
+    """True for an op whose integer operands do not determine sizes of its results."""
+    return node.op_type in _NO_SIZES or node.domain == ML
+
+
+def _zeros(dims: list[int], dtype: np.dtype[Any]) -> Any:
+    return np.full(dims, "", object) if dtype.hasobject else np.zeros(dims, dtype)
+
+
+def _run(session: Any, graph: onnx.GraphProto) -> list[_Shape | None] | None:
+    """Shapes of the results of a run on zeros; None if they could depend on values, or if the
+    operands are too large."""
+    feeds = {}
+    for port in graph.input:
+        tensor = port.type.tensor_type
+        dims = [d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim]
+        may_be_size = tensor.elem_type in _SIZES and not _is_value_alone(graph.node[0])
+        if not tensor.HasField("shape") or -1 in dims or may_be_size:
+            return None
+        feeds[port.name] = (dims, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    if sum(int(np.prod(dims)) for dims, _ in feeds.values()) > RUN_LIMIT:
+        return None
+    try:
+        results = session.run(None, {n: _zeros(dims, t) for n, (dims, t) in feeds.items()})
+    except REFUSED:
+        return None
+    return [list(np.shape(r)) for r in results]

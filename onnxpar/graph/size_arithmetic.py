@@ -1,0 +1,359 @@
+"""Follows the arithmetic of sizes: what a node computes from closed forms, as closed forms.
+
+Nothing is fitted here: each result holds at all sizes, because the op's definition says so. What
+has no closed form (a table at a size, a square root, a quotient of two open sizes) is not followed;
+the node stays in the model, and ranks compute it in each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from onnxpar.graph.shapes_by_onnxruntime import results_of
+from onnxpar.layout.symbols import (
+    Polynomial,
+    is_less,
+    maximum,
+    minimum,
+    quotient,
+    rounded_up,
+    without,
+)
+
+Forms = np.ndarray[Any, np.dtype[np.object_]]
+"""Closed forms of the elements of a tensor."""
+Limit = tuple[Polynomial, Polynomial]
+"""Two sizes; in a run, the first must not be greater than the second."""
+FRACTION = 1 << 10
+"""Floats that are multiples of 1 / FRACTION are exact sizes."""
+HEAVIEST = 48
+"""Largest weight of a closed form that is followed."""
+ZERO, ONE, MINUS = map(Polynomial.constant, (0, 1, -1))
+
+_MOVES: dict[str, Sequence[int] | None] = {
+    "Concat": None,
+    "Expand": (0,),
+    "Flatten": (0,),
+    "Gather": (0,),
+    "GatherElements": (0,),
+    "GatherND": (0,),
+    "Identity": (0,),
+    "Reshape": (0,),
+    "ScatterElements": (0, 2),
+    "ScatterND": (0, 2),
+    "Slice": (0,),
+    "Split": (0,),
+    "Squeeze": (0,),
+    "Tile": (0,),
+    "Transpose": (0,),
+    "Unsqueeze": (0,),
+}
+"""Ops that move elements, with the operands whose elements they move (None: of all). The others,
+such as indices, must be numbers."""
+
+
+class NotFollowed(Exception):
+    """A node's result has no closed form."""
+
+
+def constants(values: Any) -> Forms:
+    """An array of numbers as closed forms. Errors: NotFollowed if there are too fine or infinite
+    ones."""
+    array = np.asarray(values)
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all() or (array.astype(np.float64) * FRACTION % 1 != 0).any():
+            raise NotFollowed
+    elif array.dtype.kind not in "biu":
+        raise NotFollowed
+    return _each(lambda x: Polynomial.constant(Fraction(x)), array.astype(object))
+
+
+def exact_range(form: Polynomial, dtype: np.dtype[Any]) -> Iterator[Limit]:
+    """The limits within which a dtype holds a size exactly. Errors: NotFollowed for a dtype that
+    rounds usual sizes, or in which they overflow."""
+    if form.number is not None or dtype.kind == "b":
+        return
+    if dtype.itemsize < 4 or (dtype.kind == "u" and not form.is_natural):
+        raise NotFollowed
+    if dtype.itemsize >= 8:
+        return
+    most = Polynomial.constant(2**24 if dtype.kind == "f" else int(np.iinfo(dtype).max))
+    whole = scaled(form, Fraction(form.denominator))
+    yield whole, most
+    if not form.is_natural:
+        yield MINUS * whole, most
+
+
+def numbers(forms: Forms, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Closed forms as numbers. Errors: NotFollowed if one depends on symbols."""
+    found = [form.number for form in forms.reshape(-1)]
+    if None in found:
+        raise NotFollowed
+    return np.array(found, dtype).reshape(forms.shape)
+
+
+def follow(
+    node: NodeProto,
+    operands: Sequence[Forms | None],
+    dtypes: Sequence[np.dtype[Any] | None],
+    opset: int,
+) -> list[Forms]:
+    """The closed forms of a node's results; operands that are left out are None. Errors:
+    NotFollowed."""
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type in _MOVES:
+        found = _moved(node, operands, dtypes, opset)
+    else:
+        compute = _COMPUTED.get(node.op_type)
+        if compute is None:
+            raise NotFollowed
+        is_float = any(d is not None and d.kind == "f" for d in dtypes)
+        found = [np.asarray(compute([o for o in operands if o is not None], attributes, is_float))]
+    if any(form.weight > HEAVIEST for forms in found for form in forms.reshape(-1)):
+        raise NotFollowed
+    return found
+
+
+def _moved(
+    node: NodeProto,
+    operands: Sequence[Forms | None],
+    dtypes: Sequence[np.dtype[Any] | None],
+    opset: int,
+) -> list[Forms]:
+    """Moves the places of elements in a list of all, in place of the elements."""
+    moving = _MOVES[node.op_type]
+    if any(a.name == "reduction" and a.s != b"none" for a in node.attribute):
+        raise NotFollowed
+    table: list[Polynomial] = []
+    feeds: dict[str, np.ndarray[Any, Any]] = {}
+    for i, (forms, dtype) in enumerate(zip(operands, dtypes, strict=True)):
+        if forms is None or dtype is None:
+            continue
+        if moving is None or i in moving:
+            places = np.arange(len(table), len(table) + forms.size, dtype=np.int64)
+            feeds[f"operand{i}"] = places.reshape(forms.shape)
+            table += list(forms.reshape(-1))
+        else:
+            feeds[f"operand{i}"] = numbers(forms, dtype)
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.input[:] = ["" if o is None else f"operand{i}" for i, o in enumerate(operands)]
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+        for name, a in feeds.items()
+    ]
+    outputs = [helper.make_tensor_value_info(n, TensorProto.INT64, None) for n in node.output if n]
+    graph = helper.make_graph([copy], "moved", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    elements = np.empty(len(table), object)
+    elements[:] = table
+    found: Any
+    if node.op_type == "Slice" and (feeds.get("operand4", np.ones(1)) < 0).any():
+        found = results_of(model, feeds)  # onnx gives other results for starts that are too small
+        if not found:
+            raise NotFollowed
+    else:
+        try:
+            found = ReferenceEvaluator(model).run(None, feeds)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            raise NotFollowed from None
+    return [np.asarray(elements[places], object) for places in found]
+
+
+def _each(function: Callable[..., Polynomial], *arrays: Any) -> Forms:
+    """A function of each element, or of pairs of broadcast ones."""
+    return np.asarray(np.frompyfunc(function, len(arrays), 1)(*arrays), object)
+
+
+def scaled(form: Polynomial, by: Fraction) -> Polynomial:
+    """A closed form times a number."""
+    return form * Polynomial(((((), by)),)) if by else ZERO
+
+
+def number_of(form: Polynomial) -> Fraction:
+    """The number that a closed form is. Errors: NotFollowed if it depends on symbols."""
+    if form.number is None:
+        raise NotFollowed
+    return form.number
+
+
+def truncated(over: Polynomial, below: int) -> Polynomial:
+    """A quotient, rounded towards zero."""
+    if below < 0:
+        over, below = MINUS * over, -below
+    if over.is_natural:
+        return quotient(over, below)
+    return quotient(maximum(over, ZERO), below) - quotient(maximum(MINUS * over, ZERO), below)
+
+
+def _divided(a: Polynomial, b: Polynomial, is_float: bool) -> Polynomial:
+    if a == b:
+        return ONE
+    if len(b.terms) == 1:
+        ((common, number),) = b.terms
+        rest = without(a, common)
+        if rest is None:
+            raise NotFollowed
+        a, b = rest, Polynomial.constant(number)
+    below = number_of(b)
+    if not below:
+        raise NotFollowed
+    if is_float:
+        return _fine(scaled(a, 1 / below))
+    return truncated(a, int(below))
+
+
+def _remainder(a: Polynomial, b: Polynomial, truncates: bool) -> Polynomial:
+    below = int(number_of(b))
+    if not below:
+        raise NotFollowed
+    if truncates:
+        return a - scaled(truncated(a, below), Fraction(below))
+    if below < 0:
+        return MINUS * _remainder(MINUS * a, Polynomial.constant(-below), False)
+    return a - scaled(quotient(a, below), Fraction(below))
+
+
+def _fine(form: Polynomial) -> Polynomial:
+    """A form that floats hold exactly. Errors: NotFollowed for any other."""
+    if FRACTION % form.denominator:
+        raise NotFollowed
+    return form
+
+
+def _less(a: Polynomial, b: Polynomial) -> Polynomial:
+    below = Fraction((b - a).denominator)
+    return is_less(scaled(a, below), scaled(b, below))
+
+
+def _equal(a: Polynomial, b: Polynomial) -> Polynomial:
+    """1 or 0 where that is so at all sizes. A size that may be equal to another is not followed:
+    at which sizes it is, no sample shows."""
+    found = ONE - _less(a, b) - _less(b, a)
+    number_of(found)
+    return found
+
+
+def _power(a: Polynomial, b: Polynomial) -> Polynomial:
+    exponent = number_of(b)
+    if exponent not in (1, 2, 3):
+        raise NotFollowed
+    return reduce(lambda x, y: x * y, [a] * int(exponent))
+
+
+def _clipped(operands: Sequence[Forms], attributes: dict[str, Any], _: bool) -> Forms:
+    if len(operands) != 3 or attributes:
+        raise NotFollowed
+    x, low, high = operands
+    return _each(minimum, _each(maximum, x, low), high)
+
+
+def _cast(operands: Sequence[Forms], attributes: dict[str, Any], is_float: bool) -> Forms:
+    to = onnx.helper.tensor_dtype_to_np_dtype(attributes["to"])
+    if to.kind == "f":
+        return operands[0]
+    if to.kind == "b":
+        return _each(lambda p: minimum(_absolute(p), ONE), operands[0])
+    if to.kind not in "iu":
+        raise NotFollowed
+    return _each(lambda p: truncated(p, 1), operands[0]) if is_float else operands[0]
+
+
+def _absolute(form: Polynomial) -> Polynomial:
+    return maximum(form, MINUS * form)
+
+
+def _reduced(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
+    def reduce_forms(operands: Sequence[Forms], attributes: dict[str, Any], _: bool) -> Forms:
+        data = operands[0]
+        has_axes = len(operands) > 1
+        axes = numbers(operands[1], np.dtype(np.int64)).tolist() if has_axes else []
+        if not axes:
+            if attributes.get("noop_with_empty_axes"):
+                raise NotFollowed
+            axes = list(range(data.ndim))
+        if not data.size:
+            raise NotFollowed
+        found = data
+        for axis in sorted((a % data.ndim for a in axes), reverse=True):
+            rows = [np.take(found, [i], axis) for i in range(found.shape[axis])]
+            found = reduce(lambda a, b: _each(function, a, b), rows)
+            if not attributes.get("keepdims", 1):
+                found = np.squeeze(found, axis)
+        return found
+
+    return reduce_forms
+
+
+def _range(operands: Sequence[Forms], _: dict[str, Any], __: bool) -> Forms:
+    start, limit, delta = (o.reshape(-1)[0] for o in operands)
+    step = number_of(delta)
+    count = int(number_of(steps(start, limit, step)))
+    return _each(lambda i: start + scaled(delta, Fraction(i)), np.arange(count).astype(object))
+
+
+def steps(start: Polynomial, end: Polynomial, step: Fraction) -> Polynomial:
+    """The number of elements from a start to an end, without it, by steps. Errors: NotFollowed for
+    steps of 0."""
+    if not step:
+        raise NotFollowed
+    return maximum(rounded_up(scaled(end - start, 1 / step), 1), ZERO)
+
+
+def _pairs(function: Callable[..., Polynomial]) -> Callable[..., Forms]:
+    """An op of one or more operands, element by element."""
+    return lambda operands, _, __: (
+        _each(function, *operands)
+        if len(operands) <= 2
+        else reduce(lambda a, b: _each(function, a, b), operands)
+    )
+
+
+def _chosen(condition: Polynomial, a: Polynomial, b: Polynomial) -> Polynomial:
+    return b + condition * (a - b)
+
+
+_COMPUTED: dict[str, Callable[[Sequence[Forms], dict[str, Any], bool], Forms]] = {
+    "Abs": _pairs(_absolute),
+    "Add": _pairs(lambda a, b: a + b),
+    "And": _pairs(lambda a, b: a * b),
+    "Cast": _cast,
+    "Ceil": _pairs(lambda p: rounded_up(p, 1)),
+    "Clip": _clipped,
+    "Div": lambda o, _, is_float: _each(lambda a, b: _divided(a, b, is_float), *o),
+    "Equal": _pairs(_equal),
+    "Floor": _pairs(lambda p: quotient(p, 1)),
+    "Greater": _pairs(lambda a, b: _less(b, a)),
+    "GreaterOrEqual": _pairs(lambda a, b: ONE - _less(a, b)),
+    "Less": _pairs(_less),
+    "LessOrEqual": _pairs(lambda a, b: ONE - _less(b, a)),
+    "Max": _pairs(maximum),
+    "Min": _pairs(minimum),
+    "Mod": lambda o, attributes, is_float: _each(
+        lambda a, b: _remainder(a, b, bool(attributes.get("fmod", 0))), *o
+    ),
+    "Mul": lambda o, _, is_float: _each(lambda a, b: _fine(a * b) if is_float else a * b, *o),
+    "Neg": _pairs(lambda p: MINUS * p),
+    "Not": _pairs(lambda p: ONE - p),
+    "Or": _pairs(lambda a, b: a + b - a * b),
+    "Pow": _pairs(_power),
+    "Range": _range,
+    "ReduceMax": _reduced(maximum),
+    "ReduceMin": _reduced(minimum),
+    "ReduceProd": _reduced(lambda a, b: a * b),
+    "ReduceSum": _reduced(lambda a, b: a + b),
+    "Relu": _pairs(lambda p: maximum(p, ZERO)),
+    "Sign": _pairs(lambda p: _less(ZERO, p) - _less(p, ZERO)),
+    "Sub": _pairs(lambda a, b: a - b),
+    "Sum": _pairs(lambda a, b: a + b),
+    "Where": lambda o, _, __: _each(_chosen, *o),
+    "Xor": _pairs(lambda a, b: a + b - a * b - a * b),
+}

@@ -1,0 +1,258 @@
+"""State pairs: outputs of a model that are fed back as inputs, found by ops and by names.
+
+An op makes a pair if it has a `past_key` and a `present_key`, or if it writes into a cache or
+extends it. Names make a pair if they differ only by words for before and after, and one of them
+contains a word for a state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.shapes_by_onnxruntime import operator_ports
+from onnxpar.graph.subgraphs import bodies
+from onnxpar.graph.tensors import tensor_shape
+
+Pair = tuple[str, str]
+Stem = tuple[str, ...]
+
+_BEFORE = frozenset(("past", "in", "input", "inputs", "prev", "previous", "old", "init", "initial"))
+_AFTER = frozenset(
+    ("present", "out", "output", "outputs", "next", "new", "updated", "current", "final", "y")
+)
+_KEPT = frozenset(
+    ("past", "present", "cache", "caches", "kv", "state", "states", "mem", "memory", "h", "c")
+)
+"""The name of a state contains one of these words."""
+_ACTIVATIONS = (("hidden", "states"), ("last", "hidden", "state"), ("encoder", "hidden", "states"))
+"""Words of names that look like states, but are activations."""
+
+_THROUGH = frozenset(
+    ("Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather", "Split")
+)
+"""Ops whose result is their first operand in another form, or a part of it."""
+_WRITES = frozenset(("Scatter", "ScatterElements", "ScatterND"))
+"""Ops that write into their first operand."""
+
+
+def given_states(graph: gs.Graph, given: Sequence[Pair]) -> list[Pair]:
+    """The given pairs. Errors: StrategyError for a name that the model does not have."""
+    inputs = {t.name for t in graph.inputs}
+    outputs = {t.name for t in graph.outputs}
+    for pair in given:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise StrategyError(f"states: {pair!r:.60} is no pair; give (INPUT, OUTPUT)")
+        source, result = pair
+        if source not in inputs or result not in outputs:
+            raise StrategyError(
+                f"state {source}={result}: the model has no input {source!r} with an output "
+                f"{result!r}; write --state INPUT=OUTPUT"
+            )
+    return list(dict(given).items())
+
+
+def find_states(graph: gs.Graph, given: Sequence[Pair] = (), is_step: bool = False) -> list[Pair]:
+    """Pairs of an input and an output: the given ones, then those found by ops, then those found
+    by names. In a training step, only caches that a Concat extends are looked for.
+
+    Errors: StrategyError for a given name that the model does not have.
+    """
+    inputs = {t.name: t for t in graph.inputs}
+    outputs = {t.name: t for t in graph.outputs}
+    pairs = dict(given_states(graph, given))
+    for output in graph.outputs:
+        if output.name not in pairs.values():
+            extended = _extended(output, inputs, pairs, is_step)
+            if extended is not None:
+                pairs[extended] = output.name
+    if not is_step:
+        pairs |= _named_alike(inputs, outputs, pairs)
+    return list(pairs.items())
+
+
+def missing_states(graph: gs.Graph, pairs: Sequence[Pair]) -> list[str]:
+    """Inputs that look like states but have no output to feed them: their names differ only by
+    numbers from those of states, such as `past.5.key` if `past.0.key` to `past.4.key` are states.
+    """
+    paired = {source for source, _ in pairs}
+    like: dict[str, list[gs.Tensor]] = defaultdict(list)
+    for tensor in graph.inputs:
+        like[re.sub(r"\d+", "#", tensor.name)].append(tensor)
+    found = []
+    for pattern, tensors in like.items():
+        kept = [t for t in tensors if t.name in paired]
+        ranks = {(str(t.dtype), len(t.shape or ())) for t in kept}
+        rest = [t for t in tensors if t.name not in paired]
+        if "#" in pattern:
+            found += [t.name for t in rest if (str(t.dtype), len(t.shape or ())) in ranks]
+    return found
+
+
+def unpaired_text(missing: Sequence[str]) -> str:
+    """The warning about inputs that look like states but have no output to be fed back."""
+    names = ", ".join(map(repr, missing[:4])) + (", ..." if len(missing) > 4 else "")
+    return (
+        f"{names}: named like a state, but no output is paired with it, so every run must be given "
+        "its whole value; if an output updates it, declare the pair with --state INPUT=OUTPUT"
+    )
+
+
+def _extended(
+    output: gs.Variable,
+    inputs: Mapping[str, gs.Tensor],
+    pairs: Mapping[str, str],
+    is_step: bool,
+) -> str | None:
+    """The input that becomes this output, found by the ops between them; None if there is none."""
+    found = [
+        name
+        for name in dict.fromkeys(_sources(output, False, set(), is_step))
+        if name in inputs and name not in pairs and _fits(inputs[name], output)
+    ]
+    if len(found) > 1:
+        stem = _stem(output.name, _AFTER)
+        found = [n for n in found if _stem(n, _BEFORE) == stem] or found
+    return found[0] if found else None
+
+
+def _sources(
+    tensor: gs.Tensor, is_cache: bool, seen: set[tuple[int, bool]], is_step: bool
+) -> Iterator[str]:
+    """Names of inputs and constants that become this tensor through an op that extends a cache or
+    writes into one. `is_cache` is True once the search has passed such an op."""
+    if (id(tensor), is_cache) in seen:
+        return
+    seen.add((id(tensor), is_cache))
+    if not tensor.inputs:
+        if is_cache:
+            yield tensor.name
+        return
+    (node,) = tensor.inputs[:1]
+    domain = "" if node.domain in (None, "ai.onnx") else node.domain
+    at = next(i for i, t in enumerate(node.outputs) if t is tensor)
+    if node.op == "If" and not is_step:
+        for body in bodies(node):
+            yield from _sources(body.outputs[at], is_cache, seen, is_step)
+    elif node.op == "Concat" and domain == "":
+        for i, operand in enumerate(node.inputs[:1] if is_step else node.inputs):
+            others = [t for k, t in enumerate(node.inputs) if k != i]
+            for name in _sources(operand, True, seen, is_step):
+                if any(_reads_another(other, name) for other in others):
+                    yield name
+    elif is_step:
+        if node.op == "Identity":
+            yield from _sources(node.inputs[0], is_cache, seen, is_step)
+    elif domain == "" and node.op in _THROUGH:
+        yield from _sources(node.inputs[0], is_cache, seen, is_step)
+    elif domain == "" and node.op in _WRITES:
+        yield from _sources(node.inputs[0], True, seen, is_step)
+    elif (before := _op_pairs(domain, node.op).get(at)) is not None and before < len(node.inputs):
+        yield from _sources(node.inputs[before], True, seen, is_step)
+
+
+def _reads_another(tensor: gs.Tensor, name: str) -> bool:
+    """True if a tensor depends on an input other than the one of this name: parts of one input that
+    are joined again in another order extend no cache."""
+    seen, rest = {id(tensor)}, [tensor]
+    while rest:
+        each = rest.pop()
+        if not each.inputs and isinstance(each, gs.Variable) and each.name not in ("", name):
+            return True
+        for node in each.inputs:
+            if bodies(node):
+                return True  # it may read any input
+            new = [t for t in node.inputs if id(t) not in seen]
+            seen.update(map(id, new))
+            rest += new
+    return False
+
+
+@cache
+def _op_pairs(domain: str, op: str) -> Mapping[int, int]:
+    """Index of the operand that each result updates: `past_key` for `present_key`, `initial_h` for
+    `Y_h`."""
+    operands, results = operator_ports(domain, op)
+    before = {_stem(name, _BEFORE): i for i, name in enumerate(operands) if _is_kept(name)}
+    after = {i: _stem(name, _AFTER) for i, name in enumerate(results) if _is_kept(name)}
+    return {i: before[stem] for i, stem in after.items() if stem in before}
+
+
+def _named_alike(
+    inputs: Mapping[str, gs.Tensor], outputs: Mapping[str, gs.Tensor], pairs: Mapping[str, str]
+) -> dict[str, str]:
+    """Pairs of the remaining inputs and outputs, found by names alone."""
+    free = [t for name, t in inputs.items() if name not in pairs]
+    results = [t for name, t in outputs.items() if name not in pairs.values()]
+    sources = {t.name: _stem(t.name, _BEFORE) for t in free}
+    ends = {t.name: _stem(t.name, _AFTER) for t in results}
+    often = Counter(sources.values()), Counter(ends.values())
+    found = {}
+    for source in free:
+        stem = sources[source.name]
+        for result in results:
+            if ends[result.name] != stem or any(count[stem] > 1 for count in often):
+                continue
+            is_directed = _has_word(source.name, _BEFORE) or _has_word(result.name, _AFTER)
+            is_kept = _is_kept(source.name) or _is_kept(result.name)
+            if is_directed and is_kept and _fits(source, result) and not _is_left_out(result):
+                found[source.name] = result.name
+    return found
+
+
+def _is_left_out(result: gs.Tensor) -> bool:
+    """True if a branch of an If returns an empty constant for this result: the old value of the
+    state stays valid and is fed again."""
+    if isinstance(result, gs.Constant):
+        return 0 in result.shape
+    for node in result.inputs[:1]:
+        at = next(i for i, t in enumerate(node.outputs) if t is result)
+        before = (
+            [node.inputs[0]] if node.op == "Identity" else [b.outputs[at] for b in bodies(node)]
+        )
+        value = node.attrs.get("value") if node.op == "Constant" else None
+        return 0 in getattr(value, "shape", ()) or any(map(_is_left_out, before))
+    return False
+
+
+def _words(name: str) -> list[str]:
+    """`past_key_values.0.key`, `stateN` and `HiddenIn` as lower-case words and numbers."""
+    found = [w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)]
+    if found[-1:] == ["n"] and len(found) > 1:  # stateN
+        return [*found[:-1], "out"]
+    return [*found[:-1], found[-1][0], "out"] if found[-1:] in (["hn"], ["cn"]) else found
+
+
+def _stem(name: str, directions: frozenset[str]) -> Stem:
+    """The sorted words of a name, without those in `directions` (words for before and after)."""
+    words = _words(name)
+    stem = [w for w in words if w not in directions]
+    if words[:3] in (["past", "key", "values"], ["present", "key", "values"]):
+        stem = [w for w in words[3:] if w not in directions]
+    return tuple(sorted(stem))
+
+
+def _has_word(name: str, directions: frozenset[str]) -> bool:
+    return not directions.isdisjoint(_words(name))
+
+
+def _is_kept(name: str) -> bool:
+    """True if a name contains a word for a state, and is not that of an activation."""
+    words = _words(name)
+    text = " ".join(words)
+    return not _KEPT.isdisjoint(words) and not any(" ".join(a) in text for a in _ACTIVATIONS)
+
+
+def _fits(source: gs.Tensor, result: gs.Tensor) -> bool:
+    """True if a result can be fed back: it has the same dtype, and the same size in all dimensions
+    but at most one, which grows."""
+    before, after = tensor_shape(source), tensor_shape(result)
+    if source.dtype != result.dtype or before is None or after is None:
+        return source.dtype == result.dtype and source.dtype is not None
+    grown = [None not in (a, b) and a != b for a, b in zip(before, after, strict=False)]
+    return len(before) == len(after) and sum(grown) <= 1

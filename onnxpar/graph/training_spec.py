@@ -1,0 +1,178 @@
+"""The description of a training step in a model's metadata: the roles of its inputs and outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from onnxpar.base.errors import ModelError
+
+if TYPE_CHECKING:  # ranks read these names, and need no onnx
+    import onnx
+
+METADATA = "onnxpar.training"
+"""The key of a step's description in a model's metadata."""
+
+EVALUATION = "evaluation"
+"""Prefix of evaluation outputs, and the name of the program that computes only these."""
+RESIDUAL = "residual"
+"""Kind of slots that hold the part of a gradient that a rank has not sent yet."""
+FROZEN = "frozen"
+"""Kind of slots that hold a weight which the step does not train, but another step may have."""
+IN_MODEL = ("parameter", "statistic", FROZEN)
+"""The kinds of slots that hold weights of the model, under the same names."""
+AVERAGE = "ema"
+"""Kind of slots that are moving averages of parameters."""
+GRADIENT = ".grad"
+"""Suffix of the names of outputs that are gradients."""
+SCALE = "loss_scale"
+"""Name of the input, and kind of the slot, of a dynamic loss scale."""
+LEAST_SCALE = 1.0
+"""The least dynamic loss scale: where gradients are not finite then, the scale is not the cause."""
+SKIPPED = "skipped"
+"""Name of the metric that is 1 if a gradient was not finite, so that nothing was updated."""
+IGNORED = -100
+"""A label that the loss and the accuracy skip, as in PyTorch."""
+SAMPLES = "samples"
+"""Name of the input that says how many samples of a batch count, if a loss cannot tell by its
+labels; by default, all."""
+WEIGHT = f"{EVALUATION}.weight"
+"""Prefix of the names of outputs that say by what a mean of an evaluation was divided, as a share
+of the elements of a batch."""
+MAGNITUDES = "magnitudes"
+"""Name of the output that has the sum of the absolute values of each parameter after the update, or
+of the rows of a lazily trained table that a step reads: a sum of what is not finite is not."""
+SEED = "seed"
+"""Name of the input from which all random numbers of a step are derived."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that a step passes to the next one.
+
+    kind    "parameter", FROZEN, or the optimizer's name for it
+    of      the parameter that it belongs to; empty if it belongs to all
+    default True if the model has its first value; else it starts as zero
+    torch   the parameter's names in torch, if the model has another
+    transposed  True if the model has the parameter of torch transposed
+    stored  the weights of the model's file for which it stands, True for transposes of it; none if
+            it is the one of its own name
+    """
+
+    input: str
+    output: str
+    kind: str
+    of: str = ""
+    default: bool = False
+    torch: Sequence[str] = ()
+    transposed: bool = False
+    stored: Mapping[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Errors: TypeError for what JSON may have in place of a name."""
+        for name in (self.input, self.output, self.kind, self.of, *self.torch, *self.stored):
+            if not isinstance(name, str):
+                raise TypeError(f"a state has the name {name!r:.60}")
+
+
+@dataclass(frozen=True)
+class StepSharding:
+    """The sharding of a step's tensors over a mesh, if the step is a program per rank.
+
+    tensors  an entry for each tensor, as in strategies
+    like     tensors that are sharded like another one
+    groups   lists of ranks of each named group
+    """
+
+    mesh: list[tuple[str, int]]
+    tensors: dict[str, list[Any]]
+    like: dict[str, str]
+    groups: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+@dataclass
+class Step:
+    """The roles of a training step's inputs and outputs. Field names are part of the metadata.
+
+    seed         input for random numbers; None if the step draws none
+    labels       input for class numbers, of which -100 does not count; None if the loss has none
+    target       input for what the loss compares the output with; None if it is no such loss
+    samples      input for the number of samples that count; None if the labels say so, or nothing
+    batch        by input that has samples, the dimension that numbers them
+    full_batches  True if each sample of a batch changes what the step does with the others
+    turns        number of micro-batches that the step processes one after the other
+    precision    dtype of computation; None for that of the parameters
+    evaluation   outputs that measure the model without updating it; they can be computed alone
+    magnitudes   the parameters in the order of the output MAGNITUDES; empty if there is none
+    gradients    tensors of the graph that are gradients of the loss, by parameter
+    gradient_scale  by what these are multiplied; a factor that changes is the slot SCALE
+    rows         sums of the gradients of looked-up rows, by lazily trained table
+    deal         sharding of the tensors, if the step is a program per rank
+    compression  compression of gradients that ranks exchange; empty for none
+    sampled      numbers of groups of classes, of classes that a step keeps of each group, and of
+                 all classes, by weight
+    groups       names of parameters, by a description of their own hyperparameters
+    cautions     sentences on differences between training this step and the exported network
+    """
+
+    loss: str = "loss"
+    rate: str = "learning_rate"
+    seed: str | None = None
+    labels: str | None = None
+    target: str | None = None
+    samples: str | None = None
+    full_batches: bool = False
+    turns: int = 1
+    precision: str | None = None
+    data: list[str] = field(default_factory=list)
+    batch: dict[str, int] = field(default_factory=dict)
+    metrics: list[str] = field(default_factory=list)
+    evaluation: list[str] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    magnitudes: list[str] = field(default_factory=list)
+    gradients: dict[str, str] = field(default_factory=dict)
+    gradient_scale: float = 1.0
+    rows: dict[str, str] = field(default_factory=dict)
+    deal: StepSharding | None = None
+    compression: str = ""
+    cautions: list[str] = field(default_factory=list)
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+    groups: dict[str, list[str]] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The text in the metadata."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of(header: onnx.ModelProto) -> Step | None:
+        """The step that a model's metadata describes; None if there is no description. Errors:
+        ModelError for a description that has changed since it was written."""
+        for entry in header.metadata_props:
+            if entry.key == METADATA:
+                try:
+                    return Step.from_json(json.loads(entry.value))
+                except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+                    raise ModelError(
+                        f"the model's metadata {METADATA!r} is damaged: {type(error).__name__}: "
+                        f"{error}; write the training step again with `onnxpar grad`"
+                    ) from None
+        return None
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Step:
+        """The step in the form that `dataclasses.asdict` gives."""
+        slots = [Slot(**slot) for slot in data["slots"]]
+        deal = StepSharding(**data["deal"]) if data.get("deal") else None
+        return Step(**{**data, "slots": slots, "deal": deal})
+
+    @property
+    def unsplit(self) -> Step:
+        """The step of the unsplit model: without the residuals that ranks keep."""
+        return replace(self, slots=[s for s in self.slots if s.kind != RESIDUAL])
+
+    @property
+    def parameters(self) -> list[Slot]:
+        """The slots that are parameters."""
+        return [s for s in self.slots if s.kind == "parameter"]

@@ -1,1 +1,0 @@
-"""Views of a graph: tensors, collectives, bodies, copies, repetitions, training steps."""

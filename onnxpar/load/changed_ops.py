@@ -1,0 +1,266 @@
+"""What changed in ONNX's ops from opset to opset, other than their types and optional parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from onnxpar.base.names import Names
+
+_SIMPLE = "asymmetric"
+"""The coordinates of Resize before opset 11."""
+
+
+class NoEquivalentError(Exception):
+    """A node has no equivalent in a newer opset, for this reason."""
+
+
+@dataclass
+class Surroundings:
+    """What is known around a node, and the nodes that are added before and after it.
+
+    types      types by name, as far as they are known
+    constants  initializers of the graph, by name
+    read       names that any node or output reads
+    """
+
+    names: Names
+    types: Mapping[str, onnx.TypeProto.Tensor]
+    constants: Mapping[str, TensorProto]
+    read: Collection[str]
+    before: list[NodeProto] = field(default_factory=list)
+    after: list[NodeProto] = field(default_factory=list)
+
+    def free(self, node: NodeProto) -> str:
+        """A new name, after the node's first result."""
+        of = next(name for name in node.output if name)
+        return self.names.free(f"{of}.{len(self.before) + len(self.after)}")
+
+    def add(self, node: NodeProto, op: str, operands: list[str], **attrs: Any) -> str:
+        """Adds a node before `node`; returns its result."""
+        name = self.free(node)
+        self.before.append(helper.make_node(op, operands, [name], **attrs))
+        return name
+
+    def constant(self, node: NodeProto, value: Any, element: int = TensorProto.INT64) -> str:
+        """Adds a constant before `node`; returns its name."""
+        array = np.asarray(value, helper.tensor_dtype_to_np_dtype(element))
+        return self.add(node, "Constant", [], value=numpy_helper.from_array(array))
+
+    def element(self, name: str) -> int:
+        """The dtype of a tensor. Errors: NoEquivalentError if it is unknown."""
+        found = self.types.get(name)
+        if found is None or not found.elem_type:
+            raise NoEquivalentError(f"the dtype of {name!r} cannot be inferred")
+        return found.elem_type
+
+    def rank(self, name: str) -> int | None:
+        """The number of dimensions of a tensor; None if it is unknown."""
+        found = self.types.get(name)
+        return len(found.shape.dim) if found is not None and found.HasField("shape") else None
+
+    def value(self, name: str) -> np.ndarray[Any, Any] | None:
+        """The value of a constant in the file of the model; None for any other tensor."""
+        made = next((n for n in self.before if list(n.output) == [name]), None)
+        if made is not None and made.op_type == "Constant":
+            return numpy_helper.to_array(made.attribute[0].t)
+        tensor = self.constants.get(name)
+        if tensor is None or tensor.data_location == TensorProto.EXTERNAL:
+            return None
+        return numpy_helper.to_array(tensor)
+
+
+Change = Callable[[NodeProto, Surroundings], None]
+
+
+def _take(node: NodeProto, name: str, default: Any = None) -> Any:
+    """Removes an attribute, and returns its value."""
+    for i, attribute in enumerate(node.attribute):
+        if attribute.name == name:
+            value = helper.get_attribute_value(attribute)
+            del node.attribute[i]
+            return value
+    return default
+
+
+def _set(node: NodeProto, name: str, value: Any) -> None:
+    _take(node, name)
+    node.attribute.append(helper.make_attribute(name, value))
+
+
+def _give(node: NodeProto, index: int, name: str) -> None:
+    """Makes `name` an operand of the node."""
+    node.input.extend([""] * (index + 1 - len(node.input)))
+    node.input[index] = name
+
+
+def _as_operand(key: str, index: int = 1) -> Change:
+    """Integers in an attribute become an operand."""
+
+    def change(node: NodeProto, at: Surroundings) -> None:
+        value = _take(node, key)
+        if value is not None:
+            _give(node, index, at.constant(node, value))
+
+    return change
+
+
+def _reduced(node: NodeProto, at: Surroundings) -> None:
+    axes = _take(node, "axes")
+    if axes:
+        _give(node, 1, at.constant(node, axes))
+
+
+def _slice(node: NodeProto, at: Surroundings) -> None:
+    starts, ends, axes = (_take(node, key) for key in ("starts", "ends", "axes"))
+    for i, value in enumerate((starts, ends, axes or range(len(starts))), 1):
+        _give(node, i, at.constant(node, list(value)))
+
+
+def _top_k(node: NodeProto, at: Surroundings) -> None:
+    _give(node, 1, at.constant(node, [_take(node, "k")]))
+
+
+def _upsample_scales(node: NodeProto, at: Surroundings) -> None:
+    _give(node, 1, at.constant(node, _take(node, "scales"), TensorProto.FLOAT))
+
+
+def _renamed(op: str) -> Change:
+    def change(node: NodeProto, at: Surroundings) -> None:
+        node.op_type = op
+
+    return change
+
+
+def _resize(node: NodeProto, at: Surroundings) -> None:
+    """onnxruntime takes the nearest point above where it shrinks, and the one below elsewhere."""
+    scales = node.input[1]
+    roi = at.constant(node, [], TensorProto.FLOAT)
+    node.input[1:] = [roi, scales]
+    _set(node, "coordinate_transformation_mode", _SIMPLE)
+    if any(a.name == "mode" and a.s != b"nearest" for a in node.attribute):
+        return
+    values = at.value(scales)
+    shrinks = values is None or bool((values < 1).any())
+    grows = values is None or bool((values > 1).any())
+    if shrinks and grows:
+        larger, smaller = _apart(node, scales, at)
+        attrs = {"coordinate_transformation_mode": _SIMPLE, "nearest_mode": "floor"}
+        x = at.add(node, "Resize", [node.input[0], roi, larger], **attrs)
+        node.input[:] = [x, roi, smaller]
+    _set(node, "nearest_mode", "ceil" if shrinks else "floor")
+
+
+def _apart(node: NodeProto, scales: str, at: Surroundings) -> list[str]:
+    """The scales above 1 and those below, each with 1 in place of the others."""
+    values = at.value(scales)
+    if values is not None:
+        parts = (np.maximum(values, 1), np.minimum(values, 1))
+        return [at.constant(node, part, TensorProto.FLOAT) for part in parts]
+    one = at.constant(node, [1], TensorProto.FLOAT)
+    return [at.add(node, op, [scales, one]) for op in ("Max", "Min")]
+
+
+def _clip(node: NodeProto, at: Surroundings) -> None:
+    for i, key in enumerate(("min", "max"), 1):
+        bound = _take(node, key)
+        if bound is not None:
+            _give(node, i, at.constant(node, bound, at.element(node.input[0])))
+
+
+def _pad(node: NodeProto, at: Surroundings) -> None:
+    pads, value = _take(node, "pads"), _take(node, "value", 0.0)
+    _give(node, 1, at.constant(node, pads))
+    if value:
+        _give(node, 2, at.constant(node, value, at.element(node.input[0])))
+
+
+def _dropout_mask(node: NodeProto, at: Surroundings) -> None:
+    if len(node.output) > 1 and node.output[1] in at.read:
+        raise NoEquivalentError("a node reads its mask, which is not a bool before opset 10")
+    del node.output[1:]
+
+
+def _dropout(node: NodeProto, at: Surroundings) -> None:
+    """onnxruntime gives a mask of nothing but false before opset 12, of nothing but true since."""
+    ratio = _take(node, "ratio")
+    if ratio is not None:
+        _give(node, 1, at.constant(node, ratio, TensorProto.FLOAT))
+    if len(node.output) > 1 and node.output[1] in at.read:
+        mask, node.output[1] = node.output[1], at.free(node)
+        at.after.append(helper.make_node("Not", [node.output[1]], [mask]))
+
+
+def _batch_norm(node: NodeProto, at: Surroundings) -> None:
+    if _take(node, "spatial", 1) == 0:
+        raise NoEquivalentError("spatial=0")
+
+
+def _statistics(node: NodeProto, at: Surroundings) -> None:
+    if any(name in at.read for name in node.output[1:]):
+        raise NoEquivalentError("a node reads its statistics")
+    del node.output[1:]
+
+
+def _scan(node: NodeProto, at: Surroundings) -> None:
+    raise NoEquivalentError("it scans a batch of sequences of different lengths")
+
+
+def _flattening(node: NodeProto, at: Surroundings) -> None:
+    """Softmax and its like were of all dimensions from `axis` on; since opset 13, of one."""
+    x, axis, rank = node.input[0], _take(node, "axis", 1), at.rank(node.input[0])
+    _set(node, "axis", -1)
+    if axis == -1 or (rank is not None and axis == rank - 1):
+        return
+    shape = at.add(node, "Shape", [x])
+    node.input[0] = at.add(node, "Flatten", [x], axis=axis)
+    result, flat = node.output[0], at.free(node)
+    node.output[0] = flat
+    at.after.append(helper.make_node("Reshape", [flat, shape], [result]))
+
+
+def _parts(node: NodeProto, at: Surroundings) -> None:
+    if len(node.input) < 2:
+        _set(node, "num_outputs", len(node.output))
+
+
+def _aligned(node: NodeProto, at: Surroundings) -> None:
+    _set(node, "coordinate_transformation_mode", "output_half_pixel")
+
+
+CHANGES: dict[tuple[str, int], Change] = {
+    ("Scan", 9): _scan,
+    ("BatchNormalization", 9): _batch_norm,
+    ("Upsample", 9): _upsample_scales,
+    ("Upsample", 10): _renamed("Resize"),
+    ("Dropout", 10): _dropout_mask,
+    ("Slice", 10): _slice,
+    ("TopK", 10): _top_k,
+    ("Resize", 11): _resize,
+    ("Clip", 11): _clip,
+    ("Pad", 11): _pad,
+    ("Scatter", 11): _renamed("ScatterElements"),
+    ("Dropout", 12): _dropout,
+    ("Softmax", 13): _flattening,
+    ("LogSoftmax", 13): _flattening,
+    ("Hardmax", 13): _flattening,
+    ("Split", 13): _as_operand("split"),
+    ("Squeeze", 13): _as_operand("axes"),
+    ("Unsqueeze", 13): _as_operand("axes"),
+    ("ReduceSum", 13): _reduced,
+    ("BatchNormalization", 14): _statistics,
+    ("RoiAlign", 16): _aligned,
+    ("Split", 18): _parts,
+    **{
+        (f"Reduce{kind}", 18): _reduced
+        for kind in ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
+    },
+}
+"""How a node becomes one of an opset, by its op and that opset."""
+NEED_TYPES = frozenset({"Clip", "Pad", "Softmax", "LogSoftmax", "Hardmax"})
+"""Ops whose change depends on the types of their operands."""

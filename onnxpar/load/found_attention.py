@@ -1,0 +1,234 @@
+"""Finds attention by its caches, which a Concat or an op of attention extends by the keys or values
+of new tokens.
+
+In basic ops, keys reach a product with the queries, and values one with the weights, through nodes
+that read nothing else but what is known from sizes alone. What the nodes between compute is not
+looked at here: `proved_attention.py` measures it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from onnx import GraphProto, NodeProto
+
+from onnxpar.graph.paged_attention import UnpagedError
+from onnxpar.load.decoder_samples import SIZES, Sample
+
+_PRODUCT = "MatMul"
+_FUSED = {("", "Attention"): 4, ("com.microsoft", "MultiHeadAttention"): 6}
+"""Ops of attention with caches of their own, and the index of the first cache among operands."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A cache: past, the new tokens, and what is made of both, which is the output `present`.
+    `nodes` make `present`; `fused` is that of attention, if it is one node."""
+
+    past: str
+    new: str
+    present: str
+    joined: str
+    nodes: tuple[NodeProto, ...]
+    fused: NodeProto | None = None
+
+
+@dataclass(frozen=True)
+class FoundAttention:
+    """An attention.
+
+    query   the operand of the product with the keys
+    scores  the product with the keys; empty for one node
+    masked  the operand of the softmax; `steps` are the nodes that make it of the scores
+    output  the product with the values
+    nodes   all nodes, in the order of the graph
+    """
+
+    keys: Cache
+    values: Cache
+    query: str
+    scores: str
+    masked: str
+    output: str
+    steps: tuple[NodeProto, ...]
+    nodes: tuple[NodeProto, ...]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The nodes from a cache to the product that reads it, and the operand of that product."""
+
+    nodes: list[NodeProto]
+    operand: str
+    product: NodeProto
+
+
+def find_caches(graph: GraphProto) -> list[Cache]:
+    """Returns the caches that a Concat or an op of attention extends, in the order of outputs."""
+    makers = {name: node for node in graph.node for name in node.output}
+    types = {i.name: i.type.tensor_type.elem_type for i in graph.input}
+    found = []
+    for port in graph.output:
+        elem, nodes = port.type.tensor_type.elem_type, list[NodeProto]()
+        joined = _copied(port.name, makers, elem, nodes)
+        node = makers.get(joined)
+        if node is None:
+            continue
+        first = _FUSED.get((node.domain, node.op_type))
+        axes = [a.i for a in node.attribute if a.name == "axis"]
+        if first is not None and joined in node.output[1:3]:
+            which = list(node.output).index(joined)
+            past, new = node.input[first - 1 + which], node.input[which]
+        elif node.op_type == "Concat" and len(node.input) == 2 and axes[0] in (2, -2):
+            past, new = node.input[0], node.input[1]
+        else:
+            continue
+        nodes.append(node)
+        past = _copied(past, makers, elem, nodes)
+        if types.get(past) == elem:
+            fused = node if first is not None else None
+            found.append(Cache(past, new, port.name, joined, tuple(nodes), fused))
+    return found
+
+
+def _copied(name: str, makers: dict[str, NodeProto], elem: int, nodes: list[NodeProto]) -> str:
+    """The tensor of which another one of this type is a copy; adds the nodes that copy."""
+    while name in makers and _is_copy(makers[name], elem):
+        nodes.append(makers[name])
+        name = makers[name].input[0]
+    return name
+
+
+def find_attentions(graph: GraphProto, caches: list[Cache], sample: Sample) -> list[FoundAttention]:
+    """Returns the attention of each pair of caches. Errors: ModelError if a cache is read in
+    another way."""
+    search = _Search(graph, sample)
+    basic = [cache for cache in caches if cache.fused is None]
+    ways = {cache.past: search.way(cache) for cache in basic}
+    by_product = {ways[c.past].product.output[0]: c for c in basic}
+    found = search.fused([cache for cache in caches if cache.fused is not None])
+    for cache in basic:
+        attention = search.attention(cache, ways, by_product)
+        if attention is not None:
+            found.append(attention)
+    used = {c.past for a in found for c in (a.keys, a.values)}
+    for cache in caches:
+        if cache.past not in used:
+            raise UnpagedError(
+                f"cache {cache.past!r} is neither the keys nor the values of an attention "
+                "that is known: a product, a softmax, and a product"
+            )
+    return found
+
+
+class _Search:
+    """Follows tensors through nodes whose other operands are known from sizes alone."""
+
+    def __init__(self, graph: GraphProto, sample: Sample) -> None:
+        self.sample = sample
+        self.order = {_key(node): i for i, node in enumerate(graph.node)}
+        self.readers: dict[str, list[NodeProto]] = defaultdict(list)
+        for node in graph.node:
+            for name in dict.fromkeys(node.input):
+                if node.op_type not in SIZES:
+                    self.readers[name].append(node)
+
+    def way(self, cache: Cache) -> _Way:
+        """The way of a cache. Errors: ModelError if several nodes read it, or one mixes it with
+        something else."""
+        nodes: list[NodeProto] = []
+        name = cache.joined
+        while True:
+            readers = [n for n in self.readers[name] if self._is_read(n)]
+            if len(readers) != 1:
+                raise UnpagedError(f"{len(readers)} nodes read what cache {cache.past!r} becomes")
+            (node,) = readers
+            if node.op_type == _PRODUCT:
+                return _Way(nodes, name, node)
+            if self._unknown(node, {name}) or len(node.output) != 1:
+                raise UnpagedError(
+                    f"{node.op_type} {node.name!r} mixes cache {cache.past!r} with other tensors"
+                )
+            nodes.append(node)
+            name = node.output[0]
+
+    def _is_read(self, node: NodeProto) -> bool:
+        """True for a node whose results other nodes read; not for one that only makes an output."""
+        return any(self.readers[name] for name in node.output)
+
+    def attention(
+        self, keys: Cache, ways: dict[str, _Way], by_product: dict[str, Cache]
+    ) -> FoundAttention | None:
+        """The attention whose keys are in a cache; None if they are values."""
+        way = ways[keys.past]
+        query = next((n for n in way.product.input if n != way.operand), None)
+        scores = way.product.output[0]
+        inner = self._inner(scores, by_product)
+        softmaxes = [n for n in inner if n.op_type == "Softmax"]
+        ends = [n for n in inner if n.op_type == _PRODUCT]
+        if query is None or len(softmaxes) != 1 or len(ends) != 1 or ends[0] is not inner[-1]:
+            return None
+        values = by_product[ends[0].output[0]]
+        at = inner.index(softmaxes[0])
+        nodes = {_key(n): n for c in (keys, values) for n in (*c.nodes, *ways[c.past].nodes)}
+        nodes |= {_key(n): n for n in (way.product, *inner)}
+        return FoundAttention(
+            keys,
+            values,
+            query,
+            scores,
+            softmaxes[0].input[0],
+            ends[0].output[0],
+            tuple(inner[:at]),
+            tuple(sorted(nodes.values(), key=lambda n: self.order[_key(n)])),
+        )
+
+    def fused(self, caches: list[Cache]) -> list[FoundAttention]:
+        """The attentions that are one node, with these caches."""
+        found = []
+        for keys in caches:
+            for values in caches:
+                node = keys.fused
+                if node is None or [keys.joined, values.joined] != list(node.output[1:3]):
+                    continue
+                nodes = {_key(n): n for n in (*keys.nodes, *values.nodes)}
+                each = sorted(nodes.values(), key=lambda n: self.order[_key(n)])
+                query, output = node.input[0], node.output[0]
+                found.append(FoundAttention(keys, values, query, "", "", output, (), tuple(each)))
+        return found
+
+    def _inner(self, scores: str, by_product: dict[str, Cache]) -> list[NodeProto]:
+        """The nodes behind scores, up to the product with values; those until the first that reads
+        anything else, if there is no such product."""
+        made, found = {scores}, dict[str, NodeProto]()
+        todo = list(self.readers[scores])
+        while todo:
+            node = min(todo, key=lambda n: self.order[_key(n)])
+            todo = [n for n in todo if n is not node]
+            found[_key(node)] = node
+            if node.op_type == _PRODUCT and node.output[0] in by_product:
+                if not todo:
+                    break
+                return []
+            if self._unknown(node, made):
+                return []
+            made |= set(node.output)
+            todo += [n for o in node.output for n in self.readers[o] if _key(n) not in found]
+        return list(found.values())
+
+    def _unknown(self, node: NodeProto, made: set[str]) -> list[str]:
+        """The operands of a node that are neither these nor known from sizes alone."""
+        others = [name for name in node.input if name and name not in made]
+        return [name for name in others if self.sample.value(name) is None]
+
+
+def _is_copy(node: NodeProto, elem: int) -> bool:
+    """True if a node makes what it reads, if that is of this type."""
+    is_cast = node.op_type == "Cast" and any(a.name == "to" and a.i == elem for a in node.attribute)
+    return is_cast or node.op_type == "Identity"
+
+
+def _key(node: NodeProto) -> str:
+    """What tells nodes apart: their first result."""
+    return str(next(filter(None, node.output), ""))

@@ -1,0 +1,23 @@
+"""Names the nodes of a model."""
+
+from __future__ import annotations
+
+import onnx
+
+from onnxpar.base.names import Names
+from onnxpar.graph.stored import nodes_of
+
+
+def name_nodes(graph: onnx.GraphProto, names: Names) -> None:
+    """Gives every node, in subgraphs too, a unique name, by default from its op and result. None of
+    `names`, those of the model, continues it with `::`, as the names of what passes put in its
+    place do."""
+    taken: set[str] = set()
+    for node in nodes_of(graph):
+        name = node.name or f"{node.op_type}_{next((o for o in node.output if o), '')}"
+        name = names.root(name, "::")
+        unique, i = name, 1
+        while unique in taken:
+            unique, i = f"{name}_{i}", i + 1
+        node.name = unique
+        taken.add(unique)

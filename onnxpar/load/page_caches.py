@@ -1,0 +1,349 @@
+"""Makes a decoder with caches of its own into one whose caches are in pages.
+
+GroupQueryAttention of com.microsoft becomes PagedAttention (`graph/paged_attention.py`), and
+attention in basic ops does, too (`page_basic_attention.py`). The tokens of many texts then lie one
+behind the other, (1, tokens), and each says its text and its position; an attention mask is not
+read any more. Logits are computed for those tokens alone that a run asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.errors import ModelError
+from onnxpar.graph.model_folder import carried_files, model_at
+from onnxpar.graph.paged_attention import (
+    COMPUTE,
+    PAGED_ATTENTION,
+    SCALE_BYTES,
+    UnpagedError,
+    too_old,
+)
+from onnxpar.graph.stored import nodes_before, onnx_opset
+from onnxpar.load.candidates import ASKED_DIM, OLDEST, PICK_DIM, add_candidates
+from onnxpar.load.decoder_samples import Ports
+from onnxpar.load.found_attention import Cache, find_caches
+from onnxpar.load.next_step import add_next_step
+from onnxpar.load.page_basic_attention import page_basic_attention
+from onnxpar.load.page_ports import PICKS, POSITIONS, ROWS, TABLE
+from onnxpar.load.past_branch import take_past_branch
+
+TOKEN_DIM, TEXT_DIM, LENGTH_DIM, PAGE_DIM = "new_tokens", "texts", "pages_of_text", "pages"
+"""Names of the open sizes of these inputs, and of the number of pages."""
+
+DTYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int8": TensorProto.INT8,
+}
+"""Types that caches may have, by name."""
+PAGE_SIZE = 16
+"""Tokens of a page, unless the user asks for other ones."""
+_STEP = {TEXT_DIM: 8, LENGTH_DIM: 32, PAGE_DIM: 1024, PICK_DIM: 8, ASKED_DIM: 1}
+USUAL = (
+    ({TOKEN_DIM: 8, **_STEP}, 0.96),
+    ({TOKEN_DIM: 256, **_STEP}, 0.04),
+)
+"""Usual sizes and their weights. Most steps generate some texts, the others read a prompt: 8 texts
+that run together, each with a prompt of 256 tokens and an answer of 200, take 25 steps to a prompt.
+"""
+HOLDING = 0.05
+"""The share of the time that it takes to read weights which holding them costs. So tables of tokens
+are split where a step takes little longer."""
+
+_GROUPED = "GroupQueryAttention"
+_KEPT = (
+    "num_heads",
+    "kv_num_heads",
+    "scale",
+    "softcap",
+    "local_window_size",
+    "rotary_interleaved",
+    "smooth_softmax",
+)
+_IGNORED = frozenset(("do_rotary", "sliding_window_cache"))
+"""Attributes without a meaning for pages, or of which the operands say the same."""
+_COSINE, _SINE, _IDS, _SINK = 7, 8, 9, 11
+"""Indices of optional operands of GroupQueryAttention."""
+_BY_RANGE = "DynamicQuantizeLinear"
+_PRODUCTS = frozenset(("MatMul", "MatMulNBits", "Gemm", "FusedMatMul"))
+_BEHIND = frozenset(("Cast", "Mul", "Div", "Tanh", "Add", "Sub"))
+"""Ops behind the product that makes logits."""
+
+
+@dataclass(frozen=True)
+class _Ports:
+    """The inputs and outputs of a decoder, by role."""
+
+    tokens: str
+    others: tuple[str, ...]
+    logits: str
+
+
+def usual_page_size(folder: Path) -> int:
+    """Returns PAGE_SIZE for a folder that holds a language model, whose caches may be in pages,
+    else 0. Errors: ModelError."""
+    file = model_at(folder)
+    return 0 if file == folder or too_old() or not carried_files(file) else PAGE_SIZE
+
+
+def page_caches(
+    model: onnx.ModelProto, page_size: int, dtype: str | None = None
+) -> list[tuple[str, str]]:
+    """Rewrites a decoder in place; returns the caches, (input, output) pairs. Pages hold
+    `page_size` positions, in one of DTYPES, or that of the model. Errors: ModelError, which says
+    why the caches cannot be paged."""
+    if page_size < 1:
+        raise ModelError(f"a page of a cache has at least one token, not {page_size}")
+    opset = onnx_opset(model)
+    if opset < OLDEST:
+        raise UnpagedError(f"its ops are those of opset {opset}, before {OLDEST}")
+    take_past_branch(model)
+    graph = model.graph
+    if any(node.op_type == _BY_RANGE for node in graph.node):
+        raise UnpagedError(
+            f"its activations are quantized by the range of all tokens of a run ({_BY_RANGE}), so "
+            "that texts which run together would change each other"
+        )
+    grouped = [node for node in graph.node if _is_grouped(node)]
+    caches = [] if grouped else find_caches(graph)
+    pairs = [pair for node in grouped for pair in _caches(node, graph)]
+    pairs += [(cache.past, cache.present) for cache in caches]
+    if not pairs:
+        raise UnpagedError(
+            f"it has no {_GROUPED} (com.microsoft), and neither a Concat nor an attention that "
+            "extends a cache"
+        )
+    if len({p[0] for p in pairs}) < len(pairs):
+        raise UnpagedError("two attentions share a cache")
+    ports = _ports(graph, {name for pair in pairs for name in pair})
+    for node in grouped:
+        _replace(node)
+    if caches:
+        page_basic_attention(model, caches, _roles(ports, caches))
+    _set_ports(graph, ports, pairs, page_size)
+    if dtype == "int8":
+        for node in graph.node:
+            if node.op_type == PAGED_ATTENTION:
+                node.attribute.append(helper.make_attribute("scale_bytes", SCALE_BYTES))
+    if dtype is not None:
+        _set_dtype(graph, pairs, DTYPES[dtype])
+    _pick(graph, ports.logits)
+    add_candidates(graph, ports.logits, opset)
+    _remove_unread(graph)
+    left = {name for node in graph.node for name in node.input} & set(ports.others)
+    _remove_inputs(graph, [name for name in ports.others if name not in left])
+    for name in left:
+        _check_positions(name, graph)
+    add_next_step(graph, ports.tokens, [POSITIONS, *sorted(left)])
+    if not any(o.domain == COMPUTE for o in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(COMPUTE, 1))
+    return pairs
+
+
+def _is_grouped(node: NodeProto) -> bool:
+    return node.op_type == _GROUPED and node.domain == "com.microsoft"
+
+
+def _given(node: NodeProto, index: int) -> str:
+    return node.input[index] if index < len(node.input) else ""
+
+
+def _caches(node: NodeProto, graph: GraphProto) -> Iterable[tuple[str, str]]:
+    """The caches of an attention. Errors: ModelError if it has something that pages do not know."""
+    inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
+    for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
+        if past not in inputs or present not in outputs:
+            raise UnpagedError(f"a cache of {node.name!r} is no input and output of the model")
+        yield past, present
+    defaults = {"qk_output": 0, "k_quant_type": b"NONE", "v_quant_type": b"NONE"}
+    for attribute in node.attribute:
+        value = helper.get_attribute_value(attribute)
+        known = attribute.name in _IGNORED or attribute.name in _KEPT
+        if (not known and value != defaults.get(attribute.name, value)) or (
+            not known and attribute.name not in defaults
+        ):
+            raise UnpagedError(f"{node.name!r} has {attribute.name}={value!r}")
+    more = [i for i in (10, *range(12, len(node.input))) if _given(node, i)]
+    if more or any(node.output[3:]):
+        what = f"operand {more[0]}" if more else "a fourth result"
+        raise UnpagedError(f"{node.name!r} has {what}")
+
+
+def _ports(graph: GraphProto, caches: Collection[str]) -> _Ports:
+    """The ports that are no caches. Errors: ModelError."""
+    stored = {w.name for w in graph.initializer}
+    inputs = [i for i in graph.input if i.name not in caches and i.name not in stored]
+    outputs = [o for o in graph.output if o.name not in caches]
+    tokens = [i.name for i in inputs if "ids" in i.name and "position" not in i.name]
+    if len(tokens) != 1 or len(outputs) != 1:
+        names = ", ".join(p.name for p in (*inputs, *outputs))
+        raise UnpagedError(
+            "besides caches, it must have one input of token ids and one output, the logits, but "
+            f"it has {names}"
+        )
+    others = tuple(i.name for i in inputs if i.name != tokens[0])
+    return _Ports(tokens[0], others, outputs[0].name)
+
+
+def _roles(ports: _Ports, caches: Collection[Cache]) -> Ports:
+    """The inputs of a decoder whose attention is in basic ops, by role. Errors: ModelError."""
+    found: dict[str, str] = {}
+    for name in ports.others:
+        role = next((r for r in ("position", "mask") if r in name), None)
+        if role is None or role in found:
+            raise UnpagedError(f"its input {name!r} is neither token ids, position ids nor a mask")
+        found[role] = name
+    past = tuple(cache.past for cache in caches)
+    return Ports(ports.tokens, found.get("mask"), found.get("position"), past)
+
+
+def _replace(node: NodeProto) -> None:
+    """Makes a GroupQueryAttention a PagedAttention."""
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    rotates = bool(values.get("do_rotary"))
+    operands = [*node.input[:5], TABLE, ROWS, POSITIONS]
+    operands += [_given(node, i) if rotates else "" for i in (_COSINE, _SINE)]
+    operands.append(_given(node, _SINK))
+    while not operands[-1]:
+        operands.pop()
+    del node.input[:], node.attribute[:]
+    node.input.extend(operands)
+    node.op_type, node.domain = PAGED_ATTENTION, COMPUTE
+    integers = ("local_window_size", "rotary_interleaved", "smooth_softmax")
+    for name in _KEPT:
+        if name in values:  # exporters write numbers of either type
+            value = int(values[name]) if name in integers else values[name]
+            node.attribute.append(helper.make_attribute(name, value))
+
+
+def _set_dtype(graph: GraphProto, pairs: list[tuple[str, str]], dtype: int) -> None:
+    """Declares the type of caches anew. Rows of int8 have their scales behind them, so that their
+    size is another one, which the loader finds."""
+    caches = {name for pair in pairs for name in pair}
+    for port in (*graph.input, *graph.output):
+        if port.name in caches:
+            port.type.tensor_type.elem_type = dtype
+            if dtype == TensorProto.INT8:
+                row = port.type.tensor_type.shape.dim[3]
+                size = row.dim_value
+                row.Clear()
+                if size:
+                    row.dim_value = size + SCALE_BYTES
+                else:
+                    row.dim_param = "cache_row"
+
+
+def _set_ports(
+    graph: GraphProto, ports: _Ports, pairs: list[tuple[str, str]], page_size: int
+) -> None:
+    """Declares the shapes of all inputs and outputs anew."""
+    for port in (*graph.input, *graph.output):
+        dims = port.type.tensor_type.shape.dim
+        if port.name in {name for pair in pairs for name in pair}:
+            dims[0].dim_param, dims[2].dim_value = PAGE_DIM, page_size
+        elif port.name == ports.logits:
+            dims[0].dim_value, dims[1].dim_param = 1, PICK_DIM
+        elif port.name == ports.tokens or len(dims) == 2:
+            dims[0].dim_value, dims[1].dim_param = 1, TOKEN_DIM
+    added: dict[str, list[str | int]] = {
+        TABLE: [TEXT_DIM, LENGTH_DIM],
+        ROWS: [TOKEN_DIM],
+        POSITIONS: [TOKEN_DIM],
+        PICKS: [PICK_DIM],
+    }
+    taken = {i.name for i in graph.input}
+    for name, shape in added.items():
+        if name in taken:
+            raise UnpagedError(f"it already has an input {name!r}")
+        graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, shape))
+    del graph.value_info[:]
+
+
+def _pick(graph: GraphProto, logits: str) -> None:
+    """Takes the picked tokens before the product that makes logits. Errors: ModelError."""
+    makers = {name: node for node in graph.node for name in node.output}
+    readers = Counter(name for node in graph.node for name in node.input)
+    stored = {w.name for w in graph.initializer}
+    node = makers[logits]
+    while node.op_type in _BEHIND:
+        inner = [n for n in node.input if n in makers and not _is_constant(n, makers, stored)]
+        if len(inner) != 1 or readers[inner[0]] != 1:
+            break
+        node = makers[inner[0]]
+    if node.op_type not in _PRODUCTS:
+        raise UnpagedError(f"its logits are made by {node.op_type}, not by a product with weights")
+    every = _before_last(node.input[0], graph, makers)
+    picked = f"{every}/picked"
+    gather = helper.make_node("Gather", [every, PICKS], [picked], "pick_tokens", axis=1)
+    node.input[0] = picked
+    at = list(graph.node).index(node)
+    graph.node.insert(at, gather)
+
+
+def _before_last(name: str, graph: GraphProto, makers: dict[str, NodeProto]) -> str:
+    """The tensor of all tokens from which an exporter takes the last one, by Gather and perhaps
+    Unsqueeze, so that logits are of it alone; else the tensor itself."""
+    node = makers.get(name)
+    if node is not None and node.op_type == "Unsqueeze" and _axes(node, graph, makers) == [1]:
+        node = makers.get(node.input[0])
+    if node is None or node.op_type != "Gather":
+        return name
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    index = _value(node.input[1], graph, makers)
+    is_last = axis == 1 and index is not None and index.ravel().tolist() == [-1]
+    return node.input[0] if is_last else name
+
+
+def _axes(node: NodeProto, graph: GraphProto, makers: dict[str, NodeProto]) -> list[int]:
+    """The axes of an Unsqueeze, an attribute before opset 13."""
+    for attribute in node.attribute:
+        return list(attribute.ints)
+    found = _value(node.input[1], graph, makers)
+    return [] if found is None else found.ravel().tolist()
+
+
+def _value(name: str, graph: GraphProto, makers: dict[str, NodeProto]) -> Array | None:
+    """The value of a small constant; None for anything else."""
+    stored = next((w for w in graph.initializer if w.name == name), None)
+    maker = makers.get(name)
+    if stored is None and maker is not None and maker.op_type == "Constant":
+        stored = next((a.t for a in maker.attribute if a.name == "value"), None)
+    if stored is None or stored.data_location == TensorProto.EXTERNAL:
+        return None
+    return np.asarray(numpy_helper.to_array(stored))
+
+
+def _is_constant(name: str, makers: dict[str, NodeProto], stored: Collection[str]) -> bool:
+    if name in stored:
+        return True
+    maker = makers.get(name)
+    return maker is not None and all(_is_constant(n, makers, stored) for n in maker.input)
+
+
+def _remove_unread(graph: GraphProto) -> None:
+    """Removes nodes whose results nobody reads, as those that reshape the mask."""
+    nodes = nodes_before(graph.node, (o.name for o in graph.output))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _remove_inputs(graph: GraphProto, names: Collection[str]) -> None:
+    kept: list[ValueInfoProto] = [i for i in graph.input if i.name not in names]
+    del graph.input[:]
+    graph.input.extend(kept)
+
+
+def _check_positions(name: str, graph: GraphProto) -> None:
+    """Errors: ModelError if an input, which is neither tokens nor a cache, is no list of position
+    ids."""
+    port = next(i for i in graph.input if i.name == name)
+    if "position" not in name or len(port.type.tensor_type.shape.dim) != 2:
+        raise UnpagedError(f"its input {name!r} is neither token ids, position ids nor a cache")

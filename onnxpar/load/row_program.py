@@ -1,0 +1,375 @@
+"""What an expert computes from the rows of its tokens: a list of row-wise steps.
+
+The steps are recorded from one expert's nodes, in whatever form an exporter wrote them, and are
+written again for all experts together, with the expert as first dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.graph.tensors import constant, given, tensor_shape
+from onnxpar.load.known_integers import given_integers, integers, known_integers
+
+UNARY = frozenset(
+    [
+        "Abs",
+        "Cast",
+        "Celu",
+        "Clip",
+        "Elu",
+        "Erf",
+        "Exp",
+        "Floor",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "Identity",
+        "LeakyRelu",
+        "Log",
+        "Mish",
+        "Neg",
+        "QuickGelu",
+        "Reciprocal",
+        "Relu",
+        "Selu",
+        "Sigmoid",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Swish",
+        "Tanh",
+    ]
+)
+"""Elementwise ops of one operand; those of Clip that follow are numbers."""
+BINARY = frozenset(["Add", "Sub", "Mul", "Div", "Pow", "Min", "Max"])
+"""Elementwise ops of two operands."""
+_REDUCTIONS = frozenset(["ReduceMean", "ReduceSum", "ReduceMax"])
+_MOVES = frozenset(["Reshape", "Squeeze", "Unsqueeze", "Transpose", "Flatten", "Expand"])
+CUT = "cut"
+"""The step that takes columns start, start + step, ... of its operand."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of a step, by number; 0 is the expert's input."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """A constant that belongs to one expert: a matrix, or a vector with an element per column."""
+
+    tensor: gs.Constant
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """An expert's slice of a tensor whose first dimension is the expert; `flipped` if the slice is
+    a matrix that is read transposed."""
+
+    tensor: gs.Tensor
+    flipped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A tensor that all experts read: a number, a vector with an element per column, or a
+    matrix."""
+
+    tensor: gs.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """A tensor with a row for each row of the expert's input, which no step computes."""
+
+    tensor: gs.Tensor
+
+
+Operand = Row | Own | Stacked | Shared | Beside
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """A row-wise op. `width` is the number of columns of its result."""
+
+    op: str
+    operands: tuple[Operand, ...]
+    attrs: dict[str, Any]
+    width: int
+    dtype: Any
+    domain: str = ""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor that a step computes: `labels` names its dimensions, R for rows, f for columns and 1
+    for dimensions of one element."""
+
+    number: int
+    labels: str
+
+
+@dataclass
+class RowProgram:
+    """The steps of one expert, and the tensors that they compute, by id; `made` has the result of
+    each step with its labels."""
+
+    width: int
+    dtype: Any
+    steps: list[RowStep] = field(default_factory=list)
+    found: dict[int, Rows] = field(default_factory=dict)
+    made: list[tuple[gs.Tensor, str]] = field(default_factory=list)
+
+    def width_of(self, rows: Rows) -> int:
+        """The number of columns of a tensor."""
+        return self.width if rows.number == 0 else self.steps[rows.number - 1].width
+
+    def enter(self, tensor: gs.Tensor, labels: str) -> None:
+        """Records a tensor that holds the expert's input."""
+        self.found[id(tensor)] = Rows(0, labels)
+
+    def rows(self, tensor: gs.Tensor) -> Rows | None:
+        """How a tensor is computed by steps; None if it is not."""
+        return self.found.get(id(tensor))
+
+    def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
+        """The operand that a tensor is which no step computes; None if it cannot be one. Forms of
+        experts whose weights are not constants of their own override this."""
+        return Own(tensor) if isinstance(tensor, gs.Constant) else None
+
+    def follow(self, node: gs.Node) -> bool:
+        """Records a node that reads rows. False if it is not row-wise."""
+        if node.domain not in (None, "", "ai.onnx") and node.op != "QuickGelu":
+            return False
+        reads = [self.rows(t) for t in node.inputs]
+        main = reads[0] if reads else None
+        if node.op in ("MatMul", "Gemm"):
+            return self._product(node, reads)
+        if node.op in BINARY and len(node.inputs) == 2:
+            return self._binary(node, reads)
+        if main is None or any(reads[1:]) != (node.op == "Concat" and len(reads) > 1):
+            return False
+        if node.op in UNARY:
+            return self._unary(node, main)
+        if node.op in _MOVES:
+            labels = _moved(node, main, self.width_of(main))
+            if labels is not None:
+                self.found[id(node.outputs[0])] = Rows(main.number, labels)
+            return labels is not None
+        if node.op in ("Slice", "Split", "Gather"):
+            return self._cut(node, main)
+        if node.op in (*_REDUCTIONS, "Softmax"):
+            return self._reduction(node, main)
+        return False
+
+    def _row(self, rows: Rows) -> Row:
+        return Row(rows.number)
+
+    def _add(
+        self, node: gs.Node, labels: str, step: tuple[str, tuple[Operand, ...]], width: int,
+        attrs: dict[str, Any] | None = None, output: int = 0, last: bool = True,
+    ) -> Rows:  # fmt: skip
+        result = node.outputs[output]
+        domain = node.domain or ""
+        self.steps.append(RowStep(*step, attrs or {}, width, result.dtype, domain))
+        self.made.append((result, labels))
+        rows = Rows(len(self.steps), labels)
+        if last:
+            self.found[id(result)] = rows
+        return rows
+
+    def _unary(self, node: gs.Node, x: Rows) -> bool:
+        numbers = [t for t in node.inputs[1:]]
+        if any(t.name and not isinstance(t, gs.Constant) for t in numbers):
+            return False
+        attrs = {k: v for k, v in node.attrs.items() if not k.startswith("onnxpar.")}
+        operands: tuple[Operand, ...] = (Row(x.number), *(Shared(t) for t in numbers))
+        self._add(node, x.labels, (node.op, operands), self.width_of(x), attrs)
+        return True
+
+    def _binary(self, node: gs.Node, reads: list[Rows | None]) -> bool:
+        known = [r for r in reads if r is not None]
+        labels = known[0].labels
+        operands: list[Operand] = []
+        widths = [self.width_of(r) for r in known]
+        for tensor, rows in zip(node.inputs, reads, strict=True):
+            if rows is not None:
+                if rows.labels != labels:
+                    return False
+                operands.append(Row(rows.number))
+                continue
+            other = self._addend(tensor, labels, widths[0])
+            if other is None:
+                return False
+            operands.append(other[0])
+            widths.append(other[1])
+        if len(set(widths) - {1}) > 1:
+            return False
+        self._add(node, labels, (node.op, tuple(operands)), max(widths))
+        return True
+
+    def _addend(
+        self, tensor: gs.Tensor, labels: str, width: int
+    ) -> tuple[Own | Stacked | Shared | Beside, int] | None:
+        """The operand of an elementwise op that is no result of a step, and its width."""
+        value = constant(tensor) if _is_number(tensor) else None
+        if value is not None:
+            return (Shared(tensor), 1) if value.ndim <= 1 else None
+        operand = self.operand(tensor)
+        shape = tensor_shape(tensor) or ()
+        if isinstance(operand, (Stacked, Beside)):
+            is_vector = isinstance(operand, Stacked) and len(shape) == 1 and labels.endswith("f")
+            columns = shape[labels.index("f")] if len(shape) == len(labels) else None
+            columns = shape[0] if is_vector else columns
+            return None if columns is None else (operand, columns)
+        if operand is None or not labels.endswith("f") or None in shape:
+            return None
+        if any(size != 1 for size in shape[:-1]) or len(shape) > len(labels):
+            return None
+        return operand, shape[-1] or 0
+
+    def _product(self, node: gs.Node, reads: list[Rows | None]) -> bool:
+        at = 0 if reads[0] is not None else 1
+        x, tensor = reads[at], node.inputs[1 - at]
+        if x is None or reads[1 - at] is not None:
+            return False
+        weight = self.operand(tensor)
+        if weight is None or isinstance(weight, Beside):
+            return False
+        if node.op == "Gemm":
+            return self._gemm(node, x, weight)
+        shape = tensor_shape(tensor) or ()
+        if at == 1:  # the expert's matrix comes first, so that the rows' columns are last but one
+            columns = shape[-2] if shape else None
+            if x.labels != "Rf1" or not isinstance(weight, Stacked) or columns is None:
+                return False
+            weight = Stacked(weight.tensor, not weight.flipped)
+        else:
+            columns = shape[-1] if shape else None
+            by_row = len(shape) == len(x.labels) and x.labels == "R1f"
+            in_common = len(shape) == 2 and x.labels.lstrip("1") == "Rf"
+            if columns is None or not (by_row or in_common):
+                return False
+        self._add(node, x.labels, ("MatMul", (Row(x.number), weight)), columns)
+        return True
+
+    def _gemm(self, node: gs.Node, x: Rows, weight: Own | Stacked | Shared) -> bool:
+        scaled = node.attrs.get("alpha", 1.0) != 1.0 or node.attrs.get("beta", 1.0) != 1.0
+        shape = tensor_shape(node.inputs[1]) or ()
+        if scaled or node.attrs.get("transA") or x.labels != "Rf" or len(shape) != 2:
+            return False
+        flipped = bool(node.attrs.get("transB"))
+        columns = shape[0 if flipped else 1]
+        bias = given(node, 2)
+        if columns is None:
+            return False
+        addend = self._addend(bias, x.labels, columns) if bias is not None else None
+        if bias is not None and addend is None:
+            return False
+        attrs = {"flipped": flipped} if flipped else {}
+        step = ("MatMul", (Row(x.number), weight))
+        product = self._add(node, x.labels, step, columns, attrs, last=addend is None)
+        if addend is not None:
+            self._add(node, x.labels, ("Add", (Row(product.number), addend[0])), columns)
+        return True
+
+    def _cut(self, node: gs.Node, x: Rows) -> bool:
+        """Columns of rows: a Slice, each result of a Split, or a Gather of constant columns."""
+        width, rank = self.width_of(x), len(x.labels)
+        at = x.labels.index("f")
+        for output, bounds in enumerate(_cuts(node, width, rank, at) or ()):
+            count = len(range(width)[slice(*bounds)])
+            attrs = dict(zip(("start", "stop", "step"), bounds, strict=True))
+            self._add(node, x.labels, (CUT, (Row(x.number),)), count, attrs, output)
+            if output == len(node.outputs) - 1:
+                return True
+        return False
+
+    def _reduction(self, node: gs.Node, x: Rows) -> bool:
+        rank, at = len(x.labels), x.labels.index("f")
+        if node.op == "Softmax":
+            axes: list[int] | None = [node.attrs.get("axis", -1)]
+        else:
+            axes = given_integers(node, 1)
+        if axes is None or [a % rank for a in axes] != [at] or not node.attrs.get("keepdims", 1):
+            return False
+        width = self.width_of(x) if node.op == "Softmax" else 1
+        self._add(node, x.labels, (node.op, (Row(x.number),)), width)
+        return True
+
+
+def _is_number(tensor: gs.Tensor) -> bool:
+    shape = tensor_shape(tensor)
+    return isinstance(tensor, gs.Constant) and shape is not None and set(shape) <= {1}
+
+
+def _cuts(node: gs.Node, width: int, rank: int, at: int) -> list[tuple[int, int, int]] | None:
+    """Start, stop and step of the columns that each result of a node takes; None if it takes
+    anything else than columns at a regular distance."""
+    if node.op == "Slice":
+        fields = [given_integers(node, i) for i in (1, 2)]
+        axes = given_integers(node, 3)
+        steps = given_integers(node, 4) or [1]
+        if None in fields or axes is None or len(axes) != 1 or axes[0] % rank != at:
+            return None
+        start, stop = ((f or [0])[0] for f in fields)
+        found = range(width)[slice(start, stop, steps[0])]
+        return [(found.start, found.stop, found.step)] if steps[0] > 0 else None
+    if node.attrs.get("axis", 0) % rank != at:
+        return None
+    if node.op == "Split":
+        sizes = given_integers(node, 1)
+        if sizes is None:
+            part = -(-width // len(node.outputs))
+            sizes = [min(part, width - part * i) for i in range(len(node.outputs))]
+        ends = np.cumsum([0, *sizes]).tolist()
+        return [(a, b, 1) for a, b in itertools.pairwise(ends)]
+    picked = integers(node.inputs[1])
+    if not picked or len(tensor_shape(node.inputs[1]) or ()) != 1:
+        return None
+    step = picked[1] - picked[0] if len(picked) > 1 else 1
+    regular = range(picked[0], picked[0] + step * len(picked), step or 1)
+    return [(picked[0], picked[-1] + 1, step)] if step > 0 and [*regular] == picked else None
+
+
+def _moved(node: gs.Node, x: Rows, width: int) -> str | None:
+    """The labels of the result of a node that only moves dimensions of one element; None if it
+    does anything else."""
+    shape = tensor_shape(node.outputs[0])
+    before = tensor_shape(node.inputs[0])
+    if node.op == "Transpose":
+        order = node.attrs.get("perm") or range(len(x.labels))[::-1]
+        return "".join(x.labels[i] for i in order)
+    if node.op == "Expand":
+        sizes = node.inputs[1] if len(node.inputs) > 1 else None
+        return x.labels if sizes is not None and _expands_nothing(sizes, x, width) else None
+    if shape is None or before is None:
+        return None
+    pending = [(label, before[i]) for i, label in enumerate(x.labels) if label != "1"]
+    labels = ""
+    for size in shape:
+        if pending and size == pending[0][1]:
+            labels += pending.pop(0)[0]
+        elif size == 1:
+            labels += "1"
+        else:
+            return None
+    return labels if not pending else None
+
+
+def _expands_nothing(sizes: gs.Tensor, x: Rows, width: int) -> bool:
+    found = known_integers(sizes)
+    if found is None or found.size > len(x.labels):
+        return False
+    wanted = found.reshape(-1).tolist()
+    labels = x.labels[len(x.labels) - len(wanted) :]
+    fits = {"f": (1, width), "1": (1,), "R": (1,)}
+    return all(size in fits[label] for size, label in zip(wanted, labels, strict=True))

@@ -1,0 +1,278 @@
+"""Follows an expert that selects its tokens with NonZero, from these to the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.graph.tensors import constant, tensor_shape
+from onnxpar.load.known_integers import integers
+from onnxpar.load.pair_indices import MOVES, Index, moved_index
+from onnxpar.load.row_program import Beside, Own, RowProgram, Rows, Shared, Stacked
+
+_IN_ORDER = frozenset(["Flatten", "Unsqueeze", "Squeeze", "Reshape", "Identity"])
+"""Ops that keep the flat order of elements."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight for each pair, [pair, 1] or [pair]: element `form` of `table` in its flat order."""
+
+    table: gs.Tensor
+    form: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """Rows, times a weight for each pair."""
+
+    rows: Rows
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Zeros, in which the rows of pairs replace those of their tokens."""
+
+    rows: Rows
+    weight: Weight | None
+
+
+@dataclass(eq=False)
+class ScatteredExpert(RowProgram):
+    """One expert: the NonZero that selects its pairs, and what becomes of them.
+
+    which       the number of the expert in the mask, if it is constant
+    number      the tensor that has that number
+    tokens      the tensor that the expert reads rows of, and its dimension of tokens
+    token       the form of an index of tokens
+    total       the tensor to whose rows the expert adds, and the sum
+    overwrites  true if of two equal tokens the last one counts
+    guards      the If around each sum that is the result of its first branch, by the sum
+    """
+
+    seed: gs.Node = field(default_factory=gs.Node)
+    which: int | None = None
+    number: gs.Tensor | None = None
+    tokens: tuple[gs.Tensor, int] | None = None
+    token: tuple[int, int] | None = None
+    result: Rows | None = None
+    weight: Weight | None = None
+    total: tuple[gs.Tensor, gs.Tensor] | None = None
+    overwrites: bool = False
+    others: dict[int, Any] = field(default_factory=dict)
+    guards: Mapping[int, gs.Node] = field(default_factory=dict)
+
+    def operand(self, tensor: gs.Tensor) -> Own | Stacked | Shared | Beside | None:
+        """A constant, or the expert's slice of a tensor for all experts."""
+        flipped, made = False, tensor.inputs[0] if tensor.inputs else None
+        if made is not None and made.op == "Transpose" and made.attrs.get("perm") == [1, 0]:
+            flipped, tensor = True, made.inputs[0]
+            made = tensor.inputs[0] if tensor.inputs else None
+        if made is not None and made.op == "Gather" and made.attrs.get("axis", 0) == 0:
+            value = constant(made.inputs[1])
+            is_same = value is not None and value.ndim == 0 and value.item() == self.which
+            if made.inputs[1] is self.number or is_same:
+                return Stacked(made.inputs[0], flipped)
+        return None if flipped else super().operand(tensor)
+
+
+def follow(expert: ScatteredExpert, node: gs.Node) -> bool:
+    """Records a node that reads something of an expert; False if that is not understood."""
+    reads = [expert.others.get(id(t)) for t in node.inputs]
+    rows = [expert.rows(t) for t in node.inputs]
+    if any(isinstance(r, Index) for r in reads):
+        if node.op in ("Gather", "GatherND") and isinstance(reads[1], Index):
+            return _gather(expert, node, reads[1])
+        if node.op in ("ScatterND", "ScatterElements"):
+            return _scatter(expert, node, reads[1])
+        return not any(rows) and _move_index(expert, node, reads)
+    if any(isinstance(r, _Placed) for r in reads):
+        return _add_placed(expert, node, reads)
+    if any(isinstance(r, _Scaled) for r in reads):
+        return _pass_scaled(expert, node, reads[0])
+    if any(isinstance(r, Weight) for r in reads):
+        return _scale(expert, node, reads, rows)
+    return any(r is not None for r in rows) and expert.follow(node)
+
+
+def _move_index(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) -> bool:
+    """Arithmetic on indices, and nodes that move their dimensions."""
+    result = moved_index(node, reads)
+    if isinstance(result, list):
+        expert.others |= {id(t): r for t, r in zip(node.outputs, result, strict=True)}
+        return True
+    if result is not None:
+        expert.others[id(node.outputs[0])] = result
+    return result is not None
+
+
+def _gather(expert: ScatteredExpert, node: gs.Node, index: Index) -> bool:
+    """Rows of tokens, or weights of pairs."""
+    data = node.inputs[0]
+    shape = tensor_shape(data)
+    is_nd = node.op == "GatherND"
+    if shape is None or (is_nd and (node.attrs.get("batch_dims", 0) or index.labels[0] != "R")):
+        return False
+    if is_nd and (len(index.labels) != 2 or len(index.forms) > len(shape)):
+        return False
+    if not is_nd and (len(index.forms) != 1 or index.labels not in ("R", "R1", "Rc")):
+        return False
+    if None in shape:
+        return False
+    if len(index.forms) == 1 and index.forms[0] in ((1, 0), (0, 1)) and shape[-1] != 1:
+        return _read_tokens(expert, node, index, shape)
+    sizes = [s or 0 for s in shape]
+    if is_nd:
+        count = len(index.forms)
+        strides = [int(np.prod(sizes[i + 1 :])) for i in range(count)]
+        rest = sizes[count:]
+        flat = [sum(f[i] * s for f, s in zip(index.forms, strides, strict=True)) for i in (0, 1)]
+    else:
+        axis = node.attrs.get("axis", 0) % len(sizes)
+        rest = [s for i, s in enumerate(sizes) if i != axis]
+        flat = list(index.forms[0])
+    if any(size != 1 for size in rest):
+        return False
+    while data.inputs and data.inputs[0].op in _IN_ORDER:
+        data = data.inputs[0].inputs[0]
+    expert.others[id(node.outputs[0])] = Weight(data, (flat[0], flat[1]))
+    return True
+
+
+def _read_tokens(
+    expert: ScatteredExpert, node: gs.Node, index: Index, shape: Sequence[int | None]
+) -> bool:
+    """The rows of an expert's tokens, which are its input."""
+    axis = 0 if node.op == "GatherND" else node.attrs.get("axis", 0) % len(shape)
+    others = [s for i, s in enumerate(shape[:-1]) if i != axis]
+    if axis == len(shape) - 1 or any(s != 1 for s in others):
+        return False
+    if expert.tokens is not None and expert.tokens[0] is not node.inputs[0]:
+        return False
+    more = index.labels[1:] if node.op == "Gather" else ""
+    labels = "1" * axis + "R" + "1" * len(more) + "1" * (len(shape) - 2 - axis) + "f"
+    expert.tokens, expert.token = (node.inputs[0], axis), index.forms[0]
+    expert.width, expert.dtype = shape[-1] or 0, node.inputs[0].dtype
+    expert.enter(node.outputs[0], labels)
+    return True
+
+
+def _scale(
+    expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any], rows: Sequence[Rows | None]
+) -> bool:
+    """Nodes that move or cast weights of pairs, and the product of weights and rows."""
+    weight = next(r for r in reads if r is not None)
+    out = node.outputs[0]
+    if node.op in MOVES and reads[0] is weight:
+        shape = tensor_shape(out)
+        if shape is None or any(size not in (1, None) for size in shape):
+            return False
+        expert.others[id(out)] = weight
+        return True
+    main = next((r for r in rows if r is not None), None)
+    at = next(i for i, r in enumerate(reads) if r is weight)
+    if node.op != "Mul" or main is None or main.labels != "Rf":
+        return False
+    if len(tensor_shape(node.inputs[at]) or ()) != 2:
+        return False
+    expert.others[id(out)] = _Scaled(main, weight)
+    return True
+
+
+def _pass_scaled(expert: ScatteredExpert, node: gs.Node, scaled: Any) -> bool:
+    """Casts and expansions that change nothing, between the product with weights and the sum."""
+    if node.op == "Cast" and isinstance(scaled, _Scaled):
+        is_same = bool(node.outputs[0].dtype == node.inputs[0].dtype)
+    else:
+        is_same = node.op in ("Identity", "Expand") and isinstance(scaled, _Scaled)
+    if is_same and node.op == "Expand":
+        sizes = integers(node.inputs[1])
+        is_same = sizes is not None and sizes in ([1, expert.width_of(scaled.rows)], [1, 1])
+    if is_same:
+        expert.others[id(node.outputs[0])] = scaled
+    return is_same
+
+
+def _scatter(expert: ScatteredExpert, node: gs.Node, index: Any) -> bool:
+    """Rows that are added to, or replace, those of their tokens."""
+    total, updates = node.inputs[0], node.inputs[2]
+    value = expert.others.get(id(updates)) or expert.rows(updates)
+    is_token = isinstance(index, Index) and index.forms == (expert.token,)
+    if not is_token or not isinstance(value, (_Scaled, Rows)) or index.labels not in ("R1", "Rc"):
+        return False
+    rows, weight = (value.rows, value.weight) if isinstance(value, _Scaled) else (value, None)
+    if rows.labels != "Rf" or node.attrs.get("axis", 0) != 0:
+        return False
+    if len(tensor_shape(total) or ()) != 2:
+        return False
+    reduction = node.attrs.get("reduction", "none")
+    if reduction == "add":
+        return _finish(expert, rows, weight, total, node.outputs[0])
+    if reduction != "none" or not is_zero(total):
+        return False
+    expert.others[id(node.outputs[0])] = _Placed(rows, weight)
+    return True
+
+
+def _add_placed(expert: ScatteredExpert, node: gs.Node, reads: Sequence[Any]) -> bool:
+    placed = next(r for r in reads if r is not None)
+    others = [t for t, r in zip(node.inputs, reads, strict=True) if r is None]
+    if node.op != "Add" or len(others) != 1:
+        return False
+    expert.overwrites = True
+    return _finish(expert, placed.rows, placed.weight, others[0], node.outputs[0])
+
+
+def _finish(
+    expert: ScatteredExpert, rows: Rows, weight: Weight | None, before: gs.Tensor, after: gs.Tensor
+) -> bool:
+    guard = expert.guards.get(id(after))
+    if guard is not None:
+        if not _runs_for_rows(guard, expert, before):
+            return False
+        after = guard.outputs[0]
+    if expert.total is not None or tensor_shape(before) != tensor_shape(after):
+        return False
+    expert.result, expert.weight, expert.total = rows, weight, (before, after)
+    return True
+
+
+def _runs_for_rows(guard: gs.Node, expert: ScatteredExpert, before: gs.Tensor) -> bool:
+    """True if an If runs its first branch where an expert has tokens, and else returns the sum
+    before."""
+    condition, sizes = guard.inputs[0], ("Cast", "Identity", "Squeeze", "ReduceProd", "Gather")
+    while condition.inputs and condition.inputs[0].op in ("Cast", "Identity"):
+        condition = condition.inputs[0].inputs[0]
+    node = condition.inputs[0] if condition.inputs else None
+    if node is None or node.op != "Greater" or not is_zero(node.inputs[1]):
+        return False
+    count = node.inputs[0]
+    while count.inputs and count.inputs[0].op in sizes:
+        count = count.inputs[0].inputs[0]
+    node = count.inputs[0] if count.inputs else None
+    if node is None or node.op not in ("Shape", "Size"):
+        return False
+    other = guard.attrs["else_branch"].outputs[0]
+    while other.inputs and other.inputs[0].op == "Identity":
+        other = other.inputs[0].inputs[0]
+    is_before = other is before or other.name == before.name or (is_zero(other) and is_zero(before))
+    return is_before and isinstance(expert.others.get(id(node.inputs[0])), Index)
+
+
+def is_zero(tensor: gs.Tensor) -> bool:
+    """True for a tensor of zeros."""
+    value = constant(tensor)
+    if value is not None:
+        return not value.any()
+    node = tensor.inputs[0] if tensor.inputs else None
+    if node is not None and node.op == "ConstantOfShape":
+        filler = node.attrs.get("value")
+        return filler is None or not np.asarray(filler.values).any()
+    if node is not None and node.op in ("Expand", "Cast", "Identity", "Reshape"):
+        return is_zero(node.inputs[0])
+    return False

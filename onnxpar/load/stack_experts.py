@@ -1,0 +1,61 @@
+"""Rewrites mixtures of experts, in the forms that exporters write, with the expert as a dimension
+of the weights and of all tensors in between.
+
+torch has no op for a mixture. Loops over experts are exported as one subgraph for each expert, and
+Hugging Face's other forms gather a matrix for each token, or sort tokens by expert. In none of them
+is the expert a dimension that can be split.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.graph.lazy_values import StackedValues, stack_of
+from onnxpar.graph.subgraphs import all_nodes
+from onnxpar.graph.used_names import names_of
+from onnxpar.load.gathered_experts import gathered_mixtures
+from onnxpar.load.scattered_experts import scattered_mixtures
+
+IN_NODES = "/experts/weight."
+"""In the names of the nodes that stack weights."""
+
+
+def stack_experts(graph: gs.Graph, folder: Path, in_nodes: bool = False) -> None:
+    """Rewrites each mixture of the graph whose experts compute the same steps, in place. `folder`
+    has the model's external data. With `in_nodes`, nodes stack the weights that experts have of
+    their own: trained weights keep their names and shapes."""
+    scattered_mixtures(graph, folder)
+    gathered_mixtures(graph, folder)
+    if in_nodes:
+        _stack_in_nodes(graph)
+
+
+def _stack_in_nodes(graph: gs.Graph) -> None:
+    """Replaces each stack of weights by nodes that stack these."""
+    stacks: dict[int, tuple[gs.Constant, StackedValues]] = {}
+    for node in all_nodes(graph):
+        for tensor in node.inputs:
+            stack = stack_of(tensor) if isinstance(tensor, gs.Constant) else None
+            if stack is not None:
+                stacks[id(tensor)] = tensor, stack
+    made: list[gs.Node] = []
+    names = names_of(graph)
+    for tensor, stack in stacks.values():
+        row = [1, *tensor.shape[1:]]
+        rows = []
+        root = names.root(tensor.name, "/")
+        for i, weight in enumerate(stack.weights):
+            name = f"{root}/Reshape.{i}"
+            shape = gs.Constant(f"{name}/shape", np.array(row, np.int64))
+            rows.append(gs.Variable(name, tensor.dtype, row))
+            made.append(gs.Node("Reshape", name, {}, [weight, shape], rows[-1:]))
+        joined = gs.Variable(tensor.name, tensor.dtype, list(tensor.shape))
+        made.append(gs.Node("Concat", f"{root}/Concat", {"axis": 0}, rows, [joined]))
+        for node in list(tensor.outputs):
+            for i, operand in enumerate(node.inputs):
+                if operand is tensor:
+                    node.inputs[i] = joined
+    graph.nodes[:0] = made

@@ -1,1 +1,0 @@
-"""Manual programs: models of one rank, with collectives inserted by hand."""

@@ -1,1 +1,0 @@
-"""ONNX protos to graphs and back: shapes, checks, state pairs, annotations, files."""

@@ -1,1 +1,0 @@
-"""The order of passes, how they run, what is dumped, and the options of plans."""

@@ -1,0 +1,1 @@
+"""Options of plans, attempts at a plan, the order of passes, how they run, and what is dumped."""

@@ -1,0 +1,80 @@
+"""One way to plan a model, and the plan that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from onnxpar.base.units import text_of
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.plan import Plan
+from onnxpar.graph.tensors import Whole
+from onnxpar.planner.observer import Observer
+from onnxpar.planner.options import Options
+from onnxpar.search.objective import Objective
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a planner may change from one plan of a model to the next; the rest is the user's.
+
+    objective  of the search; its limit on memory may be lower than the user's
+    devices    the number of ranks; None: as the mesh has them
+    page_size  tokens of a page, in which caches are; 0 or None: they stay as the model has them
+    shares     of the work, by rank, if the parts of ranks may differ; empty: as speeds have them
+    whole      nodes, and factors of them, that stay whole because sizes are open
+    """
+
+    objective: Objective
+    devices: int | None
+    page_size: int | None
+    shares: tuple[float, ...] = ()
+    whole: Whole = field(default_factory=dict)
+
+    @classmethod
+    def first(cls, options: Options) -> Attempt:
+        """The attempt that does what the user asks for, and nothing else."""
+        return cls(options.objective, options.devices, options.page_size)
+
+    def on(self, options: Options) -> Options:
+        """The options with what the attempt changes."""
+        changes = (self.objective, self.devices, self.page_size, self.shares)
+        objective, devices, page_size, shares = changes
+        return replace(
+            options, objective=objective, devices=devices, page_size=page_size, shares=shares
+        )
+
+    def text(self, chosen: Attempt) -> str:
+        """Says how the attempt differs from the chosen one."""
+        return " and ".join(self._differences(chosen)) or "the same again"
+
+    def _differences(self, chosen: Attempt) -> Iterator[str]:
+        own, other = self.objective, chosen.objective
+        if own.memory != other.memory:
+            most = "no limit on memory" if own.memory is None else f"{text_of(own.memory, 'B')} "
+            yield f"with {most}" + ("" if own.memory is None else "a rank in the search")
+        if own.hides_sums != other.hides_sums:
+            how = "hidden by compute" if own.hides_sums else "counted in full"
+            yield f"with sums of gradients {how} in the search"
+        if self.shares != chosen.shares:
+            yield "with other shares of the work"
+        if self.page_size != chosen.page_size:
+            yield "with caches in pages" if self.page_size else "without pages"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of an attempt, the context of its passes, and the observer that has seen them."""
+
+    attempt: Attempt
+    plan: Plan
+    ctx: PassContext
+    seen: Observer
+
+    @property
+    def text(self) -> str:
+        """What the plan needs: predicted time, and memory of a rank."""
+        held = text_of(self.plan.held, "B")
+        if self.plan.predicted is None:
+            return f"{held} a rank"
+        return f"{self.plan.predicted.total * 1e3:.3f} ms and {held} a rank"

@@ -1,0 +1,137 @@
+"""Shares of the work in proportion to the speed of devices, as far as their memory allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.cost.device import Device
+from onnxpar.cost.topology import Topology
+from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.tensors import shape_bytes, tensor_shape
+from onnxpar.layout.mesh import Mesh
+from onnxpar.layout.shares import most_weight
+from onnxpar.load.load import Model
+from onnxpar.planner.attempt import Attempt, Planned
+from onnxpar.planner.options import Options
+from onnxpar.search.objective import Objective, OverLimit
+from onnxpar.search.predict import predict_on_one
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import ShardingState
+
+ROUNDS = 8
+"""Most plans that are made to find shares that fit into memory."""
+SLACK = 0.98
+"""Fraction of a device's memory that the next plan aims at, if a rank needed more than it has."""
+
+PROGRESS = 0.999
+"""The search for shares ends when the fullest rank holds more than this fraction of what it held
+before: then other shares do not help."""
+
+
+def balanced(options: Options, model: Model, factors: GraphFactors) -> Topology | None:
+    """The topology of the options, with the share of the work that each rank takes if they ask for
+    that. Errors: StrategyError if all ranks have the same device."""
+    topology = options.topology
+    if not options.balance:
+        return topology
+    if topology is None or not topology.devices:
+        raise StrategyError(
+            "--balance: the ranks have equal devices; give devices that differ in a --topology, or "
+            "leave it out"
+        )
+    if options.shares:
+        return replace(topology, shares=options.shares)
+    seconds = {d: _seconds(model, factors, topology, d) for d in dict.fromkeys(topology.devices)}
+    speeds = [1 / seconds[device] for device in topology.devices]
+    states = {source for source, _ in model.states}
+    held = [*constants(model.graph), *(t for t in model.graph.inputs if t.name in states)]
+    total = sum(shape_bytes(t, [size or 1 for size in tensor_shape(t) or ()]) for t in held)
+    own = limits(topology, options.objective)
+    most = [limit / total if total else math.inf for limit in own]
+    return replace(topology, shares=capped(speeds, most))
+
+
+def sampled_remainders(options: Options) -> int:
+    """The number modulo which samples of open sizes should have every remainder, so that shards
+    of equal weights, whose bounds are rounded differently, differ at one of the samples."""
+    if not options.balance or options.topology is None:
+        return 0
+    return most_weight(len(options.topology.devices))
+
+
+def _seconds(model: Model, factors: GraphFactors, topology: Topology, device: Device) -> float:
+    """Seconds in which a device computes the whole model, without the launch of ops, which takes
+    the same time for any part of it."""
+    alone = Topology(topology.levels, replace(device, launch=0.0))
+    sharding = ShardingState.open(Mesh.of([("all", 1)]), factors, alone)
+    return predict_on_one(model.graph.nodes, sharding) or 1.0
+
+
+def limits(topology: Topology, objective: Objective) -> list[float]:
+    """Bytes that each rank may hold; infinite if there is no limit."""
+    if objective.memory is None:
+        return [device.memory or math.inf for device in topology.devices]
+    weights = map(objective.weight_of, range(len(objective.memories or topology.devices)))
+    return [objective.memory / weight if weight else math.inf for weight in weights]
+
+
+def capped(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...]:
+    """Shares in proportion to weights, none above `most`, whose rest the others take. If all
+    together may take less than everything, the shares are in proportion to `most`.
+
+    >>> capped([3.0, 1.0, 1.0], [0.5, 1.0, 1.0])
+    (0.5, 0.25, 0.25)
+    """
+    if math.fsum(most) <= 1:
+        return tuple(m / math.fsum(most) for m in most)
+    full: set[int] = set()
+    while True:
+        rest = 1 - math.fsum(most[i] for i in full)
+        free = math.fsum(w for i, w in enumerate(weights) if i not in full)
+        found = [most[i] if i in full else w * rest / free for i, w in enumerate(weights)]
+        over = {i for i, share in enumerate(found) if share > most[i] and i not in full}
+        if not over:
+            return tuple(found)
+        full |= over
+
+
+def fitting_shares(
+    attempt: Attempt, topology: Topology | None, make: Callable[[Attempt], Planned]
+) -> Planned:
+    """Makes a plan whose shares of the work fit into the memory of each rank's device: where a rank
+    needs more than it has, the others take over some of its share. If no plan fits, returns the
+    first one. Errors: OverLimit if a search finds no strategy that fits."""
+    most = limits(topology or Topology.default(), attempt.objective)
+    try:
+        first = make(attempt)
+    except OverLimit:
+        if not all(map(math.isfinite, most)):
+            raise
+        first = make(replace(attempt, shares=capped(most, [1.0] * len(most))))
+    planned, speeds = first, _shares(first)
+    for _ in range(ROUNDS if topology is not None else 0):
+        if not speeds or _fullness(planned, most) <= 1:
+            return planned
+        caps = [
+            share * limit / load.held * (SLACK if load.held > limit else 1)
+            for share, limit, load in zip(_shares(planned), most, planned.plan.loads, strict=False)
+        ]
+        rest = [math.inf] * (len(speeds) - len(caps))
+        before = planned
+        planned = make(replace(attempt, shares=capped(speeds, [*caps, *rest])))
+        if _fullness(planned, most) > _fullness(before, most) * PROGRESS:
+            break
+    return first
+
+
+def _shares(planned: Planned) -> tuple[float, ...]:
+    return planned.ctx.sharding.costs.topology.shares
+
+
+def _fullness(planned: Planned, most: Sequence[float]) -> float:
+    """The largest quotient of what a rank holds by what it may hold."""
+    pairs = zip(planned.plan.loads, most, strict=False)
+    return max((load.held / limit for load, limit in pairs), default=0.0)

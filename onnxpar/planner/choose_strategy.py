@@ -1,0 +1,115 @@
+"""Chooses the mesh, and the strategy or preset that the passes follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.base.pass_times import SEARCH
+from onnxpar.compiler.open_errors import at_open_sizes
+from onnxpar.graph.annotations import Configuration, choose_configuration
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import Model
+from onnxpar.planner.options import NO_RANKS, Options, preset_or_search, wanted_mesh
+from onnxpar.planner.unused_options import refuse_without_search
+from onnxpar.search.dealt_tables import fastest_with_tables
+from onnxpar.search.given_mesh import best_on_mesh
+from onnxpar.search.meshes import best_mesh
+from onnxpar.search.op_strategies import Kept
+from onnxpar.search.proof import Proof
+from onnxpar.search.search import AUTO, EXHAUSTIVE, Solution, solve
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.annotated_strategy import annotated_mesh
+from onnxpar.strategy.presets import preset_mesh
+from onnxpar.strategy.requests import requests
+from onnxpar.strategy.strategy import Annotation
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice of mesh and strategy.
+
+    mesh       the mesh
+    preset     the preset or the kind of search, if any
+    annotated  the model's own annotations, if they are followed
+    found      the annotations that a search found; None if there was no search
+    proof      what the search has proved; None if there was no search
+    """
+
+    mesh: Mesh
+    preset: str | None
+    annotated: Configuration | None = None
+    found: list[Annotation] | None = None
+    proof: Proof | None = None
+
+
+def choose_strategy(model: Model, options: Options, factors: GraphFactors) -> Chosen:
+    """Follows the model's annotations and the user's options; searches for what they leave open.
+    Errors: StrategyError."""
+    mesh, how = wanted_mesh(options), preset_or_search(options)
+    devices = mesh.size if mesh is not None else options.devices
+    annotated = choose_configuration(model.annotations, options.configuration, devices)
+    if annotated is not None:
+        if how is None:
+            refuse_without_search(options, is_annotated=True)
+        mesh = annotated_mesh(annotated, mesh)
+    elif devices is None:
+        raise StrategyError(NO_RANKS)
+    elif how is None and options.strategy is None and options.search is None:
+        how = AUTO
+    if how not in (AUTO, EXHAUSTIVE):
+        if mesh is None:
+            assert devices is not None
+            mesh = preset_mesh(how, devices)
+        return Chosen(mesh, how, annotated)
+    with options.times.of(SEARCH):
+        best = _search(model, options, factors, annotated, mesh, how)
+    return Chosen(best.mesh, how, annotated, best.annotations, best.proof(options.objective))
+
+
+def _search(
+    model: Model,
+    options: Options,
+    factors: GraphFactors,
+    annotated: Configuration | None,
+    mesh: Mesh | None,
+    how: str,
+) -> Solution:
+    """Searches for the fastest strategy that agrees with the model's annotations, on the given mesh
+    or on any mesh."""
+
+    def on_mesh(
+        sharding: ShardingState,
+        given: Sequence[Sequence[Annotation]],
+        kept: Kept | None,
+        below: float = math.inf,
+    ) -> Solution:
+        states, objective = model.states, options.objective
+
+        def with_more(more: Sequence[Annotation], spare: float) -> Solution:
+            goal, every = objective, [*given, more]
+            if goal.memory is not None and spare:
+                goal = replace(goal, memory=max(goal.memory - spare, 1.0))
+            limited = goal, model.step, below
+            return solve(model.graph, sharding, states, every, how, kept, *limited)
+
+        # over several axes, dealing over all of them is the same as over one
+        is_one = mesh is not None or sum(size > 1 for _, size in sharding.mesh.shape) == 1
+        if kept is not None or how == EXHAUSTIVE or not is_one:
+            return with_more([], 0.0)
+        return fastest_with_tables(model.graph, sharding, model.step, with_more)
+
+    if annotated is not None:
+        assert mesh is not None
+        sharding = ShardingState.open(mesh, factors, options.topology)
+        with at_open_sizes(model):
+            _, given = requests(annotated, options.strategy, sharding)
+        return on_mesh(sharding, given, None)
+    asked = (options.topology, on_mesh, options.strategy, options.objective)
+    if mesh is not None:
+        return best_on_mesh(factors, mesh, *asked)
+    assert options.devices is not None
+    return best_mesh(model, factors, options.devices, *asked)

@@ -1,0 +1,154 @@
+"""Loads the model, and makes the context of the passes: mesh and strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.pass_times import ANALYSE, LOAD
+from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
+from onnxpar.compiler.replay import opened, variants
+from onnxpar.graph.training_spec import Step
+from onnxpar.graph.typical import Typical
+from onnxpar.load.load import InferTypes, Model, Show, load, unseen
+from onnxpar.load.page_caches import HOLDING, USUAL
+from onnxpar.planner.balance import balanced, sampled_remainders
+from onnxpar.planner.choose_strategy import choose_strategy
+from onnxpar.planner.dataset import with_dataset
+from onnxpar.planner.observer import Observer
+from onnxpar.planner.options import Options, least_size, manual_of, wanted_mesh
+from onnxpar.planner.paging import check_tokens_apart
+from onnxpar.planner.placed_tables import tables_on_host
+from onnxpar.planner.plugins import load_entry_points
+from onnxpar.planner.run_passes import open_sharding, run_passes
+from onnxpar.planner.unused_options import (
+    refuse_for_manual,
+    refuse_groups,
+    refuse_without_search,
+)
+from onnxpar.sharding.factors import GraphFactors
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.manual import MANUAL, refuse_collectives
+from onnxpar.strategy.presets import preset_mesh
+
+
+def load_model(
+    path: str | Path,
+    options: Options,
+    for_training: bool = False,
+    untied: bool = False,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    show: Show = unseen,
+) -> Model:
+    """Loads the model: as a global program, or with the preset `manual` as the program of each
+    rank. `for_training`, `untied`, `shapes` and `show` as for `load`."""
+
+    def own_types(step: Step | None) -> InferTypes | None:
+        manual = manual_of(options, step)
+        return None if manual is None else partial(manual.infer, for_training=for_training)
+
+    load_entry_points()
+    least = least_size(options)
+    typical = options.typical
+    if options.page_size and not typical.profiles:
+        typical = Typical(USUAL)
+    with options.times.of(LOAD):
+        model = load(
+            path,
+            options.dims,
+            options.states,
+            least=least,
+            own_types=own_types,
+            for_training=for_training,
+            untied=untied,
+            typical=typical,
+            find_others=options.find_states,
+            shapes=shapes,
+            show=show,
+            remainders=sampled_remainders(options),
+            page_size=options.page_size or 0,
+            kv_dtype=options.kv_dtype,
+            part=options.part,
+        )
+    if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
+        slots = model.step.slots if model.step is not None else []
+        model.states = [*((slot.input, slot.output) for slot in slots), *options.states]
+    model.on_host = tables_on_host(model, options.place, options.strategy)
+    return model
+
+
+def prepare(
+    model: Model,
+    options: Options,
+    passes: Sequence[Pass],
+    observer: Observer | None = None,
+) -> PassContext:
+    """Runs the passes of the stage REWRITE, at every binding of open sizes, then makes the context
+    for the other passes. Errors: OnnxparError."""
+    steps = [p for p in passes if p.stage is Stage.REWRITE]
+    if steps or options.passes or options.exposed:
+        model.original = None
+    if steps:
+        ctx = _rewriting_context(model, options)
+        run_passes(model, ctx, steps, observer, options.verify, options.times)
+    if steps and model.sizes is not None:
+        at = model.sizes.graph
+
+        def rewritten(i: int) -> gs.Graph:
+            other = replace(model, graph=at(i))
+            run_passes(other, _rewriting_context(other, options), steps, times=options.times)
+            return other.graph
+
+        model.sizes = replace(model.sizes, graph=rewritten)
+    if len(steps) == len(passes):
+        return _rewriting_context(model, options)
+    with options.times.of(ANALYSE):
+        return make_context(model, options)
+
+
+def _rewriting_context(model: Model, options: Options) -> PassContext:
+    """A context in which nothing is split, for passes that rewrite the global graph."""
+    mesh = wanted_mesh(options) or preset_mesh(None, options.devices or 1)
+    manual = manual_of(options, model.step) if options.preset == MANUAL else None
+    return PassContext(model, open_sharding(model, mesh, options.topology), Request(manual=manual))
+
+
+def make_context(model: Model, options: Options) -> PassContext:
+    """Analyses the model, and chooses the mesh and the strategy. Errors: StrategyError."""
+    options = with_dataset(options, model)
+    manual = manual_of(options, model.step)
+    if manual is not None:
+        refuse_for_manual(options)
+        nothing = ShardingState.open(manual.mesh, GraphFactors({}, []), options.topology)
+        return PassContext(model, nothing, Request(preset=MANUAL, manual=manual))
+    refuse_groups(options)
+    options.objective.check(model.step)
+    holding = HOLDING if options.page_size else 0.0
+    own = replace(options.objective, on_host=model.on_host, holding=holding)
+    options = replace(options, objective=own)
+    if not options.compared:
+        refuse_without_search(options)
+    refuse_collectives(model.graph)
+    factors, others = variants(model)
+    if options.page_size:
+        check_tokens_apart(model.graph, factors)
+    factors = opened(model, factors, others)
+    options = replace(options, topology=balanced(options, model, factors) or options.host())
+    chosen = choose_strategy(model, options, factors)
+    return PassContext(
+        model,
+        ShardingState.open(chosen.mesh, factors, options.topology),
+        Request(
+            strategy=options.strategy,
+            preset=chosen.preset,
+            annotated=chosen.annotated,
+            objective=options.objective,
+            found=chosen.found,
+            proof=chosen.proof,
+        ),
+        variants=others,
+    )

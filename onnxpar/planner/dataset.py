@@ -1,0 +1,116 @@
+"""Layouts of the data inputs as a whole, as MindSpore's `dataset_strategy` gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.annotations import choose_configuration
+from onnxpar.graph.tensors import tensor_shape
+from onnxpar.load.load import Model
+from onnxpar.planner.options import Dataset, Options, wanted_mesh
+from onnxpar.search.search import AUTO
+from onnxpar.strategy.annotated_strategy import annotated_mesh
+from onnxpar.strategy.manual import MANUAL
+from onnxpar.strategy.strategy import Strategy
+
+DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"
+_FORMS = (
+    f"give {DATA_PARALLEL}, {FULL_BATCH}, or the numbers of shards of each data input's "
+    "dimensions: [[8, 1], [8]]"
+)
+
+
+def read_dataset(given: str | Sequence[Sequence[int]] | None) -> Dataset:
+    """Reads the option as users give it: one of two names, or numbers of shards, also as text.
+    Errors: StrategyError."""
+    if given is None or given in (DATA_PARALLEL, FULL_BATCH):
+        return given
+    try:
+        counts = counts_of(json.loads(given) if isinstance(given, str) else given)
+    except (ValueError, RecursionError):
+        counts = None
+    if counts is None:
+        raise StrategyError(f"--dataset-strategy {given!s:.60}: {_FORMS}")
+    return counts
+
+
+def counts_of(given: object) -> tuple[tuple[int, ...], ...] | None:
+    """Numbers of shards by input and dimension; None if the value is something else."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return None
+    if not all(isinstance(numbers, Sequence) for numbers in given):
+        return None
+    counts = tuple(tuple(numbers) for numbers in given)
+    return counts if all(type(n) is int and n > 0 for c in counts for n in c) else None
+
+
+def with_dataset(options: Options, model: Model) -> Options:
+    """Returns options whose strategy has an entry for each data input: the inputs of a batch in a
+    training step, else those that are no states. Entries of the user's strategy come later, so they
+    count. Errors: StrategyError."""
+    asked = options.dataset
+    if asked is None:
+        return options
+    if options.preset == MANUAL:
+        raise StrategyError(
+            "--dataset-strategy: the tensors of --strategy say how the inputs of a manual program "
+            "are cut; leave it out"
+        )
+    ranks = _ranks(options, model)
+    shapes = _data_shapes(model)
+    if not isinstance(asked, str) and len(asked) != len(shapes):
+        raise StrategyError(
+            f"--dataset-strategy lists {len(asked)} inputs; the data inputs are "
+            f"{', '.join(shapes) or 'none'}"
+        )
+    entries = {}
+    for number, (name, rank) in enumerate(shapes.items()):
+        dim = model.step.batch.get(name) if model.step is not None else 0
+        counts = _counts(asked, rank, dim, ranks) if isinstance(asked, str) else asked[number]
+        if len(counts) != rank:
+            raise StrategyError(
+                f"--dataset-strategy: {name} has {rank} dimensions, but {len(counts)} numbers of "
+                "shards are given"
+            )
+        entries[name] = list(counts)
+    own = options.strategy or Strategy(source="--dataset-strategy")
+    is_open = options.strategy is None and options.preset is None and options.search is None
+    return replace(
+        options,
+        dataset=None,
+        strategy=replace(own, tensors={**entries, **own.tensors}),
+        search=AUTO if is_open else options.search,
+    )
+
+
+def _ranks(options: Options, model: Model) -> int:
+    """The number of ranks: that of the options, or else of the model's annotations. If nothing
+    gives it, 1: then the choice of the mesh is what fails."""
+    mesh = wanted_mesh(options)
+    if mesh is None and options.devices is None:
+        annotated = choose_configuration(model.annotations, options.configuration, None)
+        mesh = annotated_mesh(annotated, None) if annotated is not None else None
+    return mesh.size if mesh is not None else options.devices or 1
+
+
+def _counts(asked: str, rank: int, dim: int | None, ranks: int) -> list[int]:
+    """Returns the numbers of shards of an input's dimensions: `dim` over all ranks, or none."""
+    counts = [1] * rank
+    if rank and dim is not None and asked == DATA_PARALLEL:
+        counts[dim] = ranks
+    return counts
+
+
+def _data_shapes(model: Model) -> dict[str, int]:
+    """Returns the number of dimensions of each data input, in the order of the inputs."""
+    states = {source for source, _ in model.states}
+    names = model.step.data if model.step is not None else None
+    shapes = ((t.name, tensor_shape(t)) for t in model.graph.inputs)
+    return {
+        name: len(shape)
+        for name, shape in shapes
+        if shape is not None and (name in names if names is not None else name not in states)
+    }

@@ -1,0 +1,126 @@
+"""Passes by name, and the text form of a pipeline: `propagate-layouts,insert-collectives{...}`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.compiler.pass_ import ANNOTATIONS, Pass, Stage
+from onnxpar.passes.annotate_strategy import AnnotateStrategy
+from onnxpar.passes.differentiate import Differentiate
+from onnxpar.passes.fuse_attention import FuseAttention
+from onnxpar.planner.default_passes import DEFAULT_PASSES, MANUAL_PASSES
+from onnxpar.planner.placed_passes import Placed, check_order
+from onnxpar.planner.plugins import registered_passes
+
+_BEFORE: tuple[type[Pass], ...] = (Differentiate, FuseAttention)
+OWN: dict[str, type[Pass]] = {p.name: p for p in (*_BEFORE, *DEFAULT_PASSES, *MANUAL_PASSES)}
+LIST = "list"
+"""A word in place of passes, which lists them."""
+_ENTRY = re.compile(r"\s*([\w.-]+)\s*(?:\{([^}]*)\})?\s*")
+_LIST = re.compile(rf"\s*|{_ENTRY.pattern}(?:,{_ENTRY.pattern})*")
+_PLACE = re.compile(r"(.*\S)\s+(before|after)\s+([\w.-]+)\s*")
+_BOOLS = {"true": True, "false": False}
+
+
+def by_name() -> dict[str, type[Pass]]:
+    """All passes by name, those of plugins last. Errors: StrategyError if a plugin's pass has the
+    name of another pass."""
+    others = registered_passes()
+    for name in OWN.keys() & others.keys():
+        raise StrategyError(
+            f"a plugin has a pass called {name!r}, but onnxpar has one of that name; rename it"
+        )
+    return OWN | others
+
+
+def passes_help() -> str:
+    """The list of passes for --help."""
+    return (
+        "comma-separated, with options in braces, NAME{option=value}; of: "
+        + ", ".join(OWN)
+        + ", and those of plugins. annotate-strategy is added where it is missing and needed; "
+        "'list' shows all of them with their options"
+    )
+
+
+def pass_lines() -> list[str]:
+    """One line for each pass: its stage, its name with its options, and what it does."""
+    lines = []
+    for name, kind in by_name().items():
+        options = ", ".join(f"{key}={f.default}" for key, f in _fields(kind).items())
+        text = name + (f"{{{options}}}" if options else "")
+        effect = (kind.__doc__ or "").strip().partition("\n")[0]
+        lines.append(f"{kind.stage.name.lower():8}{text}\n        {effect}")
+    return lines
+
+
+def parse_passes(text: str, facts: Sequence[str] = ()) -> list[Pass]:
+    """Parses the text of a pipeline; `facts` hold from the start. Errors: StrategyError, naming the
+    pass or option."""
+    if not _LIST.fullmatch(text):
+        raise StrategyError(
+            f"--passes {text!r}: write names with commas between them, and options in braces: "
+            "propagate-layouts,fuse-all-reduces{by=cost}"
+        )
+    out = [_parse(entry, "--passes") for entry in re.findall(r"[^,{]+(?:\{[^}]*\})?", text)]
+    decided = {fact for p in out for fact in p.ensures} | set(facts)
+    lowers = any(p.stage is not Stage.REWRITE for p in out)
+    by_hand = any(p.name == "keep-collectives" for p in out)
+    if not by_hand and (lowers or not out) and not decided & {ANNOTATIONS}:
+        out.insert(sum(p.stage is Stage.REWRITE for p in out), AnnotateStrategy())
+    check_order(out, facts, by_name().values())
+    return out
+
+
+def parse_placed(text: str) -> Placed:
+    """Parses a pass with its place, `drop-identities{limit=3} before insert-collectives`, or
+    without one. Errors: StrategyError."""
+    found = _PLACE.fullmatch(text)
+    entry, where, beside = found.groups() if found else (text, "", None)
+    step = _parse(entry, "--add-pass")
+    return Placed(step, **{where: beside} if where else {})
+
+
+def _parse(entry: str, flag: str) -> Pass:
+    known, found = by_name(), _ENTRY.fullmatch(entry)
+    name = found[1] if found else entry.strip()
+    if found is None or name not in known:
+        raise StrategyError(f"{flag}: no pass {name!r}; there are {', '.join(known)}")
+    return known[name](**_options(known[name], found[2] or "", flag))
+
+
+def _fields(kind: type[Pass]) -> Mapping[str, dataclasses.Field[Any]]:
+    """The options of a pass, by their names on the command line."""
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    return {f.name.replace("_", "-"): f for f in dataclasses.fields(kind)}
+
+
+def _options(kind: type[Pass], text: str, flag: str) -> dict[str, Any]:
+    fields = _fields(kind)
+    values: dict[str, Any] = {}
+    for option in filter(None, re.split(r"[,\s]+", text)):
+        key, _, value = option.partition("=")
+        try:
+            values[fields[key].name] = _reader(fields[key])(value)
+        except (KeyError, ValueError):
+            have = ", ".join(fields) or "none"
+            raise StrategyError(
+                f"{flag}: {kind.name} has no option {option!r}; it has: {have}"
+            ) from None
+    return values
+
+
+def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """A function that parses an option's value by the type of its field."""
+    name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+    readers: dict[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "bool": _BOOLS.__getitem__,
+    }
+    return readers.get(str(name), str)

@@ -1,0 +1,174 @@
+"""Turns the options that users give into those of the pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
+from typing import (
+    Any,
+    Literal,
+    TypeVar,
+    get_origin,
+)
+
+from onnxpar.base.custom_ops import use_libraries
+from onnxpar.base.errors import StrategyError
+from onnxpar.base.near_names import did_you_mean
+from onnxpar.base.progress_line import progress_line
+from onnxpar.cost.host import host_topology
+from onnxpar.cost.topology import Topology
+from onnxpar.graph.typical import Typical
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.page_caches import DTYPES
+from onnxpar.planner.auto_parallel_context import options_of_context
+from onnxpar.planner.dataset import read_dataset
+from onnxpar.planner.option import NamedOption, members
+from onnxpar.planner.option_table import Kind, PlanOptions, table
+from onnxpar.planner.options import Options, unknown_host
+from onnxpar.planner.pass_registry import parse_placed
+from onnxpar.planner.placed_tables import places_of
+from onnxpar.planner.plugins import load_plugin
+from onnxpar.planner.request import request_of
+from onnxpar.search.objective import Objective
+from onnxpar.search.patience import Patience
+from onnxpar.strategy.strategy import Strategy
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+_ABSTRACT: Mapping[type, type] = {int: Integral, float: Real}
+"""Abstract types, which also admit NumPy's numbers."""
+
+
+def options_of(
+    asked: Mapping[str, Any], caller: str = "options_of", kind: Kind = PlanOptions
+) -> Options:
+    """Converts the options that a user gives to those of the pipeline.
+
+    Errors: TypeError for a name that `caller` does not have, as in any Python call; StrategyError
+    for a value of the wrong type, or one that cannot be read.
+    """
+    options = table(kind)
+    for name, value in asked.items():
+        _check(name, value, caller, options)
+    strategy = Strategy.given(asked.get("strategy"))
+    if strategy is not None and strategy.context:
+        asked = _with_context(asked, strategy, options)
+    values = {**{name: each.option.default for name, each in table().items()}, **asked}
+    for module in values["plugin"]:
+        load_plugin(module)
+    use_libraries(values["libraries"])
+    mesh, bucket_mb, any_host = values["mesh"], values["bucket_mb"], values["for_any_host"]
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    limits = values["objective"], values["memory_limit"], values["untied"]
+    return Options(
+        mesh=mesh,
+        strategy=strategy,
+        dataset=read_dataset(values["dataset_strategy"]),
+        topology=Topology.given(values["topology"], mesh.size if mesh else values["devices"]),
+        host=unknown_host if any_host else partial(host_topology, shard_batch),
+        on_any_host=any_host,
+        objective=Objective.given(*limits, Patience(tell=progress_line("search"))),
+        typical=Typical.given(values["typical"]),
+        states=_pairs(values["states"] or ()),
+        page_size=_page_size(values["page_size"]),
+        kv_dtype=_kv_dtype(values["kv_dtype"]),
+        bucket_bytes=None if bucket_mb is None else int(bucket_mb * (1 << 20)),
+        place=places_of(values["place"]),
+        passes=[parse_placed(p) if isinstance(p, str) else p for p in values["passes"]],
+        request=request_of(asked),
+        **{name: values[name] for name in _AS_GIVEN},
+    )
+
+
+_AS_GIVEN = (
+    *("devices", "preset", "search", "configuration", "balance", "dims", "find_states"),
+    *("fusion", "overlap", "compression", "strict", "verify"),
+)
+"""The options whose values the pipeline takes as they are."""
+
+
+def shard_batch(model: Path, par: Path, ranks: int) -> None:
+    """Writes a model over ranks, in parts of its batch, as measuring a session needs it."""
+    from onnxpar.planner.pipeline import shard  # most commands write none
+
+    shard(model, par, Options(ranks, preset="data-parallel"))
+
+
+def _page_size(asked: int | None) -> int | None:
+    """Errors: StrategyError for a negative size."""
+    if asked is not None and asked < 0:
+        raise StrategyError(f"--page-size {asked}: a page has at least one token; 0 is for none")
+    return asked
+
+
+def _kv_dtype(asked: str | None) -> str | None:
+    """Errors: StrategyError for a type that caches cannot have."""
+    if asked is not None and asked not in DTYPES:
+        raise StrategyError(f"--kv-dtype {asked}: give {', '.join(DTYPES)}")
+    return asked
+
+
+def _with_context(
+    asked: Mapping[str, Any], strategy: Strategy, known: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Returns the options with those of a strategy's section `context`, as far as the call has
+    them: `annotate` fuses nothing. Errors: StrategyError for a setting that an option contradicts,
+    or that a strategy cannot have."""
+    source = f"{strategy.source}: context"
+    found = options_of_context(strategy.context, source)
+    every = table()
+    found = {name: value for name, value in found.items() if name in known or name not in every}
+    for name, value in found.items():
+        if name not in known or name == "strategy":
+            flag = f"--{name.replace('_', '-')}"
+            raise StrategyError(f"{source}: files belong to the command; give {flag} {value} there")
+        if asked.get(name) not in (None, value):
+            raise StrategyError(
+                f"{source} asks for {name}={value!r}, and the option for {asked[name]!r}; give one "
+                "of them"
+            )
+    return {**asked, **found}
+
+
+def lists(kind: Kind) -> Callable[[Call], Call]:
+    """Decorator: lists each option in the signature of a function that takes **options, for help()
+    and editors."""
+    options = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=each.option.default, annotation=each.type
+        )
+        for name, each in table(kind).items()
+    ]
+
+    def shown(function: Call) -> Call:
+        own = inspect.signature(function)
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = own.replace(parameters=[*parameters, *options])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def _check(name: str, value: Any, caller: str, options: Mapping[str, NamedOption]) -> None:
+    if name not in options:
+        raise TypeError(f"{caller}() has no option {name!r}{did_you_mean(name, options)}")
+    origins = {hint: get_origin(hint) or hint for hint in members(options[name].type)}
+    kinds = tuple(str if kind is Literal else kind for kind in origins.values())
+    is_list = (
+        not isinstance(value, str) or str in kinds
+    )  # a string is a Sequence, but not a valid list
+    if not is_list or not isinstance(value, tuple(_ABSTRACT.get(kind, kind) for kind in kinds)):
+        wanted = ", ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise StrategyError(
+            f"{name}={value!r:.60} is of type {type(value).__name__}; give {wanted}"
+        )
+
+
+def _pairs(given: Mapping[str, str] | Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    return list(given.items()) if isinstance(given, Mapping) else given

@@ -1,0 +1,304 @@
+"""Predicts the times of a plan, at the sizes that runs typically have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.units import text_of
+from onnxpar.compiler.pass_ import Pass, PassContext
+from onnxpar.compiler.plan import Plan, Predicted, RankLoad
+from onnxpar.compiler.replay import replay_typical
+from onnxpar.compiler.summary import summarize
+from onnxpar.cost.cost import bytes_sent
+from onnxpar.cost.topology import Topology
+from onnxpar.graph.clone import nodes_of_run
+from onnxpar.graph.collectives import LOCAL_STEPS
+from onnxpar.graph.reshards import is_reshard
+from onnxpar.graph.subgraphs import nodes_within
+from onnxpar.graph.tensors import numel, shape_bytes
+from onnxpar.graph.typical import Profile
+from onnxpar.layout.fits import fit
+from onnxpar.load.load import Model
+from onnxpar.planner.observer import Observer
+from onnxpar.search.predict import compute_by_rank, predict_nodes, predict_on_one
+from onnxpar.sharding.planned_collectives import Collective, collective_of
+from onnxpar.sharding.state import ShardingState
+
+_LOSS = 1.1
+"""By how many times a run must be predicted to be longer than unsplit for a note."""
+
+
+VALUE_SECONDS, VALUE_OF_RANK_SECONDS = 25e-6, 33e-6
+"""Seconds that a run takes more for each input and output that is no tensor of numbers, and for
+each of these and each rank, on two cores of an AMD EPYC."""
+OBJECT_SECONDS = 6e-7
+"""Seconds for each string, and for each number in a map, there."""
+
+
+def predicted(graph: gs.Graph, ctx: PassContext) -> Predicted:
+    """The predicted time of a run, from the graph after fuse-all-reduces; the evaluation of a
+    training step does not count."""
+    step = ctx.model.step
+    nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
+    each = predict_nodes(nodes, ctx.sharding).values()
+    return Predicted(
+        sum(p.compute for p in each),
+        sum(p.communication for p in each),
+        predict_on_one(nodes, ctx.sharding),
+        _session_seconds(graph, ctx),
+        predict_on_one(nodes, ctx.sharding, alone=False),
+    )
+
+
+def _session_seconds(graph: gs.Graph, ctx: PassContext) -> float:
+    """The seconds that a run takes to hand inputs to the ranks, and their outputs back."""
+    session = ctx.sharding.costs.topology.session
+    if session is None:
+        return 0.0
+    apart = {name for pair in ctx.model.states for name in pair}
+    apart |= {*ctx.model.step.evaluation} if ctx.model.step is not None else set()
+    ports = [t for t in (*graph.inputs, *graph.outputs) if t.name not in apart]
+    shapes = [(t, ctx.layouts[t.name].shape) for t in ports if t.name in ctx.layouts]
+    moved = sum(
+        shape_bytes(t, shape) for t, shape in shapes if t.dtype and min(shape, default=0) >= 0
+    )
+    return session.latency + moved / session.bandwidth + _value_seconds(ports, ctx)
+
+
+def _value_seconds(ports: Sequence[gs.Tensor], ctx: PassContext) -> float:
+    """The seconds that a run takes more to hand over strings, sequences and maps, which become
+    objects of Python: of a ZipMap, one for each number; of a tensor of strings, whose shape is not
+    known, one for each row of the tensors."""
+    values = [t for t in ports if t.name not in ctx.layouts]
+    shapes = [ctx.layouts[t.name].shape for t in ports if t.name in ctx.layouts]
+    rows = max((shape[0] for shape in shapes if shape), default=1)
+    zipped = [n.inputs[0].name for t in values for n in t.inputs if n.op == "ZipMap"]
+    maps = [ctx.layouts[name].shape for name in zipped if name in ctx.layouts]
+    objects = sum(map(numel, maps)) + rows * (len(values) - len(zipped))
+    each = VALUE_SECONDS + VALUE_OF_RANK_SECONDS * ctx.sharding.mesh.size
+    return len(values) * each + objects * OBJECT_SECONDS
+
+
+def with_compute(loads: Sequence[RankLoad], graph: gs.Graph, ctx: PassContext) -> list[RankLoad]:
+    """The loads with the seconds in which each rank computes in a run of the graph."""
+    if not loads:
+        return []
+    step = ctx.model.step
+    nodes = list(nodes_within(nodes_of_run(graph, step.evaluation if step is not None else ())))
+    seconds = compute_by_rank(nodes, ctx.sharding)
+    return [replace(load, compute=s) for load, s in zip(loads, seconds, strict=True)]
+
+
+def note_weights(made: Plan, sharding: ShardingState) -> None:
+    """Adds a note to the plan if the ranks split no weight, and names a preset that splits them, if
+    there is one. The weights of a training step are its parameters, which are states."""
+    if made.mesh.size == 1 or made.predicted is None:
+        return
+    note = _whole_states(made) if made.step is not None else _whole_weights(made, sharding)
+    if note is not None:
+        made.notes.append(note)
+
+
+def _whole_states(made: Plan) -> str | None:
+    states = {source for source, _ in made.states}
+    layouts = [port.layout for port in made.inputs if port.name in states and port.layout]
+    if not all(layout.is_whole for layout in layouts):
+        return None
+    return (
+        "every rank holds all parameters and optimizer states, "
+        f"{text_of(made.memory['states_per_rank'], 'B')}; to split them, give --preset zero3 or "
+        "tensor-parallel, or --memory-limit SIZE for the search"
+    )
+
+
+def _whole_weights(made: Plan, sharding: ShardingState) -> str | None:
+    total = sum(weight.bytes for weight in made.weights)
+    if not total or made.memory["weights_per_rank"] < total:
+        return None
+    known = sharding.factors.tensors
+    free = sum(weight.bytes for weight in made.weights if weight.name in known)
+    if 2 * free >= total:
+        rest = "to split them, give --preset tensor-parallel, or --memory-limit SIZE for the search"
+    elif free:
+        rest = (
+            f"{text_of(total - free, 'B')} of that is in bodies of If, Loop or Scan, which "
+            "onnxpar does not split"
+        )
+    else:
+        rest = "they are in bodies of If, Loop or Scan, which onnxpar does not split"
+    return f"every rank holds all weights, {text_of(total, 'B')}; {rest}"
+
+
+def note_unsplit(made: Plan, sharding: ShardingState) -> None:
+    """Adds a note to the plan if every rank computes everything, as under data-parallel with a
+    batch of one."""
+    split = (*sharding.tensors.values(), *sharding.ops.values())
+    if made.mesh.size > 1 and made.predicted is not None and not any(any(axes) for axes in split):
+        made.notes.append(
+            f"nothing is split: each of the {made.mesh.size} ranks runs the whole model"
+        )
+
+
+def note_host(made: Plan, topology: Topology) -> None:
+    """Adds notes to the plan if ranks of a host take turns, and if onnxruntime alone is faster."""
+    found = made.predicted
+    if found is None or made.mesh.size == 1:
+        return
+    if topology.turns > 1:
+        here = min(made.mesh.size, topology.levels[0].size or made.mesh.size)
+        made.notes.append(
+            f"a host runs {here / topology.turns:.0f} ranks at a time, and {here} take turns: a "
+            f"run takes {topology.turns:.3g} times as long as with enough cores; --topology FILE "
+            "plans for other machines"
+        )
+    if topology.alone is not None and found.total > _LOSS * found.one_rank:
+        made.notes.append(
+            f"splitting does not pay here: onnxruntime on the unsplit model takes "
+            f"{found.one_rank * 1e3:.3f} ms with all cores, and these {made.mesh.size} ranks "
+            f"{found.total * 1e3:.3f} ms; it can pay for larger models or batches, and where a "
+            "model does not fit into the memory of one process"
+        )
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """The costs of a plan at one of the typical sizes, and the weight of these sizes."""
+
+    weight: float
+    plan: Plan
+    predicted: Predicted
+    sent: Mapping[str, Collective]
+
+
+def reckon_typical(
+    made: Plan,
+    model: Model,
+    ctx: PassContext,
+    passes: Sequence[Pass],
+    observer: Observer,
+) -> None:
+    """Gives a plan of a model with open sizes its costs: means over the typical sizes, and for
+    memory the maximum.
+
+    passes    those from insert-collectives on
+    observer  sees each graph and its weight; if it wants other sizes, those of runs, then at these,
+              and the plan gets the bytes that a rank sends at them (`sent_at_runs`)
+    """
+    assert model.sizes is not None
+    at = next(i for i, step in enumerate(passes) if step.costs_after)
+    first = ((model.sizes.bindings[0], 1.0),)
+    if observer.priced_at:
+        made.sent_at_runs = _reckon_runs(made, model, ctx, passes[: at + 1], observer)
+        observer = Observer()
+    each: list[_Costs] = []
+    for weight, graph, other in replay_typical(
+        model, ctx, passes[:at], model.sizes.typical or first
+    ):
+        plan = summarize(graph, other, made.model, made.preset)
+        passes[at].run(graph, other)
+        plan.loads = with_compute(plan.loads, graph, other)
+        observer.priced(weight, graph, other)
+        each.append(_Costs(weight, plan, predicted(graph, other), _sent(graph, other)))
+    made.typical = model.sizes.typical or first
+    made.is_told, made.caches = model.sizes.is_told, model.sizes.caches
+    made.memory = {key: max(c.plan.memory[key] for c in each) for key in made.memory}
+    made.flops = {key: _mean((c.weight, c.plan.flops[key]) for c in each) for key in made.flops}
+    made.whole = each[0].plan.whole
+    made.loads = _joined_loads([(c.weight, c.plan.loads) for c in each])
+    made.predicted = Predicted(
+        sum(c.weight * c.predicted.compute for c in each),
+        sum(c.weight * c.predicted.communication for c in each),
+        sum(c.weight * c.predicted.one_rank for c in each),
+        sum(c.weight * c.predicted.session for c in each),
+        sum(c.weight * c.predicted.on_rank for c in each),
+    )
+    sent = _bytes(made, ctx, [(c.weight, _sizes(c.sent)) for c in each], model.sizes.typical)
+    layouts = {name: (found.before, found.after) for name, found in each[0].sent.items()}
+    made.collectives = [
+        replace(entry, bytes=size, before=before, after=after)
+        for entry, size in zip(made.collectives, sent, strict=True)
+        for before, after in [layouts.get(entry.name, (entry.before, entry.after))]
+    ]
+
+
+def _reckon_runs(
+    made: Plan,
+    model: Model,
+    ctx: PassContext,
+    passes: Sequence[Pass],
+    observer: Observer,
+) -> dict[str, int]:
+    """Shows the observer the graph at each of its sizes; returns the bytes that a rank sends in
+    a run, by collective. The last of `passes` must be fuse-all-reduces."""
+    *first, fuse = passes
+    each: list[tuple[float, Mapping[str, int]]] = []
+    sizes = observer.priced_at
+    for weight, graph, other in replay_typical(model, ctx, first, sizes):
+        each.append((weight, _sizes(_sent(graph, other))))
+        fuse.run(graph, other)
+        observer.priced(weight, graph, other)
+    sent = _bytes(made, ctx, each, sizes)
+    return {entry.name: size for entry, size in zip(made.collectives, sent, strict=True)}
+
+
+def _joined_loads(each: Sequence[tuple[float, Sequence[RankLoad]]]) -> list[RankLoad]:
+    """The load of each rank over the typical sizes: maxima of bytes, means of work."""
+    weights = [weight for weight, _ in each]
+    return [
+        replace(
+            same[0],
+            weights=max(load.weights for load in same),
+            states=max(load.states for load in same),
+            activations=max(load.activations for load in same),
+            flops=_mean((w, load.flops) for w, load in zip(weights, same, strict=True)),
+            compute=sum(w * load.compute for w, load in zip(weights, same, strict=True)),
+        )
+        for same in zip(*(loads for _, loads in each), strict=True)
+    ]
+
+
+def _mean(each: Iterable[tuple[float, int]]) -> int:
+    return round(sum(weight * value for weight, value in each))
+
+
+def _sent(graph: gs.Graph, ctx: PassContext) -> dict[str, Collective]:
+    """The collective of each reshard, by node."""
+    mesh = ctx.sharding.mesh
+    nodes = [n for n in graph.nodes if is_reshard(n) and n.op not in LOCAL_STEPS]
+    return {node.name: collective_of(node, mesh) for node in nodes}
+
+
+def _sizes(sent: Mapping[str, Collective]) -> dict[str, int]:
+    """Bytes that a rank sends in each collective."""
+    return {name: entry.bytes for name, entry in sent.items()}
+
+
+def _bytes(
+    made: Plan,
+    ctx: PassContext,
+    each: Sequence[tuple[float, Mapping[str, int]]],
+    profiles: Sequence[Profile],
+) -> Iterator[int]:
+    """Yields, for each collective of the plan, the bytes that a rank sends: the weighted mean of
+    `each`. For a collective inside an op, a polynomial through the bindings gives the bytes of its
+    operand at each profile."""
+    sizes = ctx.model.sizes
+    assert sizes is not None
+    variables = sizes.variables()
+    for at, entry in enumerate(made.collectives):
+        if all(entry.name in sent for _, sent in each):
+            yield _mean((weight, sent[entry.name]) for weight, sent in each)
+            continue
+        found = [
+            entry.operand,
+            *(other.lowered.collectives[at].operand for _, other in ctx.lowered.replays),
+        ]
+        operand, ranks = fit(found, variables), len(entry.group)
+        if operand is None or not profiles:
+            yield entry.bytes
+        else:
+            sizes_at = [(weight, max(operand.at(b), 0)) for b, weight in profiles]
+            yield _mean((weight, int(bytes_sent(entry.kind, ranks, n))) for weight, n in sizes_at)

@@ -1,0 +1,121 @@
+"""The options with which a training step was sharded, as plan.json keeps them: with these, the same
+step can be sharded for another number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxpar.base.digests import digests_of
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.base.plain_yaml import parse, read_text
+from onnxpar.base.unreadable import cannot_read
+from onnxpar.base.write_file import unread
+from onnxpar.cost.machines import is_machine
+from onnxpar.graph.stored import external_location, stored_tensors
+from onnxpar.layout.mesh import Mesh
+from onnxpar.load.load import read_proto
+
+_NOT_KEPT = ("verify", "typical", "page_size", "kv_dtype")
+"""Options that decide nothing about a training step, whose sizes are fixed."""
+_IN_FILES = ("strategy", "topology")
+"""Options that are a file, or the structure in it."""
+_MOST_MESHES = 4
+"""Most meshes to try for a number of ranks."""
+
+Request = Mapping[str, Any]
+"""Options of `shard` by name, all of which JSON has."""
+
+
+def request_of(asked: Mapping[str, Any]) -> Request | None:
+    """Returns the options that a user gave, in the order of names, with what is in files instead
+    of their paths; None if some are objects of Python, which JSON lacks. The files must be valid.
+    Errors: InputError if one cannot be read."""
+    found: dict[str, Any] = {}
+    for name, value in sorted(asked.items()):
+        if value is None or name in _NOT_KEPT:
+            continue
+        is_file = isinstance(value, (str, os.PathLike)) and not is_machine(value)
+        if name in _IN_FILES and is_file:
+            try:
+                value = parse(read_text(value))
+            except OSError as error:
+                raise InputError(cannot_read(value, error)) from None
+        if name == "strategy" and isinstance(value, Mapping):
+            value = {key: entry for key, entry in value.items() if key != "context"}
+        try:
+            found[name] = _plain(value)
+        except TypeError:
+            return None
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON has it. Errors: TypeError for another object."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mesh):
+        return str(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(entry) for entry in value]
+    raise TypeError(type(value).__name__)
+
+
+def requests_for(request: Request, mesh: Mesh, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yields the options with which to shard for so many ranks what was sharded over `mesh` with a
+    request, the most alike first: if the user has named axes, over meshes of the same ones."""
+    strategy = request.get("strategy") or {}
+    others = {name: value for name, value in request.items() if name not in ("devices", "mesh")}
+    if "strategy" in request:
+        others["strategy"] = {key: entry for key, entry in strategy.items() if key != "mesh"}
+    if "mesh" in request or "mesh" in strategy or (len(mesh.shape) > 1 and "preset" in request):
+        for made in _alike(mesh, ranks)[:_MOST_MESHES]:
+            yield {**others, "mesh": str(made)}
+    else:
+        yield {**others, "devices": ranks}
+
+
+def _alike(mesh: Mesh, ranks: int) -> list[Mesh]:
+    """Returns the meshes of other sizes with the same axes: first those whose inner axes keep their
+    sizes, or are larger rather than smaller, because these axes divide what a rank holds."""
+    names = [name for name, _ in mesh.shape]
+    before = [size for _, size in mesh.shape]
+
+    def change(sizes: Sequence[int]) -> list[tuple[bool, float]]:
+        pairs = list(zip(sizes, before, strict=True))[1:]
+        return [(new < old, abs(math.log(new / old))) for new, old in reversed(pairs)]
+
+    found = sorted(_factors(ranks, len(names)), key=change)
+    return [Mesh.of(zip(names, sizes, strict=True)) for sizes in found]
+
+
+def _factors(product: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yields all tuples of so many positive numbers with this product."""
+    if count == 1:
+        yield (product,)
+        return
+    for first in (n for n in range(1, product + 1) if product % n == 0):
+        for rest in _factors(product // first, count - 1):
+            yield (first, *rest)
+
+
+def model_digest(path: Path) -> str:
+    """Returns a digest of a model's file and of all files with its weights. Errors: ModelError if
+    one cannot be read."""
+    tensors = stored_tensors(read_proto(path).graph)
+    names = {external_location(t)[0] for t in tensors if t.data_location == t.EXTERNAL}
+    try:
+        own = digests_of([path])[path.name]
+        others = {name: digests_of([path.parent / name]) for name in sorted(names)}
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {unread(error)}") from None
+    return hashlib.sha256(json.dumps([own, others]).encode()).hexdigest()

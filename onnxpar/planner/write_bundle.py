@@ -1,0 +1,90 @@
+"""Writes the folder of a sharded model: of all ranks, or of those that one host needs.
+
+The digests of all files are in plan.json, which is the same on every host: a host computes those of
+ranks whose files it does not write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxpar.base.bundle_names import ENCODER_PART, PLAN
+from onnxpar.base.digested_folder import DigestedFolder
+from onnxpar.base.digests import Digests, digests_of
+from onnxpar.base.errors import StrategyError
+from onnxpar.base.new_folder import new_folder
+from onnxpar.base.pass_times import WRITE, PassTimes
+from onnxpar.compiler.lengths import joined
+from onnxpar.compiler.pass_ import PassContext
+from onnxpar.compiler.plan import Plan, foreign_part, write_plan
+from onnxpar.passes.split_ranks import SplitRanks
+
+Made = tuple[Plan, PassContext]
+Ranks = Collection[int] | None
+"""The ranks whose files are written; None: all."""
+
+
+def write_bundle(
+    place: Path,
+    made: Plan,
+    ctx: PassContext,
+    encoder: Made | None,
+    shorter: Mapping[Path, Made],
+    carried: Mapping[str, Path],
+    times: PassTimes,
+    progress: Callable[[int], None] | None = None,
+    ranks: Ranks = None,
+) -> None:
+    """Writes a folder that gets the name `place` when it is complete, with the sharded encoder, if
+    there is one, in a folder of its own, with the programs of steps for `shorter` samples, by file,
+    and with copies of the `carried` files, by name.
+
+    Replaces an old folder. Of some ranks alone, the files go beside those of others if that folder
+    has the same plan. Errors: OSError.
+    """
+    extra: dict[str, Any] = {"progress": progress} if progress else {}
+    plans, paths = [made, *(plan for plan, _ in shorter.values())], [Path(made.model), *shorter]
+    data, names = joined(plans, paths) if shorter else (made.to_json(), [""])
+    joins = None if ranks is None else _have_same_plan
+    with new_folder(place, foreign_part, joins) as folder:
+        files = DigestedFolder(folder, ranks)
+        with times.of(SplitRanks.name):
+            first = SplitRanks(files, **extra)
+            first.run(ctx.model.graph, ctx)
+            for name, (_, other) in zip(names[1:], shorter.values(), strict=True):
+                SplitRanks(files, program=name, names=first.names).run(other.model.graph, other)
+        with times.of(WRITE):
+            for name, file in carried.items():
+                files.copy(name, file)
+            if encoder is not None:
+                files.add(f"{ENCODER_PART}/{PLAN}", _write_encoder(folder, *encoder, ranks))
+            write_plan(folder, data, files.digests())
+
+
+def _write_encoder(folder: Path, made: Plan, ctx: PassContext, ranks: Ranks) -> Digests:
+    """Writes a sharded encoder to the folder of its decoder; returns the digests of its plan."""
+    part = folder / ENCODER_PART
+    part.mkdir()
+    files = DigestedFolder(part, ranks)
+    SplitRanks(files).run(ctx.model.graph, ctx)
+    write_plan(part, made.to_json(), files.digests())
+    return digests_of([part / PLAN])[PLAN]
+
+
+def _have_same_plan(one: Path, two: Path) -> bool:
+    """True if two folders hold ranks of one sharded model."""
+    files = one / PLAN, two / PLAN
+    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+
+
+def check_chosen_ranks(ranks: Collection[int], size: int | None) -> None:
+    """Checks the ranks to write; `size` is the number of ranks, None if it is not known yet.
+    Errors: StrategyError for a rank that there is not."""
+    if not ranks:
+        raise StrategyError("--ranks names no rank; leave it out to write all of them")
+    for rank in sorted(ranks):
+        if rank < 0 or (size is not None and rank >= size):
+            known = "ranks are numbered from 0" + (f" to {size - 1}" if size is not None else "")
+            raise StrategyError(f"--ranks {rank}: there is no such rank; {known}")

@@ -1,1 +1,0 @@
-"""Presets: data-, tensor- and expert-parallel strategies, and those of training steps."""

@@ -1,1 +1,0 @@
-"""Reshards of a tensor from one layout to another: shortest paths between factor shardings."""

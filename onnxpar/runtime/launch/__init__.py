@@ -1,0 +1,1 @@
+"""Ranks on several hosts: one command that starts them, and what each host does."""

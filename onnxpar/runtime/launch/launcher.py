@@ -1,0 +1,280 @@
+"""Starts the same command as ranks on several hosts, over ssh, and ends them together."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import selectors
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.launch.supervision import AGAIN, HOST_GONE
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.ranks.redirect import HEAD_START
+from onnxpar.runtime.session.bundle_files import ranks_text
+
+GRACE = HEAD_START / 2
+"""Seconds that other ranks get to end by themselves, after one has failed. Those that fail for the
+same reason as rank 0 still wait then, and do not repeat it."""
+END = 5.0
+"""Seconds that hosts get beyond that of their ranks to end."""
+TICK = 0.1
+SILENCE = 2.0
+"""Seconds after which the end says for whom it waits."""
+SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+"""Asks for no password, and notices within 15 seconds that a host is gone."""
+PASSED_ON = ("ONNXPAR_", "OMP_")
+"""Environment variables of these names go to all ranks."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs as each rank: `words`, in the folder `folder` of each host, with the variables
+    `environment` in addition to those of ssh's login; `python` is the Python with onnxpar there.
+    Ranks that are to end get SIGTERM, and `grace` seconds until they are killed."""
+
+    words: Sequence[str]
+    folder: str
+    environment: Mapping[str, str]
+    python: str = sys.executable
+    grace: float = 40.0
+
+
+@dataclass
+class _Agent:
+    """What runs the ranks of a host; `lost` is why it does not any more."""
+
+    host: str
+    process: subprocess.Popen[bytes]
+    ranks: Sequence[int]
+    lines: bytes = b""
+    said: bytes = b""  # on its standard error
+    has_started: bool = False
+    running: set[int] = field(default_factory=set)
+    lost: str = ""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        if self.process.stdin.closed:
+            return
+        with suppress(BrokenPipeError):  # how it ends says why
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+
+class Launcher(Closing):
+    """A launch of a command as the ranks of each host, which together are 0 to their number.
+    The output of all ranks goes to that of this process. The end of the block ends the ranks.
+    `on_loss` is called with each host that is lost, and why."""
+
+    def __init__(
+        self,
+        ranks: Mapping[str, Sequence[int]],
+        command: Command,
+        on_loss: Callable[[str, str], None] = lambda host, why: None,
+    ) -> None:
+        self.ends: dict[int, int] = {}
+        """The exit status of each rank that has ended: minus a signal that has killed it, or
+        HOST_GONE."""
+        self._selector = selectors.DefaultSelector()
+        self._agents: list[_Agent] = []
+        self._grace = command.grace
+        self._on_loss = on_loss
+        secret = {"ONNXPAR_KEY": os.environ.get("ONNXPAR_KEY") or secrets.token_hex(16)}
+        asked = {
+            "command": list(command.words),
+            "folder": command.folder,
+            "size": sum(map(len, ranks.values())),
+            "environment": {**command.environment, **secret},
+            "grace": command.grace,
+        }
+        for host, own in ranks.items():
+            agent = _Agent(host, start_agent(host, command.python), own, running=set(own))
+            self._agents.append(agent)
+            for pipe in (agent.process.stdout, agent.process.stderr):
+                assert pipe is not None
+                self._selector.register(pipe, selectors.EVENT_READ, agent)
+            agent.send({**asked, "ranks": list(own)})
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why hosts are lost, by name."""
+        return {agent.host: agent.lost for agent in self._agents if agent.lost}
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Waits at most so long for something to happen on a host, and takes note of it. Errors:
+        RankError if a host cannot start its ranks."""
+        for key, _ in self._selector.select(seconds):
+            self._read(key)
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank that still runs."""
+        agent = next(agent for agent in self._agents if rank in agent.ranks)
+        if rank in agent.running:
+            agent.send({"signals": [[rank, number]]})
+
+    def wait(self) -> int:
+        """Returns 0 when all ranks have ended so; else the status of the first rank that failed,
+        after the others have ended. Errors: RankError if a host cannot be reached or is lost."""
+        until = None
+        while any(agent.running for agent in self._agents):
+            self.look(TICK)
+            for reason in self.lost.values():
+                raise RankError(reason)
+            if until is None and any(self.ends.values()):
+                until = time.monotonic() + GRACE
+            if until is not None and time.monotonic() > until:
+                break
+        failed = ((rank, status) for rank, status in self.ends.items() if status != 0)
+        rank, status = next(failed, (0, 0))
+        if status == 0:
+            return 0
+        self.close()
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        host = next(agent.host for agent in self._agents if rank in agent.ranks)
+        if status == AGAIN:
+            how += "; with --min-ranks, the ranks that are left start again"
+        print(f"onnxpar: rank {rank} on host {host} ended first, {how}", file=sys.stderr)
+        return status if status > 0 else 128 - status
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        agent: _Agent = key.data
+        data = os.read(key.fd, 65536)
+        if key.fileobj is agent.process.stderr:
+            agent.said = (agent.said + data)[-4096:]
+        if not data:
+            self._selector.unregister(key.fileobj)
+            if key.fileobj is agent.process.stdout and agent.running:
+                self._lose(agent)
+            return
+        if key.fileobj is agent.process.stdout:
+            *lines, agent.lines = (agent.lines + data).split(b"\n")
+            for line in lines:
+                self._handle(agent, line)
+
+    def _lose(self, agent: _Agent) -> None:
+        """Takes note that a host is lost, and why."""
+        try:
+            agent.process.wait(END)
+        except subprocess.TimeoutExpired:
+            agent.process.kill()
+        assert agent.process.stderr is not None
+        os.set_blocking(agent.process.stderr.fileno(), False)
+        said = (agent.said + (agent.process.stderr.read() or b"")).decode(errors="replace").strip()
+        host, ranks = agent.host, ranks_text(sorted(agent.running))
+        why = said.splitlines()[-1].rstrip(".") if said else "the connection ended"
+        if agent.has_started:
+            agent.lost = f"host {host}, with {ranks}, is lost: {why}"
+        else:
+            agent.lost = (
+                f"host {host}, for {ranks}, cannot be reached: {why}; `ssh {host}` must work "
+                "without a password, and Python with onnxpar must be there (--python)"
+            )
+        self.ends |= dict.fromkeys(sorted(agent.running), HOST_GONE)
+        agent.running.clear()
+        self._on_loss(host, agent.lost)
+
+    def _handle(self, agent: _Agent, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):  # printed by a login script
+            return
+        agent.has_started = True
+        if "error" in message:
+            raise RankError(message["error"])
+        if "hub" in message:
+            for other in self._agents:
+                if other is not agent:
+                    other.send({"hub": message["hub"]})
+        if "text" in message:
+            stream = sys.stdout if message["stream"] == 1 else sys.stderr
+            stream.flush()
+            stream.buffer.write(base64.b64decode(message["text"]))
+            stream.buffer.flush()
+        if "ended" in message:
+            agent.running.discard(message["ended"])
+            self.ends.setdefault(message["ended"], message["status"])
+
+    def close(self) -> None:
+        """Ends all ranks that still run, and passes on what they print until then."""
+        try:
+            for agent in self._agents:
+                agent.send({"end": True})
+                assert agent.process.stdin is not None
+                with suppress(BrokenPipeError):
+                    agent.process.stdin.close()
+            start, has_told = time.monotonic(), False
+            while self._selector.get_map() and time.monotonic() < start + self._grace + END:
+                with suppress(RankError):
+                    self.look(TICK)
+                if not has_told and time.monotonic() > start + SILENCE:
+                    has_told = True
+                    self._tell_who_runs()
+        finally:
+            for agent in self._agents:
+                if self._selector.get_map():
+                    agent.process.kill()
+                agent.process.wait()
+
+    def _tell_who_runs(self) -> None:
+        """Says for whom the end waits."""
+        each = [
+            f"{ranks_text(sorted(agent.running))} on host {agent.host}"
+            for agent in self._agents
+            if agent.running
+        ]
+        if each:
+            print(
+                f"onnxpar: waiting up to {self._grace:g} s (--grace) for {' and '.join(each)} to "
+                "end",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def is_here(host: str) -> bool:
+    """True if a name of a host means this one."""
+    return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def passed_on() -> dict[str, str]:
+    """Returns the variables of this process that go to all ranks."""
+    return {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+
+
+def start_agent(host: str, python: str) -> subprocess.Popen[bytes]:
+    """Starts an agent on a host. Errors: RankError if there is no ssh here."""
+    words = [python, "-m", "onnxpar.runtime.launch.agent"]
+    if path := os.environ.get("PYTHONPATH"):
+        words = ["env", f"PYTHONPATH={path}", *words]
+    command = words if is_here(host) else [*SSH, host, shlex.join(words)]
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        if is_here(host):
+            raise RankError(f"cannot run {python}: {error.strerror}; see --python") from error
+        raise RankError(
+            f"host {host} cannot be reached: {error.strerror}: {command[0]} (on Debian and Ubuntu: "
+            "apt install openssh-client)"
+        ) from error

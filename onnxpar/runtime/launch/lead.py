@@ -1,0 +1,279 @@
+"""Sessions of a program in rank 0 of a launch alone: the other ranks follow its orders."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import LaunchError, OnnxparError, RankError, RunError
+from onnxpar.base.interrupts import STATUSES, Terminated
+from onnxpar.runtime.launch.launched_rank import LaunchedRank
+from onnxpar.runtime.profile.profile import Record
+from onnxpar.runtime.ranks.executor import Request
+from onnxpar.runtime.ranks.log import describe
+from onnxpar.runtime.ranks.orders import CLOSE, END, IDLE, START, Order, Orders
+from onnxpar.runtime.ranks.ranks import KeptShapes, PartsOf
+from onnxpar.runtime.session.bundle import Bundle, Sizes
+from onnxpar.runtime.session.options import SessionSpec
+from onnxpar.runtime.session.shards import Rows
+from onnxpar.runtime.states.host_memory import HostMemory
+from onnxpar.runtime.states.state_files import Origin
+
+T = TypeVar("T")
+_BEATS = 4
+"""How often, within the timeout, ranks hear that there is nothing to do."""
+_LONGEST_PAUSE = 1.0
+"""Seconds within which an idle lead notices that a rank has died."""
+_LEAVING = 1.0
+"""Seconds that the end waits for a call which has not returned."""
+
+
+class Lead:
+    """Rank 0 of a launch, as `start_ranks` of sessions: whatever it calls, all ranks call. The
+    others run `follow`. As a context manager, ends these at the end, with the exit status of this
+    process.
+
+    Threads may share it and its sessions. If a rank dies or does not answer within the timeout,
+    the call, and each later one, raises a LaunchError that names the rank: processes that a
+    launcher has started are not started again. `check` raises it between calls.
+    """
+
+    def __init__(self, orders: Orders) -> None:
+        assert orders.launched.rank == 0, "rank 0 leads"
+        self._orders = orders
+        self._lock = threading.RLock()  # the garbage collector may close sessions anywhere
+        self._inside: int | None = None  # the thread that is in a call
+        self._sessions = itertools.count(1)
+        self._left: deque[tuple[int, LaunchedRank]] = deque()
+        self._failure: str | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="onnxpar-lead", daemon=True)
+        self._thread.start()
+
+    @property
+    def hosts(self) -> Sequence[HostMemory]:
+        """The memory of the hosts of all ranks."""
+        return self._orders.hosts
+
+    def __call__(self, bundle: Bundle, spec: SessionSpec, timeout: float) -> LedRanks:
+        """Starts a session on all ranks. Errors: RankError."""
+        number = next(self._sessions)
+        given = os.fspath(bundle.path), asdict(spec), timeout
+
+        def start() -> LaunchedRank:
+            return LaunchedRank(bundle.path, spec, self._orders.launched, timeout)
+
+        return LedRanks(self, number, self.all_do(Order(START, number, given), start))
+
+    def check(self) -> None:
+        """Errors: LaunchError if ranks have failed for good."""
+        if self._failure is not None:
+            raise LaunchError(self._failure)
+
+    def all_do(self, order: Order, own: Callable[[], T]) -> T:
+        """Tells the other ranks an order, does the same here by calling `own`, and returns its
+        result. Errors: RunError if the ranks can continue, else LaunchError."""
+        data = order.pack()
+        with self._lock:
+            self.check()
+            self._inside = threading.get_ident()
+            try:
+                self._close_left()
+                self._orders.tell(data)
+                return own()
+            except RunError:
+                raise
+            except RankError as error:
+                self._fail(str(error))
+                raise LaunchError(str(error)) from error
+            except OnnxparError:  # of this rank's own files
+                raise
+            except BaseException as error:
+                text = describe(error) if isinstance(error, Exception) else "it was interrupted"
+                self._fail(f"rank 0 has left a call: {text}")
+                raise
+            finally:
+                self._inside = None
+
+    def close_session(self, number: int, own: LaunchedRank) -> None:
+        """Ends a session on all ranks; from within another call, as the garbage collector does it,
+        before the next one."""
+        self._left.append((number, own))
+        if self._inside != threading.get_ident():
+            with suppress(RankError):  # the next call says so
+                self.all_do(Order(IDLE), lambda: None)
+        if self._failure is not None:
+            own.close()
+
+    def end(self, status: int) -> None:
+        """Ends the other ranks with an exit status. Errors: LaunchError if one of them fails
+        before that."""
+        self._over.set()
+        is_free = self._lock.acquire(timeout=_LEAVING if status else self._orders.timeout)
+        try:
+            if not is_free:
+                self._fail("rank 0 has ended in a call")
+            elif self._failure is None:
+                self._inside = threading.get_ident()
+                self._close_left()
+                self._orders.tell(Order(END, given=(status,)).pack())
+        except RankError as error:
+            self._fail(str(error))
+            raise LaunchError(str(error)) from error
+        finally:
+            if is_free:
+                self._lock.release()
+            self._orders.close()
+
+    def __enter__(self) -> Lead:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.end(0)
+        else:
+            with suppress(RankError):  # the first error says more
+                self.end(_status(error))
+
+    def _close_left(self) -> None:
+        """Ends the sessions that were closed since the last order."""
+        while self._left:
+            number, own = self._left.popleft()
+            self._orders.tell(Order(CLOSE, number).pack())
+            own.close()
+
+    def _beat(self) -> None:
+        """Tells the other ranks, again and again, that this one is there: the thread."""
+        pause = min(self._orders.timeout / _BEATS, _LONGEST_PAUSE)
+        while not self._over.wait(pause) and self._failure is None:
+            with suppress(RankError):  # the next call says so
+                self.all_do(Order(IDLE), lambda: None)
+
+    def _fail(self, reason: str) -> None:
+        """Makes every later call of all ranks fail."""
+        if self._failure is None:
+            self._failure = reason
+            self._orders.abort(reason)
+
+
+class LedRanks:
+    """All ranks of a session of a `Lead`."""
+
+    def __init__(self, lead: Lead, number: int, own: LaunchedRank) -> None:
+        self._lead, self._number, self._own = lead, number, own
+        self._is_open = True
+        self.bundle = own.bundle
+        self.facts = own.facts
+        self.kept_shapes: KeptShapes = {}
+
+    def memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Returns an array with any contents."""
+        return self._own.memory(dtype, shape)
+
+    def run(self, request: Request, feeds: Mapping[str, Array]) -> PartsOf:
+        """Runs all ranks, and returns their output shards."""
+        given = dict(vars(request)), dict(feeds)
+        found = self._do("run", given, lambda: self._own.run(request, feeds))
+        self.kept_shapes = self._own.kept_shapes
+        return found
+
+    def read_state(self, name: str, sizes: Sizes, rows: Rows = None) -> PartsOf:
+        """Returns all ranks' shards of a state, or these rows of each."""
+        return self._do(
+            "read_state", (name, sizes, rows), lambda: self._own.read_state(name, sizes, rows)
+        )
+
+    def write_state(self, name: str, array: Array, sizes: Sizes) -> None:
+        """Makes each rank keep its shard of a global array as a state."""
+        self._do(
+            "write_state", (name, array, sizes), lambda: self._own.write_state(name, array, sizes)
+        )
+
+    def clear_state(self, name: str, sizes: Sizes) -> None:
+        """Makes each rank keep zeros as its shard of a state."""
+        self._do("clear_state", (name, sizes), lambda: self._own.clear_state(name, sizes))
+
+    def save_states(self, folder: str, sizes: Sizes) -> dict[str, Digests]:
+        """Makes each rank write its shards of all states to a folder that all share; returns the
+        files' digests."""
+        return self._do(
+            "save_states", (folder, sizes), lambda: self._own.save_states(folder, sizes)
+        )
+
+    def save_states_later(self, folder: str, sizes: Sizes) -> None:
+        """Makes each rank copy its shards of all states, and write them while it runs on."""
+        self._do(
+            "save_states_later",
+            (folder, sizes),
+            lambda: self._own.save_states_later(folder, sizes),
+        )
+
+    def load_states(
+        self, folder: str, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
+    ) -> None:
+        """Makes each rank read its shards of these states from a folder, and keep them."""
+        self._do(
+            "load_states",
+            (folder, list(names), sizes, origin),
+            lambda: self._own.load_states(folder, names, sizes, origin),
+        )
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Returns a list with only the own payload, because no other process makes calls of its
+        own."""
+        return [payload]
+
+    def write_log(self, text: str) -> None:
+        """Adds text to the log of each rank, if its output is redirected."""
+        self._do("write_log", (text,), lambda: self._own.write_log(text))
+
+    def reset_states(self) -> None:
+        """Forgets all states."""
+        self._do("reset_states", (), self._own.reset_states)
+
+    def undo_states(self) -> None:
+        """Returns to the states before the last run."""
+        self._do("undo_states", (), self._own.undo_states)
+
+    def end_profile(self) -> Sequence[Record]:
+        """Ends the recording, and returns the record of each rank."""
+        return self._do("end_profile", (), self._own.end_profile)
+
+    def check_usable(self) -> None:
+        """Errors: RankError if the session is closed, or if ranks have failed."""
+        self._lead.check()
+        self._own.check_usable()
+
+    def check_alive(self) -> None:
+        """Errors: RankError if the session is closed, or if a rank has died or does not answer, as
+        the orders notice while there is nothing to do."""
+        self.check_usable()
+
+    def close(self) -> None:
+        """Ends the session on all ranks."""
+        if self._is_open:
+            self._is_open = False
+            self._lead.close_session(self._number, self._own)
+
+    def _do(self, do: str, given: Sequence[Any], own: Callable[[], T]) -> T:
+        self.check_usable()
+        return self._lead.all_do(Order(do, self._number, given), own)
+
+
+def _status(error: BaseException) -> int:
+    """The exit status of a command that ends with this error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, Terminated):
+        return next(status for number, (_, status) in STATUSES.items() if number == error.number)
+    return 2

@@ -1,0 +1,180 @@
+"""Runs generations of ranks that are processes of their own: what a launcher does that outlives the
+hosts of its ranks.
+
+A rank says by the end of its process what its launcher should do:
+
+    exit status 0       it is done, or was not needed
+    AGAIN               other ranks are lost, or SIGTERM has asked it to make room: it has left a
+                        checkpoint from which the next generation goes on
+    killed by a signal  it is lost: its slot may get a new rank
+    HOST_GONE           so is its host
+    any other           the run has failed, and would fail again
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from onnxpar.base.errors import RankError
+from onnxpar.runtime.launch.membership import Generation, Membership, Slot
+
+AGAIN = 75
+"""The exit status of a rank that asks for the next generation: EX_TEMPFAIL of sysexits.h."""
+HOST_GONE = 256
+"""Stands for the exit status of a rank whose host is lost: no process ends with this number."""
+_BY_SIGNAL = 128
+"""What a shell adds to the number of the signal that killed its command."""
+_SIGNALS = range(_BY_SIGNAL + 1, _BY_SIGNAL + signal.NSIG)
+_LOOK = 0.05
+"""Seconds between two looks at the processes."""
+
+
+class Process(Protocol):
+    """A rank that was started, such as a `subprocess.Popen`."""
+
+    def poll(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Launch = Callable[[Generation], AbstractContextManager[Sequence[Process]]]
+"""Starts the ranks of a generation, which find each other and none of an earlier one. The block
+ends after them."""
+
+
+class Supervisor:
+    """Starts generations of ranks until one is done.
+
+    look    called again and again; it may let slots of the membership join or leave
+    tell    called with a line when a generation ends before its run
+    grace   seconds in which ranks must end that have lost others or are asked to; then they are
+            killed, and count as lost
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        launch: Launch,
+        *,
+        look: Callable[[Membership], None] = lambda members: None,
+        tell: Callable[[str], None] = lambda text: None,
+        grace: float = 60.0,
+    ) -> None:
+        self._members, self._launch = members, launch
+        self._look, self._tell, self._grace = look, tell, grace
+
+    def run(self) -> int:
+        """Returns 0 when all ranks of a generation are done, or the status of a rank that failed.
+        Errors: RankError if too few slots are left, or generations end for no known reason."""
+        while True:
+            generation = self._members.begin()
+            with self._launch(generation) as processes:
+                ends = self._run(generation, processes)
+            failed = [end.status for end in ends if end.has_failed]
+            if failed or all(end.status == 0 for end in ends):
+                return failed[0] if failed else 0
+            self._prepare_next(generation, ends)
+
+    def _run(self, generation: Generation, processes: Sequence[Process]) -> Sequence[_End]:
+        """Waits for the end of a generation; returns the ends of its ranks."""
+        try:
+            while _run_on(processes) and not self._has_changed(generation, processes):
+                time.sleep(_LOOK)
+        finally:
+            asked, stuck = self._stop(processes)
+        return [
+            _End(slot, process.poll() or 0, process in asked, process in stuck)
+            for slot, process in zip(generation.slots, processes, strict=True)
+        ]
+
+    def _has_changed(self, generation: Generation, processes: Sequence[Process]) -> bool:
+        """True if a rank has not simply done its work, or if slots have joined or left."""
+        self._look(self._members)
+        slots = self._members.slots
+        return any(process.poll() for process in processes) or set(slots) != set(generation.slots)
+
+    def _stop(self, processes: Sequence[Process]) -> tuple[Sequence[Process], Sequence[Process]]:
+        """Asks the ranks that still run to end, and kills those that have not after the grace
+        period; returns both. Errors: RankError if one cannot be killed."""
+        asked = _run_on(processes)
+        for process in asked:
+            process.terminate()
+        _wait_for(processes, self._grace)
+        stuck = _run_on(processes)
+        for process in stuck:
+            process.kill()
+        _wait_for(processes, self._grace)
+        if left := _run_on(processes):
+            raise RankError(f"{len(left)} ranks have not ended {self._grace:g} s after SIGKILL")
+        return asked, stuck
+
+    def _prepare_next(self, generation: Generation, ends: Sequence[_End]) -> None:
+        """Takes note of the slots that are lost. A rank that had to be killed is lost if that
+        explains the end of the generation. Errors: RankError if nothing explains it, too often."""
+        members = self._members
+        gone = {end.slot.host for end in ends if end.status == HOST_GONE and not end.was_stuck}
+        members.leave([slot for slot in members.slots if slot.host in gone])
+        killed = [e.slot for e in ends if e.was_killed and e.slot.host not in gone]
+        stuck = [e.slot for e in ends if e.was_stuck and not (killed or gone)]
+        lost = killed + stuck
+        has_changed = set(members.slots) != set(generation.slots)
+        has_room = members.lose(lost) if lost or not has_changed else True
+        if not (lost or has_changed or has_room):
+            raise RankError(
+                f"generation {generation.number} has ended without a lost rank, and --max-restarts "
+                f"{members.max_restarts} is used up; the logs of the ranks say why"
+            )
+        joined = [slot for slot in members.slots if slot not in generation.slots]
+        each = [f"the rank of slot {slot} died" for slot in lost]
+        each += [f"{host} is lost" for host in sorted(gone)]
+        each += [f"{slot} joins" for slot in joined]
+        left = len(members.slots)
+        self._tell(
+            f"generation {generation.number} has ended: {', '.join(each) or 'no slot is lost'}; "
+            f"{left} slot{' goes' if left == 1 else 's go'} on"
+        )
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a rank ended: its exit status, and whether it was asked to end, and had to be killed,
+    because it did not."""
+
+    slot: Slot
+    status: int
+    was_asked: bool
+    was_stuck: bool
+
+    @property
+    def was_killed(self) -> bool:
+        """True if a signal of somebody else killed it, here or on another host."""
+        is_signal = self.status < 0 or self.status in _SIGNALS
+        return is_signal and not self.was_stuck and not self._has_obeyed
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it would fail again."""
+        is_known = self.status in (0, AGAIN, HOST_GONE) or self._has_obeyed
+        return not (is_known or self.was_killed or self.was_stuck)
+
+    @property
+    def _has_obeyed(self) -> bool:
+        """True if it ended by the signal that asked it to, as before it could handle that."""
+        by_signal = (-signal.SIGTERM, _BY_SIGNAL + signal.SIGTERM)
+        return self.was_asked and self.status in by_signal
+
+
+def _run_on(processes: Sequence[Process]) -> list[Process]:
+    return [process for process in processes if process.poll() is None]
+
+
+def _wait_for(processes: Sequence[Process], seconds: float) -> None:
+    """Waits until processes have ended, at most so many seconds."""
+    deadline = time.monotonic() + seconds
+    while _run_on(processes) and time.monotonic() < deadline:
+        time.sleep(_LOOK)

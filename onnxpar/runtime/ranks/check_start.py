@@ -1,0 +1,123 @@
+"""Checks, when ranks start, that all have the same sharded model, as it was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onnxpar.base.digests import Block, check_blocks
+from onnxpar.base.errors import ModelError, OnnxparError
+from onnxpar.runtime.profile.profile import host_id
+from onnxpar.runtime.ranks.collectives import gather_bytes
+from onnxpar.runtime.ranks.groups import World
+from onnxpar.runtime.session.bundle import Bundle
+from onnxpar.runtime.session.bundle_files import WRITE_AGAIN
+
+E = TypeVar("E", bound=OnnxparError)
+ROUND = 256
+"""Blocks that a rank checks before it tells the others, which wait for it at most that long."""
+
+
+def check_start(bundle: Bundle, world: World, whole: bool) -> None:
+    """Checks what a rank reads: samples of large files, or with `whole` every byte. All ranks call
+    it; those that read one folder share the work on files that several of them read.
+
+    Errors: ModelError; after a `whole` check, and if ranks have different models, the same on all
+    ranks.
+    """
+    if not whole:
+        bundle.files.check_samples(world.rank)
+    own = {**place_of(bundle.path), "digest": bundle.digest, "whole": whole}
+    each = exchange(world, own, "plan.json")
+    check_same(bundle.path, each)
+    if any(rank["whole"] for rank in each):
+        fault, blocks = "", list[Block]()
+        if whole:
+            fault = _fault_of(bundle, world.rank)
+            beside = [r for r, e in enumerate(each) if e["whole"] and e["folder"] == own["folder"]]
+            blocks = [] if fault else bundle.files.share(world.rank, beside)
+        check_together(bundle.path, world, blocks, each, fault)
+
+
+def check_same(path: Path, each: Sequence[Mapping[str, Any]]) -> None:
+    """Errors: ModelError, on all ranks with the same text, if the ranks have different plans.
+    `each` has the digest of each rank's plan, and its host."""
+    odd = next((r for r, own in enumerate(each) if own["digest"] != each[0]["digest"]), None)
+    if odd is not None:
+        first, other = (
+            f"{each[r]['digest'][:8]} on rank {r} (host {each[r]['host']})" for r in (0, odd)
+        )
+        text = (
+            f"{path}: the ranks disagree on the model: the SHA-256 of plan.json begins with "
+            f"{first} and {other}; copy the same folder to all hosts, or shard the same model with "
+            "the same options and the same onnxpar on each"
+        )
+        raise common(ModelError(text))
+
+
+def common(error: E) -> E:
+    """Marks an error that all ranks raise."""
+    error.is_common = True
+    return error
+
+
+def check_together(
+    path: Path,
+    world: World,
+    blocks: Sequence[Block],
+    each: Sequence[Mapping[str, Any]],
+    fault: str = "",
+) -> None:
+    """Compares blocks of a folder with their digests, each rank its own; `each` has the ranks'
+    hosts. A rank that knows of a `fault` tells the others. Errors: ModelError, on all ranks with
+    the same text."""
+    at = 0
+    while True:
+        fault = fault or _changed(path, blocks[at : at + ROUND])
+        at += ROUND
+        told = exchange(world, {"fault": fault, "goes_on": at < len(blocks)}, "digests")
+        odd = next((rank for rank, own in enumerate(told) if own["fault"]), None)
+        if odd is not None:
+            is_one_host = len({own["host"] for own in each}) == 1
+            where = f"rank {odd}" + ("" if is_one_host else f" (host {each[odd]['host']})")
+            raise common(ModelError(f"{where} failed: {told[odd]['fault']}"))
+        if not any(own["goes_on"] for own in told):
+            return
+
+
+def place_of(folder: Path) -> dict[str, Any]:
+    """The host of this process by name, and an identifier of the folder that it sees there."""
+    try:
+        status = os.stat(folder)
+        found = [host_id(), status.st_dev, status.st_ino]
+    except OSError:
+        found = [host_id(), os.fspath(folder)]
+    return {"host": socket.gethostname(), "folder": found}
+
+
+def exchange(world: World, own: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns what each rank passes as `own`, sent as JSON. Errors: RankError."""
+    return [json.loads(text) for text in gather_bytes(world, json.dumps(own).encode(), name)]
+
+
+def _fault_of(bundle: Bundle, rank: int) -> str:
+    """What is wrong with the folder, without its content; empty if nothing is."""
+    try:
+        bundle.files.check_listed()
+        bundle.files.check_sizes(bundle.files.of(rank))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _changed(path: Path, blocks: Sequence[Block]) -> str:
+    """Says which block has changed; empty if none has."""
+    try:
+        check_blocks(path, blocks, WRITE_AGAIN)
+    except ModelError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,473 @@
+"""Runs one rank's graph in onnxruntime: binds inputs and outputs, and keeps states between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.digests import Digests
+from onnxpar.base.errors import RankError, RunError
+from onnxpar.graph.training_spec import EVALUATION
+from onnxpar.runtime.profile.profile import Record
+from onnxpar.runtime.ranks import groups
+from onnxpar.runtime.ranks.arena import NOWHERE, Heap, Room, Slot
+from onnxpar.runtime.ranks.binding import Binding
+from onnxpar.runtime.ranks.check_start import check_start
+from onnxpar.runtime.ranks.rank_failure import failure_text
+from onnxpar.runtime.ranks.rank_sessions import RankSessions
+from onnxpar.runtime.ranks.repeated_run import RepeatedRun, Turn, bound
+from onnxpar.runtime.ranks.several_runs import SeveralRuns
+from onnxpar.runtime.session.bundle import Bundle, Sizes
+from onnxpar.runtime.session.options import SessionSpec, run_options
+from onnxpar.runtime.session.own_shards import OwnShards
+from onnxpar.runtime.session.shards import Rows
+from onnxpar.runtime.session.tensors import (
+    as_fed,
+    bind_input,
+    copy_of,
+    is_packed,
+    view_of,
+)
+from onnxpar.runtime.states.host_table import RowUpdate
+from onnxpar.runtime.states.kept_states import KeptStates
+from onnxpar.runtime.states.state_files import Origin, StateFiles
+
+SIZES = "onnxpar.sizes"
+"""The hidden input of a rank's graph that carries the values of the open sizes."""
+
+Facts = Mapping[str, Any]
+"""Facts about a rank's session: `providers`, `provider_options` and `profiling_start_ns`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run: the outputs to return, whether to keep states, run options, and the values of the
+    open sizes; how many times to run, and, by input, the outputs that are its value the next time.
+    These are whole on all ranks."""
+
+    fetch: Sequence[str]
+    keep: bool = False
+    options: Mapping[str, Any] | None = None
+    sizes: Sizes = ()
+    times: int = 1
+    carried: Mapping[str, str] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs one rank's graph.
+
+    If all ranks hold the same whole tensor, only rank 0 returns it; with `everywhere`, every rank
+    does.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        world: groups.World,
+        spec: SessionSpec,
+        threads: int = 0,
+        spin: bool = True,
+        *,
+        everywhere: bool = False,
+    ) -> None:
+        check_start(bundle, world, spec.verify)
+        world.open_streams(bundle.streams)
+        self._sessions = RankSessions(bundle, world, spec, threads, spin)
+        self._bundle = bundle
+        self._apart = bundle.apart
+        self._rank = world.rank
+        self._world_size = world.size
+        self._own = OwnShards(bundle, world.rank, everywhere=everywhere)
+        self._ports = self._own.ports
+        self._has_sizes = bool(bundle.symbols) and not bundle.programs
+        self._states = bundle.states
+        self._in_place = bundle.in_place
+        self._row_outputs = {bundle.states[n]: (n, *o) for n, o in bundle.row_outputs.items()}
+        self._kept = KeptStates(bundle, world.rank, spec)
+        self._defaults = [
+            name
+            for name, port in bundle.inputs.items()
+            if port.has_default and name not in bundle.initial
+        ]
+        self._has_values = any(port.is_value for port in self._ports.values())
+        self._take("")
+        self._last: tuple[Request, Mapping[str, Array]] | None = None
+        self._repeated: RepeatedRun | None = None
+        self._carried: dict[str, Array] = {}
+        self._several: SeveralRuns | None = None
+        self.running: ort.RunOptions | None = None
+        """The options of the current run, for `stop`."""
+        self.stopped = False
+        self.kept_shapes: dict[str, tuple[int, ...]] = {}
+        """The global shapes of the states that the last run kept, by input."""
+
+    def _take(self, program: str) -> None:
+        """Makes a program the one that runs. Errors: ModelError if it does not load."""
+        self._program = program
+        self.session = self._sessions.open(program)
+        found = self.session.get_inputs()
+        self._inputs = [a.name for a in found if a.name in self._bundle.inputs]
+        self._binding = Binding(self.session)
+        self._of_no_size = {a.name for a in self.session.get_outputs() if 0 in a.shape}
+
+    def run(self, request: Request, feeds: Mapping[str, Array], room: Room) -> dict[str, Slot]:
+        """Runs once, or as often as the request says. `feeds` are this rank's shards of the
+        inputs, which must be contiguous; returns this rank's shards of the outputs, in memory of
+        `room`; of several runs, those of each along a first dimension. A run with the same objects
+        as the one before may write to the same memory, instead of taking some of `room`.
+
+        Leaves out shards that other ranks return too. With `keep`, state outputs stay in the
+        executor as inputs of the next run.
+        """
+        self.kept_shapes = {}
+        if self._last is None or self._last[0] is not request:
+            self._options = run_options(request.options)
+        self.running = options = self._options  # which `stop` ends, and `undo` follows it
+        try:
+            if request.carried:
+                return self._run_several(request, feeds, room, options)
+            return self._run(request, feeds, room, options)
+        except RankError:
+            raise
+        except Exception as error:
+            file = self._bundle.rank_file(self._rank, self._program)
+            ranks = self._world_size
+            raise RunError(failure_text(error, file, self._rank, ranks)) from error
+        finally:
+            self.running = None
+
+    def _run_several(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
+    ) -> dict[str, Slot]:
+        """Runs as often as the request says, with the carried outputs of each run as inputs of the
+        next."""
+        several = self._several
+        if several is None or not several.is_same(request, feeds):
+            several = self._several = SeveralRuns.of(request, feeds, several)
+        several.begin()
+        for number in range(request.times):
+            slots = self._run(several.once, several.feeds, Heap(), options)
+            several.take(number, slots, room)
+            several.carry(self._carried)
+        return several.slots
+
+    def _run(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
+    ) -> dict[str, Slot]:
+        last, self._last = self._last, (request, feeds)
+        is_again = last is not None and last[0] is request and last[1] is feeds
+        if is_again and self._repeated is not None:
+            return self._run_repeated(self._repeated, options)
+        self._repeated = None
+        self._own.at(request.sizes)
+        program = self._bundle.programs.get(tuple(request.sizes), "")
+        if program != self._program:
+            self._take(program)
+        if not self._apart.isdisjoint(request.fetch):
+            return self._evaluate(request, feeds, room, options)
+        if self._has_values:
+            return self._run_values(request, feeds, room, options)
+        order = self._order(request)
+        self._carried = {o: self._own.empty(o) for o in request.carried.values()}
+        self._binding.start(order, [name for name in self._defaults if name not in feeds])
+        self._bind_inputs(feeds, request.sizes)
+        bound_slots = self._bind_outputs(order, request, feeds, room)
+        slots = dict(bound_slots)
+        with self._kept.trimming():
+            self.session.run_with_iobinding(self._binding.native, options)
+        values: dict[str, ort.OrtValue | RowUpdate] = dict(self._binding.results)
+        for name, (_, *outputs) in self._row_outputs.items():
+            if outputs[0] in values:
+                values[name] = RowUpdate(*(values.pop(output) for output in outputs))
+        shapes = {name: self._shape(name, value) for name, value in values.items()}
+        for name in request.fetch:
+            if name not in slots and self._own.are_given(name):
+                slots[name] = self._shipped(name, values[name], feeds, room)
+        if request.keep:
+            in_place = self._changed_in_place(feeds)
+            lasting = {
+                i: self._state(i) if i in in_place else self._lasting(o, values[o])
+                for i, o in self._states.items()
+            }
+            self._kept.keep(lasting, feeds)
+            self.kept_shapes = {i: shapes[o] for i, o in self._states.items()}
+            # In onnxruntime up to at least 1.25, kept values share the memory of the binding's
+            # outputs: binding these again would change them.
+            self._binding.forget()
+        if is_again:
+            self._repeated = self._repeat(request, feeds, order, bound_slots)
+        return slots
+
+    def _repeat(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        order: Sequence[str],
+        slots: dict[str, Slot],
+    ) -> RepeatedRun | None:
+        """Returns how to repeat the last run. Returns None if it needs other memory each time: if a
+        size depends on data, if a kept state is also fetched, is an input or a table on the host,
+        or if an input must be packed."""
+        kept = self._states if request.keep else {}
+        packed = any(is_packed(array.dtype) for array in feeds.values())
+        if packed or self._row_outputs or not self._own.passed.isdisjoint(kept.values()):
+            return None
+        shipped = {n for n in request.fetch if self._own.are_given(n)} - slots.keys()
+        if shipped or any(self._own.shape(n) is None for n in order):
+            return None
+        inputs = {name: feeds[name] for name in (*self._inputs, *self._defaults) if name in feeds}
+        if self._has_sizes:
+            inputs[SIZES] = self._sizes
+        outputs: dict[str, Any] = {
+            n: slots[n].array if n in slots else self._carried.get(n) for n in order
+        }
+        after, before = self._kept.memories
+        turns = []
+        for reads, writes in ((after, before), (before, after)) if kept else ((after, {}),):
+            held = {name: reads[name] for name in self._inputs if name not in feeds}
+            outputs.update({o: writes[i] for i, o in kept.items()})
+            turns.append(Turn(bound(self.session, inputs, held, outputs), writes))
+        return RepeatedRun(turns, inputs, slots, self.kept_shapes)
+
+    def _run_repeated(self, repeated: RepeatedRun, options: ort.RunOptions) -> dict[str, Slot]:
+        states = repeated.run(self.session, options)
+        if states:
+            self._kept.keep(states, {})
+        self.kept_shapes = repeated.kept_shapes
+        return repeated.slots
+
+    def stop(self, run: ort.RunOptions) -> None:
+        """Ends a run at its next node, after another rank failed; any thread may call it."""
+        self.stopped = True
+        run.terminate = True
+
+    def settle(self) -> None:
+        """Makes the changes of the last call permanent, after it succeeded on all ranks."""
+        self._kept.settle()
+        self.stopped = False
+
+    def undo(self) -> None:
+        """Reverts the changes of the last call, after it failed on a rank."""
+        self._kept.undo()
+        self._binding.forget()
+        self._last = self._repeated = self._several = None
+
+    def read_state(self, name: str, room: Room, sizes: Sizes, rows: Rows = None) -> dict[str, Slot]:
+        """Returns this rank's shard of a state, or some rows of the shard, in memory of `room`;
+        nothing if another rank returns the same shard."""
+        self._own.at(sizes)
+        if not self._own.are_given(name):
+            return {}
+        is_value = self._ports[name].is_value
+        kept = self._state(name) if is_value else self._kept.array(name, self._own[name])
+        return {name: self._put(name, kept, room, rows)}
+
+    def write_state(self, name: str, part: Array) -> None:
+        """Keeps a copy of `part`, this rank's shard of a state."""
+        self._kept.put(name, part)
+
+    def clear_state(self, name: str, sizes: Sizes) -> None:
+        """Keeps zeros as this rank's shard of a state."""
+        self._own.at(sizes)
+        self._kept.clear(name, self._own[name])
+
+    def save_states(self, folder: Path, sizes: Sizes) -> dict[str, Digests]:
+        """Writes this rank's shards of states to a folder, without those that a lower rank writes
+        too; returns the digests of the files."""
+        self._own.at(sizes)
+        return self._kept.save(folder, {name: self._own[name] for name in self._states})
+
+    def save_states_later(self, folder: Path, sizes: Sizes) -> None:
+        """Copies what `save_states` would write, and returns; a thread then writes the copies, and
+        leaves the digests in the folder (`runtime/states/snapshot.py`)."""
+        self._own.at(sizes)
+        self._kept.save_later(folder, {name: self._own[name] for name in self._states})
+
+    def load_states(
+        self, folder: Path, names: Sequence[str], sizes: Sizes, origin: Origin | None = None
+    ) -> None:
+        """Reads this rank's shards of states from a folder that `save_states` wrote, and keeps
+        them: on the same mesh or, given the `origin` of the files, on another one."""
+        self._own.at(sizes)
+        parts = {name: self._own[name] for name in names}
+        if origin is None:
+            self._kept.load(folder, parts)
+        else:
+            self._kept.gather(StateFiles.of(folder, origin), parts)
+
+    def end_profile(self) -> Record:
+        """Ends the recording and returns it; its `file` is onnxruntime's own profile of this rank,
+        if any."""
+        return self._sessions.end_profile()
+
+    def facts(self) -> Facts:
+        """Returns facts about this rank's session."""
+        session = self.session
+        return {
+            "providers": session.get_providers(),
+            "provider_options": session.get_provider_options(),
+            "profiling_start_ns": session.get_profiling_start_time_ns(),
+        }
+
+    def reset_states(self) -> None:
+        """Forgets all kept states."""
+        self._kept.reset()
+
+    def _evaluate(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
+    ) -> dict[str, Slot]:
+        """Runs the evaluation program on the current states, and returns this rank's shards of its
+        outputs."""
+        session = self._sessions.open(self._program, EVALUATION)
+        names = [port.name for port in session.get_inputs()]
+        names += [p.name for p in session.get_overridable_initializers() if p.name in feeds]
+        given = {n: copy_of(feeds[n]) if n in feeds else self._state(n) for n in names}
+        with self._kept.trimming():
+            values = session.run_with_ort_values(list(request.fetch), given, options)
+        found = dict(zip(request.fetch, values, strict=True))
+        return {n: self._ship(n, found[n], room) for n in request.fetch if self._own.are_given(n)}
+
+    def _state(self, name: str) -> Any:
+        """Returns the kept value of a state or, if none is kept, the initial one."""
+        return self._kept.value(name, self._own[name])
+
+    def _run_values(
+        self,
+        request: Request,
+        feeds: Mapping[str, Array],
+        room: Room,
+        options: ort.RunOptions,
+    ) -> dict[str, Slot]:
+        """Runs without a binding, because only tensors of numbers can be bound; returns like
+        `run`."""
+        kept = list(self._states.values()) if request.keep else []
+        order = list(dict.fromkeys([*request.fetch, *kept]))
+        held = {n: self._state(n) for n in self._states if n in self._kept}
+        given = held | {
+            name: value if self._ports[name].is_value else as_fed(value)
+            for name, value in feeds.items()
+        }
+        if self._has_sizes:
+            given[SIZES] = as_fed(np.array(request.sizes, np.int64))
+        results = dict(zip(order, self.session.run(order, given, options), strict=True))
+        shapes = {n: self._own.check(n, r.shape) for n, r in results.items() if _is_tensor(r)}
+        if request.keep:
+            copies = {i: self._copied(i, results[o]) for i, o in self._states.items()}
+            self._kept.keep(copies, feeds)
+            self.kept_shapes = {i: shapes.get(o, ()) for i, o in self._states.items()}
+        return {n: self._put(n, results[n], room) for n in request.fetch if self._own.are_given(n)}
+
+    def _bind_inputs(self, feeds: Mapping[str, Array], sizes: Sizes) -> None:
+        """Binds all inputs that are fed or kept; inputs with a default only if they are fed."""
+        for name in [*self._inputs, *(name for name in self._defaults if name in feeds)]:
+            if name in feeds:
+                self._binding.feed(name, feeds[name])
+            else:
+                self._binding.use(name, self._state(name))
+        if self._has_sizes:
+            self._sizes = np.array(sizes, np.int64)
+            bind_input(self._binding.native, SIZES, self._sizes)
+
+    def _order(self, request: Request) -> list[str]:
+        """Returns the outputs of the rank's graph to compute, fetched or kept, in order."""
+        kept = self._states.values() if request.keep else ()
+        every = (*request.fetch, *kept, *request.carried.values())
+        asked = [name for each in every for name in self._computed(each)]
+        return list(dict.fromkeys(asked))
+
+    def _computed(self, name: str) -> Sequence[str]:
+        """Returns the outputs of the rank's graph from which an output is made: of a table on the
+        host, the rows that change."""
+        return self._row_outputs[name][1:] if name in self._row_outputs else (name,)
+
+    def _bind_outputs(
+        self, order: Sequence[str], request: Request, feeds: Mapping[str, Array], room: Room
+    ) -> dict[str, Slot]:
+        """Binds the outputs: to memory of `room` where possible, to that of a kept state which the
+        run changes in place, else to new memory of onnxruntime, as where onnxruntime expects no
+        elements: for some open sizes, ONNX infers 0. Returns the slots of the room."""
+        kept = set(self._states.values()) if request.keep else set()
+        others = kept | self._carried.keys() | self._of_no_size
+        names = [name for name in order if name not in others]
+        specs = {n: s for n in names if (s := self._own.direct(n)) is not None}
+        slots = dict(zip(specs, room.place(list(specs.values())), strict=True))
+        in_place = self._changed_in_place(feeds) if request.keep else ()
+        held = {self._states[name]: name for name in in_place}
+        for name in order:
+            if name in held:
+                self._binding.put_value(name, self._state(held[name]))
+            else:
+                array = slots[name].array if name in slots else self._carried.get(name)
+                self._binding.put(name, array)
+        return slots
+
+    def _changed_in_place(self, feeds: Mapping[str, Array]) -> frozenset[str]:
+        """Returns the kept states that a run with these feeds changes in their own memory."""
+        return self._in_place - feeds.keys()
+
+    def _ship(self, name: str, value: ort.OrtValue, room: Room) -> Slot:
+        """Copies a tensor from onnxruntime's memory to a room."""
+        return self._put(name, view_of(value, self._ports[name].dtype), room)
+
+    def _shipped(
+        self, name: str, value: ort.OrtValue | RowUpdate, feeds: Mapping[str, Array], room: Room
+    ) -> Slot:
+        """Copies an output of a run to a room; of a table on the host, the whole table."""
+        if not isinstance(value, RowUpdate):
+            return self._ship(name, value, room)
+        state = self._row_outputs[name][0]
+        parts = self._own[state]
+        slot = self._put(name, feeds.get(state, self._kept.array(state, parts)), room)
+        value.write(slot.array)
+        return slot
+
+    def _put(self, name: str, array: Array, room: Room, rows: Rows = None) -> Slot:
+        """Copies a tensor, or some rows, to a room; returns a value of another type as it is."""
+        if self._ports[name].is_value:
+            return Slot(NOWHERE, array)
+        self._own.check(name, array.shape)
+        part = array if rows is None else array[slice(*rows)]
+        (slot,) = room.place([(part.dtype, part.shape)])
+        slot.array[...] = part
+        return slot
+
+    def _lasting(self, name: str, value: ort.OrtValue | RowUpdate) -> ort.OrtValue | RowUpdate:
+        """Returns a value that can be kept: a copy if the output is an input passed through,
+        because the caller owns that memory."""
+        passed = name in self._own.passed
+        return copy_of(view_of(value, self._ports[name].dtype)) if passed else value
+
+    def _shape(self, name: str, value: ort.OrtValue | RowUpdate) -> tuple[int, ...]:
+        """Returns the global shape of an output. Errors: RankError if the shape of this rank's
+        shard contradicts the layout."""
+        if isinstance(value, RowUpdate):
+            layout = self._ports[name].layout
+            assert layout is not None, "the layout of a table is fixed"
+            return layout.shape
+        return self._own.check(name, value.shape())
+
+    def _copied(self, name: str, part: Array) -> Any:
+        """Returns a copy of a shard that can be kept."""
+        return part if self._ports[name].is_value else copy_of(part)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, np.ndarray)

@@ -1,0 +1,199 @@
+"""Worlds of ranks.
+
+A world is a set of ranks that run collectives together; a `World` object is one rank's membership
+in it. Ranks are processes or, in tests, threads of one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import secrets
+from collections.abc import Sequence
+
+import onnxruntime as ort
+
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.ranks.library import check, library, library_path
+
+_names = itertools.count()
+
+
+class World(Closing):
+    """One rank's membership in a world; as a context manager, leaves the world at the end.
+
+    `create` waits until all `size` ranks have joined, and raises RankError after `timeout` seconds.
+    The same timeout applies to every collective.
+
+    `store` is the place where the ranks find each other: `hash:NAME` (threads of one process),
+    `file:/dir` (one host, or a shared file system) or `tcp://host:port` (rank 0 listens). A process
+    needs the key of the world to join it. In a folder, rank 0 writes a random key that only its
+    user can read; with `tcp://host:port`, the key follows the address (`#key`) or is ONNXPAR_KEY,
+    which must be set if other hosts can reach the address. `id` is unique in this process. Ranks
+    listen only on `bind_address`.
+
+    Two ranks of one host exchange messages through shared memory, others over Gloo's TCP
+    connections. With ONNXPAR_TRANSPORT=gloo, a rank uses Gloo alone; with shared-memory, `create`
+    raises RankError if shared memory does not reach all ranks.
+    """
+
+    def __init__(self, id: str, rank: int, size: int) -> None:
+        self.id = id
+        self.rank = rank
+        self.size = size
+        self._open = True
+
+    @classmethod
+    def create(
+        cls,
+        id: str,
+        rank: int,
+        size: int,
+        store: str,
+        bind_address: str = "127.0.0.1",
+        timeout: float = 60.0,
+    ) -> World:
+        check(
+            library().onnxpar_world_create(
+                id.encode(),
+                rank,
+                size,
+                store.encode(),
+                bind_address.encode(),
+                round(timeout * 1000),
+            )
+        )
+        return cls(id, rank, size)
+
+    def open_streams(self, count: int) -> None:
+        """Connects the ranks in as many streams, in which collectives run at once; all ranks must
+        call it. Does nothing if there are as many. Errors: RankError if a rank does not come within
+        the timeout."""
+        check(library().onnxpar_world_open_streams(self.id.encode(), count))
+
+    def abort(self, message: str) -> None:
+        """Makes all collectives of this world, running and later, fail on all ranks with this
+        message."""
+        check(library().onnxpar_world_abort(self.id.encode(), message.encode()))
+
+    def explain(self, why: str) -> None:
+        """Says why this rank is going to leave the world before others expect it."""
+        check(library().onnxpar_world_explain(self.id.encode(), why.encode()))
+
+    def shares_memory_with(self, rank: int) -> bool:
+        """True if messages to `rank` go through shared memory, not through Gloo. Errors: RankError
+        if the world has no such rank."""
+        shared = ctypes.c_int()
+        check(library().onnxpar_world_shares_memory(self.id.encode(), rank, ctypes.byref(shared)))
+        return bool(shared.value)
+
+    def begin(self) -> None:
+        """Marks the start of a call on this rank, so that a faster rank that fails in its next call
+        does not interrupt this one."""
+        check(library().onnxpar_world_begin(self.id.encode()))
+
+    def interrupt(self, message: str) -> None:
+        """Makes all collectives of the current call fail on all ranks with this message, until
+        every rank has called `renew`."""
+        check(library().onnxpar_world_interrupt(self.id.encode(), message.encode()))
+
+    def renew(self) -> str:
+        """Waits until all ranks have left the interrupted call, and connects them again.
+
+        Returns the reason of the interruption, the same on all ranks. Errors: RankError if a rank
+        does not come within the timeout, or if the world was aborted.
+        """
+        check(library().onnxpar_world_renew(self.id.encode()))
+        return _reason()
+
+    def failure(self) -> str:
+        """Returns why every collective of this world fails from now on, on all ranks; an empty
+        string if none has to."""
+        check(library().onnxpar_world_failure(self.id.encode()))
+        return _reason()
+
+    def close(self) -> None:
+        """Leaves the world; collectives of its sessions fail from then on."""
+        if self._open:
+            self._open = False
+            check(library().onnxpar_world_destroy(self.id.encode()))
+
+
+def _reason() -> str:
+    """What the last call in this thread has to say."""
+    reason: bytes = library().onnxpar_reason()
+    return reason.decode(errors="replace")
+
+
+class Group(Closing):
+    """Some ranks of a world, for the functions of `collectives`: this rank must be one of them.
+
+    `ranks` are ranks of the world, in the order of the group, and `rank` is this rank's position
+    among them. A rank that fails in a group fails in the whole world.
+    """
+
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self.id = f"{world.id}, ranks {list(ranks)}"
+        self.rank = list(ranks).index(world.rank)
+        self.size = len(ranks)
+        numbers = (ctypes.c_int64 * len(ranks))(*ranks)
+        create = library().onnxpar_group_create
+        check(create(world.id.encode(), self.id.encode(), numbers, len(ranks)))
+        self._open = True
+
+    def close(self) -> None:
+        """Forgets the group; the world remains."""
+        if self._open:
+            self._open = False
+            check(library().onnxpar_group_destroy(self.id.encode()))
+
+
+class Hub(Closing):
+    """The meeting point of a world's ranks, in a process that need not be a rank.
+
+    Without a hub, rank 0 is the meeting point. With a hub in the launcher, the other ranks notice
+    the end of rank 0 like that of any rank, and the end of the launcher is an error on all ranks.
+    The key of the world is random.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        bound = ctypes.c_int(port)
+        self._key = secrets.token_hex(16)
+        call = library().onnxpar_hub_start
+        check(call(host.encode(), ctypes.byref(bound), self._key.encode()))
+        self._host = host
+        self._port = bound.value
+        self._open = True
+
+    @property
+    def store(self) -> str:
+        """The `store` of `World.create`, or value of ONNXPAR_STORE, with its key."""
+        return f"tcp://{self._host}:{self._port}#{self._key}"
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            check(library().onnxpar_hub_stop(self._host.encode(), self._port))
+
+
+def thread_worlds(n: int, timeout: float = 60.0) -> list[World]:
+    """Returns the `n` memberships in a new world, for `n` threads of this process."""
+    from concurrent.futures import ThreadPoolExecutor  # ranks that are processes need no pool
+
+    name = f"threads-{os.getpid()}-{next(_names)}"
+
+    def join(rank: int) -> World:
+        return World.create(f"{name}/{rank}", rank, n, f"hash:{name}", timeout=timeout)
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(join, range(n)))
+
+
+def session_options(world: World, base: ort.SessionOptions | None = None) -> ort.SessionOptions:
+    """Returns options for a session that runs collectives in `world`: `base`, changed in place, or
+    new options."""
+    options = ort.SessionOptions() if base is None else base
+    options.add_session_config_entry("onnxpar.world", world.id)
+    options.register_custom_ops_library(str(library_path()))
+    return options

@@ -1,0 +1,96 @@
+"""Orders by which rank 0 of a launch makes all ranks do the same, on a world of their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onnxpar.base.errors import RankError
+from onnxpar.base.typed_bytes import of_bytes, to_bytes
+from onnxpar.runtime.launch.launch import Launched
+from onnxpar.runtime.ranks.check_start import exchange
+from onnxpar.runtime.ranks.closing import Closing
+from onnxpar.runtime.ranks.collectives import gather_bytes
+from onnxpar.runtime.ranks.fetch import complete
+from onnxpar.runtime.ranks.groups import World
+from onnxpar.runtime.ranks.log import describe
+from onnxpar.runtime.states.host_memory import HostMemory, memory_of_hosts, told_memory
+
+START, CLOSE, IDLE, END = "start", "close", "idle", "end"
+"""What is done besides the calls of a session: it starts or ends; nothing; all is over."""
+_worlds = itertools.count()
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks do: with the session of this number, and what else is given."""
+
+    do: str
+    session: int = 0
+    given: Sequence[Any] = ()
+
+    def pack(self) -> bytes:
+        """Returns the order as bytes."""
+        return to_bytes((self.do, self.session, tuple(self.given)))
+
+    @staticmethod
+    def unpack(data: bytes) -> Order:
+        """Errors: RankError for bytes that are no order."""
+        try:
+            do, session, given = of_bytes(data)
+        except (ValueError, TypeError) as error:
+            raise RankError(f"rank 0 sent bytes that are no order: {error}") from None
+        if type(do) is not str or type(session) is not int or type(given) is not tuple:
+            raise RankError("rank 0 sent bytes that are no order")
+        return Order(do, session, given)
+
+
+class Orders(Closing):
+    """This rank's end of the orders. All ranks make it together.
+
+    hosts  the memory of the hosts of all ranks
+
+    Errors: RankError if a rank does not come within `timeout` seconds, here and in each call; then
+    every later call fails with the same reason.
+    """
+
+    def __init__(self, launched: Launched, timeout: float) -> None:
+        self.launched, self.timeout = launched, timeout
+        self._world = World.create(
+            f"orders-{next(_worlds)}",
+            launched.rank,
+            launched.size,
+            launched.store,
+            launched.bind_address,
+            timeout,
+        )
+        told = exchange(self._world, told_memory(), "hosts")
+        self.hosts: Sequence[HostMemory] = memory_of_hosts(told)
+
+    def fetch(self, path: Path) -> None:
+        """Brings the files of a sharded model that ranks lack to their hosts; all ranks call it.
+        Errors: those of `complete`."""
+        try:
+            complete(path, self._world)
+        except Exception as error:  # the others wait for this rank
+            self.abort(f"{self.launched.name} failed: {describe(error)}")
+            raise
+
+    def tell(self, order: bytes) -> None:
+        """Tells all other ranks an order, on rank 0; returns when they have heard it."""
+        gather_bytes(self._world, order, "orders")
+
+    def hear(self) -> Order:
+        """Returns the next order, on a rank other than 0."""
+        return Order.unpack(gather_bytes(self._world, b"", "orders")[0])
+
+    def abort(self, reason: str) -> None:
+        """Makes all ranks fail with this reason, now and later."""
+        self._world.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the world of the orders."""
+        self._world.close()

@@ -1,0 +1,71 @@
+"""A run whose request was checked, so that the next one like it need not be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.runtime.ranks.executor import Request
+from onnxpar.runtime.session.bundle import Bundle
+
+Kept = Mapping[str, tuple[int, ...]]
+"""The global shapes of kept states, by input."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run without run options: what the caller asked for, the dtypes and shapes of the feeds and
+    of kept states, and what follows from these: the names of the results, in order, and the request
+    to the ranks. A request with the same identity has feeds of the same shapes."""
+
+    asked: Sequence[str] | None
+    keeps: bool
+    feeds: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+    kept: Kept
+    names: Sequence[str]
+    request: Request
+
+    @staticmethod
+    def of(
+        bundle: Bundle,
+        asked: Sequence[str] | None,
+        keeps: bool,
+        feeds: Mapping[str, Any],
+        kept: Kept,
+        names: Sequence[str],
+        request: Request,
+    ) -> PreparedRun | None:
+        """Returns the run; None if the next one must be checked again, because values that are not
+        tensors of numbers are fed, or because it has run options."""
+        if request.options is not None or any(bundle.inputs[name].is_value for name in feeds):
+            return None
+        if asked is not None and not isinstance(asked, list):
+            return None
+        specs = {name: (array.dtype, array.shape) for name, array in feeds.items()}
+        asked = None if asked is None else list(asked)
+        return PreparedRun(asked, keeps, specs, dict(kept), names, request)
+
+    def fits(
+        self,
+        asked: Sequence[str] | None,
+        keeps: bool,
+        times: int,
+        carried: Mapping[str, str],
+        feeds: Mapping[str, Any],
+        kept: Kept,
+    ) -> bool:
+        """True if a call without run options is correct, and has the same results and request."""
+        if keeps is not self.keeps or len(feeds) != len(self.feeds):
+            return False
+        if times != self.request.times or carried != self.request.carried:
+            return False
+        for name, (dtype, shape) in self.feeds.items():
+            array: Array | None = feeds.get(name)
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                return False
+        is_asked = asked is self.asked or (isinstance(asked, list) and asked == self.asked)
+        return is_asked and kept == self.kept

@@ -1,0 +1,94 @@
+"""Rewrites onnxruntime's errors on a rank: with names of the unsplit model's nodes, and a note if
+numbers refer to a shard."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnxpar.base.custom_ops import remedy
+from onnxpar.runtime.ranks.log import NODE_FAILED, describe
+
+if TYPE_CHECKING:  # ranks need onnx only after a failure
+    import onnx
+
+_OUT_OF_RANGE = re.compile(r"out of (data )?bounds|out of range|invalid ind", re.I)
+_NODE_REFUSED = re.compile(r".*Node ?\((.*?)\) Op \((\w+)\) (.*)", re.DOTALL)
+
+
+def failure_text(error: Exception, file: Path, rank: int, ranks: int) -> str:
+    """Returns the text of an error: for a failed node, the op, the node's name in the unsplit
+    model, and onnxruntime's message. `file` is the graph of the rank."""
+    text = describe(error)
+    found = NODE_FAILED.search(str(error))
+    if found is None or ranks == 1:
+        return text
+    op, name, message = found.groups()
+    if message.startswith(op):  # a collective, whose messages have global names
+        return text
+    origins = _origins(file)
+    origin = origins.get(name, name)
+    lowered = {global_name for own, global_name in origins.items() if own != global_name}
+    if origin in lowered and _OUT_OF_RANGE.search(message):  # indices into a shard of a table
+        return f"{op} {origin!r}: an index is out of range"
+    note = (
+        f" (sizes and indices are those of rank {rank}'s shard)"
+        if re.search(r"\d", message)
+        else ""
+    )
+    return f"{op} {origin!r}: {message}{note}"
+
+
+def load_text(error: Exception, file: Path) -> str:
+    """Returns why onnxruntime does not load the graph of a rank: the innermost node that its
+    message names, by its name in the unsplit model, and the message; if files are damaged, the
+    message and the remedy."""
+    found = _NODE_REFUSED.search(str(error))
+    if found is not None and not is_damaged(file):
+        name, op, message = found.groups()
+        return f"onnxruntime does not load {op} '{_origins(file).get(name, name)}': {message}"
+    text = f"onnxruntime does not load {file.name}: {error}"
+    if is_damaged(file):
+        return f"{text}; the folder is damaged: write it again with `onnxpar shard`"
+    return text + remedy(text)
+
+
+def is_damaged(file: Path) -> bool:
+    """True if a graph file or one of its weight files is missing, cut off or unreadable."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(str(file), load_external_data=False)
+        for tensor in model.graph.initializer:
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            if place.get("location"):
+                end = int(place.get("offset", 0)) + int(place.get("length", 0))
+                if (file.parent / place["location"]).stat().st_size < end:
+                    return True
+    except (OSError, DecodeError, ValueError):
+        return True
+    return not model.HasField("graph")
+
+
+def _origins(file: Path) -> dict[str, str]:
+    """Returns the name of the unsplit model's node for each node of a rank's graph, by name."""
+    import onnx
+
+    try:
+        model = onnx.load(str(file), load_external_data=False)
+    except Exception:  # without global names, the error is still reported
+        return {}
+    return dict(_named(model.graph))
+
+
+def _named(graph: onnx.GraphProto) -> list[tuple[str, str]]:
+    from onnxpar.graph.origin import origin_of
+
+    found = [(node.name, origin_of(node)) for node in graph.node]
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                found += _named(attribute.g)
+    return found

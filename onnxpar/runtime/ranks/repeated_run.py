@@ -1,0 +1,65 @@
+"""A run of a rank that is repeated without binding anything anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import onnxruntime as ort
+
+from onnxpar.base.arrays import Array
+from onnxpar.runtime.ranks.arena import Slot
+from onnxpar.runtime.ranks.binding import Binding
+
+Values = Mapping[str, ort.OrtValue]
+
+
+class Turn(NamedTuple):
+    """Bound inputs and outputs, and the states in the bound outputs, by input; empty if the run
+    keeps none."""
+
+    binding: Binding
+    states: Values
+
+
+@dataclass
+class RepeatedRun:
+    """A run that reads its inputs and writes its outputs in the same memory each time.
+
+    Runs that keep states alternate between two turns: what one writes, the other reads. So the
+    states before a run are there until the next one starts.
+    """
+
+    turns: Sequence[Turn]
+    inputs: Mapping[str, Array]
+    slots: dict[str, Slot]
+    kept_shapes: dict[str, tuple[int, ...]]
+
+    def run(self, session: ort.InferenceSession, options: ort.RunOptions) -> Values:
+        """Runs once, and returns the states to keep."""
+        turn, *others = self.turns
+        session.run_with_iobinding(turn.binding.native, options)
+        self.turns = (*others, turn)
+        return turn.states
+
+
+def bound(
+    session: ort.InferenceSession,
+    inputs: Mapping[str, Array],
+    states: Values,
+    outputs: Mapping[str, Array | ort.OrtValue | None],
+) -> Binding:
+    """Returns a binding to these inputs and states, and to the memory of outputs; to memory of
+    onnxruntime for None."""
+    binding = Binding(session)
+    for name, array in inputs.items():
+        binding.feed(name, array)
+    for name, value in states.items():
+        binding.use(name, value)
+    for name, memory in outputs.items():
+        if isinstance(memory, ort.OrtValue):
+            binding.native.bind_ortvalue_output(name, memory)
+        else:
+            binding.put(name, memory)
+    return binding

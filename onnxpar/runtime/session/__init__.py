@@ -1,0 +1,1 @@
+"""Sessions: a sharded model's folder, its inputs and outputs, and runs."""

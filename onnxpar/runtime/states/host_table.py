@@ -1,0 +1,222 @@
+"""A state that stays in a file instead of in memory: a table of which each run changes some rows.
+
+The file has no name, so it vanishes with its process, and a kill leaves nothing behind. The
+operating system keeps the rows that are used in memory, up to a limit, and writes the others to the
+disk.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxpar.base.arrays import Array
+from onnxpar.base.copy_part import copy_part
+from onnxpar.base.errors import InputError, ModelError
+from onnxpar.base.write_file import cause, unread
+from onnxpar.runtime.session.tensors import ELEMENTS, view_of
+
+BLOCK = 8 << 20
+"""Bytes that are copied at a time."""
+_PAUSE = 0.002
+"""Seconds between two looks at the memory that rows take."""
+_STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True)
+class RowUpdate:
+    """New values of some rows of a table. Rows that a rank does not hold have the index of the row
+    after its last one; rows with equal indices are equal.
+
+    indices  int64 of shape [count, 1]
+    rows     of shape [count, ...] and the table's dtype
+    """
+
+    indices: ort.OrtValue
+    rows: ort.OrtValue
+
+    def write(self, table: Array) -> None:
+        """Replaces the rows of a table."""
+        index = view_of(self.indices, np.dtype(np.int64)).reshape(-1)
+        rows = view_of(self.rows, table.dtype)
+        index = np.where(index < 0, index + len(table), index)
+        own = index < len(table)
+        table[index[own]] = rows[own]
+
+
+class HostTable:
+    """The file of a state, mapped into memory: `folder` is where, `name` the state. Starts as
+    zeros. Errors: InputError if the folder has no room for it, or cannot be written."""
+
+    def __init__(
+        self, folder: Path, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> None:
+        self._name = name
+        self._folder = folder
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self._file.close)  # the map keeps the content
+            if size:  # a hole would end the process at the write for which the disk has no room
+                os.posix_fallocate(self._file.fileno(), 0, size)
+            self._map = mmap.mmap(self._file.fileno(), size) if size else None
+        except OSError as error:
+            raise InputError(
+                f"cannot make the file of {size:,} bytes for {name!r} in {folder}: {cause(error)} "
+                "with --table-dir (table_dir)"
+            ) from None
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_RANDOM)
+        memory = np.frombuffer(self._map, np.uint8) if self._map else np.empty(0, np.uint8)
+        self.array: Array = memory.view(dtype).reshape(shape)
+
+    @cached_property
+    def value(self) -> ort.OrtValue:
+        """The table as an OrtValue over its mapped memory."""
+        if self.array.dtype.isbuiltin == 1:
+            return ort.OrtValue.ortvalue_from_numpy(self.array)
+        bits = self.array.view(np.dtype(f"uint{8 * self.array.itemsize}"))
+        number, _ = ELEMENTS[self.array.dtype.name]
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, number)
+
+    def duplicate(self) -> HostTable:
+        """Returns a table in a new file in the same folder, with the same rows. Errors: InputError
+        if the folder has no room for it."""
+        made = HostTable(self._folder, self._name, self.array.dtype, self.array.shape)
+        try:
+            made._fill(self._file.fileno(), 0)
+        except OSError as error:
+            raise InputError(
+                f"cannot copy the table {self._name!r} in {self._folder}: {cause(error)}"
+            ) from None
+        return made
+
+    def copy_from(self, path: Path, offset: int) -> None:
+        """Copies the table from a file, where it starts at `offset`; file systems that can share
+        blocks between files do. Errors: ModelError."""
+        try:
+            with path.open("rb") as source:
+                self._fill(source.fileno(), offset)
+        except OSError as error:
+            raise ModelError(f"cannot read {self._name!r} from {path}: {unread(error)}") from None
+
+    def _fill(self, source: int, offset: int) -> None:
+        """Copies the table from an open file. Errors: OSError."""
+        done, size = 0, self.array.nbytes
+        while done < size:
+            count = copy_part(source, self._file.fileno(), size - done, offset + done, done)
+            if not count:
+                raise OSError(f"it ends after {offset + done:,} bytes")
+            done += count
+
+    def copy(self, part: Array) -> None:
+        """Copies an array of this shape, in blocks."""
+        for rows in self._blocks():
+            self.array[rows] = part[rows]
+            self.release()
+            unmap(part)
+
+    def copy_rows(self, at: Sequence[Array], of: Sequence[Array], part: Array) -> None:
+        """Copies the elements at the positions `of` in each dimension of `part`, a mapped array, to
+        the positions `at`, in blocks."""
+        count = max(BLOCK * len(self.array) // max(self.array.nbytes, 1), 1)
+        for start in range(0, len(at[0]), count):
+            rows = slice(start, start + count)
+            found = part[np.ix_(of[0][rows], *of[1:])]
+            self.array[np.ix_(at[0][rows], *at[1:])] = found
+            self.release()
+            unmap(part)
+
+    def blocks(self) -> Iterator[Array]:
+        """Yields the table in blocks of rows; after each, its memory is released."""
+        for rows in self._blocks():
+            yield self.array[rows]
+            self.release()
+
+    def _blocks(self) -> Iterator[slice]:
+        return row_blocks(self.array.shape, self.array.dtype)
+
+    def release(self) -> None:
+        """Takes the rows out of the process's memory; the operating system still has them, and
+        writes those that changed to the file."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class RowCache:
+    """Keeps the rows that tables have in memory below a limit, in bytes; only on Linux."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._least = mapped_bytes()
+
+    def trim(self, tables: Sequence[HostTable]) -> None:
+        """Releases the tables if this process has more of its files in memory than the limit
+        says."""
+        if tables and mapped_bytes() - self._least > self._limit:
+            for table in tables:
+                table.release()
+            self._least = mapped_bytes()
+
+    @contextmanager
+    def watching(self, tables: Sequence[HostTable]) -> Iterator[None]:
+        """Trims the tables again and again while the block runs: with a row of which the system has
+        the page, it maps those around it, too."""
+        if not tables:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(tables, over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, tables: Sequence[HostTable], over: threading.Event) -> None:
+        while not over.wait(_PAUSE):
+            self.trim(tables)
+
+
+def row_blocks(shape: Sequence[int], dtype: np.dtype[Any]) -> Iterator[slice]:
+    """Yields the rows of a tensor in slices of at most BLOCK bytes, but of one row at least."""
+    row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    step = max(BLOCK // max(row, 1), 1)
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def unmap(array: Array) -> None:
+    """Takes the file of an array from `numpy.memmap` out of the process's memory."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and not isinstance(owner.base, mmap.mmap):
+        owner = owner.base
+    if isinstance(owner, np.ndarray) and isinstance(owner.base, mmap.mmap):
+        owner.base.madvise(mmap.MADV_DONTNEED)
+
+
+def unmap_written(array: Array) -> None:
+    """Takes the file of an array from `numpy.memmap` out of the process's memory if what was
+    written is in the file; does nothing for any other array."""
+    if isinstance(array, np.memmap) and array.mode in ("r+", "w+"):
+        unmap(array)
+
+
+def mapped_bytes() -> int:
+    """The bytes of mapped files in this process's memory; 0 where that is unknown."""
+    try:
+        return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
+    except OSError:
+        return 0

@@ -1,0 +1,137 @@
+"""The single steps between states of a reshard graph, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from onnxpar.base.arrays import Array
+from onnxpar.layout.mesh import Axes, Axis
+from onnxpar.sharding.factors import TensorFactors
+from onnxpar.sharding.numbering import Numbering
+from onnxpar.sharding.steps import StepKinds
+from onnxpar.sharding.sub_axes import Location, Locations, leaves_at
+
+_WORD = 62
+"""Bits of a word in a bit set of leaves."""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Steps that move the same sub-axes, `axes`.
+
+    kinds    the distinct kinds of the steps
+    kind     for each step, the index of its kind in `kinds`
+    start    for each step, the state before it
+    end      for each step, the state after it
+    changed  [step, dimension]: True if the step cuts or joins shards of the tensor's dimension
+    """
+
+    axes: Axes
+    kinds: Sequence[str]
+    kind: Array
+    start: Array
+    end: Array
+    changed: Array
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Finds the steps that move sub-axes from one common location to another. A state is a location
+    for each sub-axis; only steps between `valid` states count."""
+
+    sub_axes: Sequence[Axis]
+    locations: Locations
+    states: Numbering
+    valid: Array
+    factors: TensorFactors
+
+    def edges(self) -> Iterator[Edges]:
+        """Yields the steps, one `Edges` for each set of moved sub-axes."""
+        kinds = StepKinds(self.factors)
+        for n in range(1, len(self.sub_axes) + 1):
+            for run in combinations(range(len(self.sub_axes)), n):
+                yield self._of_run(run, kinds)
+
+    def _of_run(self, run: Sequence[int], kinds: StepKinds) -> Edges:
+        """The steps that move the sub-axes `run`. No other sub-axis may come after them on the
+        leaves that they leave or reach."""
+        common = [w for w in self.locations[run[0]] if all(w in self.locations[i] for i in run)]
+        axes = tuple(self.sub_axes[i] for i in run)
+        names, table = kinds.table(axes, common)
+        shift = np.zeros((len(common), len(common)), int)
+        at = self._places(run[0], common)
+        mask = self.valid & (at >= 0)
+        for i in run:
+            number = np.array([self.locations[i].index(w) for w in common]) * self.states.strides[i]
+            shift += number[None, :] - number[:, None]
+            mask &= self._places(i, common) == at
+        touched = self._touched(common)
+        start = np.flatnonzero(mask)
+        source = at[start]
+        rows, targets = np.nonzero(table[source] >= 0)
+        end = self._valid[self.states.numbers[start][rows] + shift[source[rows], targets]]
+        ok = end >= 0
+        across = touched[source[rows], targets]
+        for i in self._later(run):
+            ok &= ~(across & self._bits[i][self.states.places[start, i]][rows]).any(-1)
+        rows, targets, end = rows[ok], targets[ok], end[ok]
+        source = source[rows]
+        changed = self._changed(touched)[source, targets]
+        return Edges(axes, names, table[source, targets], start[rows], end, changed)
+
+    def _later(self, run: Sequence[int]) -> list[int]:
+        return [i for i in range(min(run) + 1, len(self.sub_axes)) if i not in run]
+
+    def _places(self, sub_axis: int, common: Sequence[Location]) -> Array:
+        """For each state, the index of a sub-axis's location in `common`, or -1."""
+        indices = [common.index(w) if w in common else -1 for w in self.locations[sub_axis]]
+        return np.array(indices)[self.states.places[:, sub_axis]]
+
+    def _touched(self, common: Sequence[Location]) -> Array:
+        """Bit sets of the leaves that a step touches, by [location before, location after]."""
+        bits = np.stack([self._bits_of(location) for location in common])
+        touched: Array = bits[:, None] ^ bits[None, :]
+        return touched
+
+    def _changed(self, touched: Array) -> Array:
+        """[..., dimension]: True if the bit set in `touched` has a leaf of the dimension."""
+        return np.asarray((touched[..., None, :] & self._dims).any(-1))
+
+    @cached_property
+    def _valid(self) -> Array:
+        """The index of each valid state, by number; -1 for all other numbers."""
+        index = self.states.index
+        return np.where((index >= 0) & self.valid[index], index, -1)
+
+    @cached_property
+    def _dims(self) -> Array:
+        """The bit set of each dimension's leaves."""
+        of, count = self.factors.dim_of_leaf, len(self.factors.dims)
+        by_dim = [tuple(i for i, at in enumerate(of) if at == dim) for dim in range(count)]
+        return np.stack([np.zeros_like(self._bits_of(None)), *map(self._bits_of, by_dim)])[1:]
+
+    @cached_property
+    def _bits(self) -> list[Array]:
+        """For each sub-axis and each of its locations, the bit set of the location's leaves."""
+        return [np.stack([self._bits_of(w) for w in places]) for places in self.locations]
+
+    def _bits_of(self, location: Location) -> Array:
+        leaves = leaves_at(location)
+        if leaves not in self._bits_cache:
+            self._bits_cache[leaves] = self._words(leaves)
+        return self._bits_cache[leaves]
+
+    @cached_property
+    def _bits_cache(self) -> dict[frozenset[int], Array]:
+        return {}
+
+    def _words(self, leaves: frozenset[int]) -> Array:
+        words = [0] * (len(self.factors.leaves) // _WORD + 1)
+        for leaf in leaves:
+            words[leaf // _WORD] |= 1 << leaf % _WORD
+        return np.array(words, np.int64)

@@ -1,0 +1,185 @@
+"""Finds layout changes that only move whole shards between ranks: a collective permute, with one
+message per rank.
+
+Such a change keeps the grid of shards: the shards before and after are the same, and as many ranks
+hold each shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from onnxpar.base.arrays import Array
+from onnxpar.layout.layout import ReduceOp
+from onnxpar.layout.mesh import Axes, Axis, Mesh, merge_axes, parts_over
+from onnxpar.sharding.factors import TensorFactors, sizes_of
+from onnxpar.sharding.numbering import distinct
+from onnxpar.sharding.shard_sizes import PartSizes
+from onnxpar.sharding.state import FactorSharding
+from onnxpar.sharding.sub_axes import Location, Locations, leaves_at, located
+
+MOST_PAIRS = 1 << 16
+"""Most pairs of states with equal grids. If there are more, only pairs with a wanted state count.
+"""
+
+Held = Sequence[tuple[Axis, Location]]
+"""(sub-axis, location) pairs at one leaf or reduction, in order."""
+Key = tuple[object, ...]
+
+
+def permuted(
+    before: FactorSharding,
+    after: FactorSharding,
+    factors: TensorFactors,
+    parts: PartSizes | None,
+    mesh: Mesh,
+) -> bool:
+    """True if the change from one sharding to another only moves whole shards."""
+
+    def cut(sharding: FactorSharding) -> list[Key]:
+        """The shard sizes of each leaf, and the reduction with its number of terms."""
+        sizes = [_sizes(i, axes, factors, parts) for i, axes in enumerate(sharding.leaves)]
+        return [*sizes, (parts_over(sharding.partial), sharding.reduce)]
+
+    def held(sharding: FactorSharding) -> Array:
+        """The shards of all ranks, each as the coordinates along the leaves, in sorted order."""
+        ranks: Any = np.arange(mesh.size)
+        splits = (*sharding.leaves, sharding.partial)
+        at = [np.broadcast_to(mesh.coordinate(axes, ranks), ranks.shape) for axes in splits]
+        return np.stack(at)[:, np.lexsort(at)]
+
+    return cut(before) == cut(after) and np.array_equal(held(before), held(after))
+
+
+def _sizes(leaf: int, axes: Axes, factors: TensorFactors, parts: PartSizes | None) -> Key:
+    """The sizes of the shards of a leaf that is split over axes; if the leaf's size is open, the
+    proportion of the shards and the sizes of the axes."""
+    axes = merge_axes(axes)
+    part_sizes = parts(leaf, axes) if parts is not None and axes else None
+    if leaf in factors.open:
+        return (part_sizes, *((axis.size, axis.at) for axis in axes))
+    return sizes_of(part_sizes, factors.leaves[leaf].size, axes)
+
+
+def _of_leaf(leaf: int, held: Held, factors: TensorFactors, parts: PartSizes | None) -> Key:
+    """The sizes of the shards of a leaf, and the slots of leaves that sub-axes split together."""
+    runs = groupby(held, lambda pair: pair[1])
+    together = [(slot, parts_over(axis for axis, _ in run)) for slot, run in runs]
+    sizes = _sizes(leaf, tuple(located(*pair) for pair in held), factors, parts)
+    return (sizes, tuple(together))
+
+
+def _of_partial(held: Held) -> Key:
+    """The number of terms of a partial tensor, and its reduction."""
+    return (parts_over(axis for axis, _ in held), held[0][1]) if held else ()
+
+
+@dataclass(frozen=True)
+class Permutes:
+    """Finds the collective permutes in a reshard graph. `states` [state, sub-axis] are indices of
+    locations."""
+
+    sub_axes: Sequence[Axis]
+    locations: Locations
+    states: Array
+    factors: TensorFactors
+    parts: PartSizes | None
+
+    def edges(self, valid: Array, wanted: Array) -> Iterator[tuple[Axes, Array, Array]]:
+        """Yields the permutes between valid states as (sub-axes, states before, states after). If
+        there are too many, only permutes from or to a wanted state."""
+        return self.by_axes(*_pairs(self._grids, valid, wanted))
+
+    def by_axes(self, start: Array, end: Array) -> Iterator[tuple[Axes, Array, Array]]:
+        """Groups steps between states by the moved sub-axes: their location changes, or their
+        position among the sub-axes at a location. Yields (sub-axes, states before, states after).
+        """
+        moved: Array = np.zeros((len(start), len(self.sub_axes)), bool)
+        for at in self._positions:
+            moved |= at[start] != at[end]
+        number = moved @ (1 << np.arange(len(self.sub_axes)))
+        for bits in np.unique(number):
+            axes = tuple(axis for i, axis in enumerate(self.sub_axes) if bits >> i & 1)
+            yield axes, start[number == bits], end[number == bits]
+
+    @cached_property
+    def _grids(self) -> Array:
+        """A number for each state; states with equal numbers have equal grids of shards."""
+
+        def of_leaf(leaf: int) -> Array:
+            return self._numbers(
+                lambda place: leaf in leaves_at(place),
+                lambda held: _of_leaf(leaf, held, self.factors, self.parts),
+            )
+
+        columns = [of_leaf(leaf) for leaf in range(len(self.factors.leaves))]
+        columns.append(self._numbers(lambda place: isinstance(place, str), _of_partial))
+        grids = columns[0]
+        for column in columns[1:]:
+            both = grids, column
+            _, grids = distinct(both, [int(c.max(initial=0)) + 1 for c in both])
+        return grids
+
+    def _numbers(self, at: Callable[[Location], bool], key: Callable[[Held], Key]) -> Array:
+        """A number for each state; states with equal numbers have equal keys of the sub-axes at
+        the locations where `at` is True."""
+        here = [np.array([at(place) for place in places]) for places in self.locations]
+        codes = (np.where(h, np.cumsum(h), 0)[self.states[:, i]] for i, h in enumerate(here))
+        examples, which = distinct(codes, [int(h.sum()) + 1 for h in here])
+        number_of: dict[Key, int] = {}
+        numbers = []
+        for state in self.states[examples]:
+            columns = zip(self.sub_axes, self.locations, state, strict=True)
+            held = [(axis, places[n]) for axis, places, n in columns if at(places[n])]
+            numbers.append(number_of.setdefault(key(held), len(number_of)))
+        return np.array(numbers)[which]
+
+    @cached_property
+    def _positions(self) -> list[Array]:
+        """For each leaf and reduction, [state, sub-axis]: the number of parts into which earlier
+        sub-axes divide the leaf; 0 if the sub-axis is elsewhere."""
+        sizes = np.array([axis.size for axis in self.sub_axes], int)
+        in_order = np.arange(len(sizes))
+        names = [(axis.name, axis.pre) for axis in self.sub_axes]
+        by_mesh = np.array(sorted(range(len(names)), key=names.__getitem__), int)
+        positions = []
+        for key in {key for places in self.locations for place in places for key in _at(place)}:
+            there = np.zeros(self.states.shape, bool)
+            for i, places in enumerate(self.locations):
+                there[:, i] = np.array([key in _at(p) for p in places])[self.states[:, i]]
+            order = by_mesh if isinstance(key, str) else in_order  # as in FactorSharding
+            counts = np.where(there, sizes, 1)[:, order].cumprod(1)
+            before = np.ones_like(counts)
+            before[:, order[1:]] = counts[:, :-1]
+            positions.append(np.where(there, before, 0))
+        return positions
+
+
+def _at(location: Location) -> Iterable[int | ReduceOp]:
+    """The leaves of a location, or its reduction."""
+    return leaves_at(location) if location is None or isinstance(location, tuple) else (location,)
+
+
+def _pairs(grid: Array, valid: Array, wanted: Array) -> tuple[Array, Array]:
+    """All ordered pairs of different valid states with equal grids, as two arrays; if there are too
+    many, only pairs with a wanted state."""
+    states = np.flatnonzero(valid)
+    ones = np.ones(len(states), np.int32)
+    shape = (len(grid), int(grid.max()) + 1)
+    members = csr_array((ones, (states, grid[states])), shape=shape)
+    first = states
+    if (np.bincount(grid[states]) ** 2).sum() > MOST_PAIRS:
+        first = np.intersect1d(states, wanted)
+    matches = (members[first] @ members.T).tocoo()
+    start, end = first[matches.row], np.asarray(matches.col)
+    if len(first) < len(states):
+        both = np.concatenate((start, end)), np.concatenate((end, start))
+        start, end = np.unique(np.stack(both), axis=1)
+    return start[start != end], end[start != end]

@@ -1,0 +1,184 @@
+"""Plans reshards: the collectives from one factor sharding to another, their order, and their
+cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from onnxpar.cost.cost import Costs
+from onnxpar.layout.mesh import Axes, in_mesh_order, merge_axes, plain
+from onnxpar.sharding.factors import TensorFactors, sizes_of
+from onnxpar.sharding.graph import ReshardGraph
+from onnxpar.sharding.permutes import permuted
+from onnxpar.sharding.shard_sizes import PartSizes
+from onnxpar.sharding.state import FactorSharding
+from onnxpar.sharding.steps import PERMUTE, ReshardStep
+from onnxpar.sharding.sub_axes import Unordered
+
+Bytes = Callable[[FactorSharding], float]
+"""Bytes of the largest shard under a factor sharding."""
+
+
+@dataclass(frozen=True)
+class ReshardedTensor:
+    """A tensor to be resharded; `itemsize` is the number of bytes of an element."""
+
+    factors: TensorFactors
+    costs: Costs
+    itemsize: float = 4.0
+    parts: PartSizes | None = None
+
+
+def plan_steps(
+    before: FactorSharding, after: FactorSharding, tensor: ReshardedTensor
+) -> list[ReshardStep]:
+    """The cheapest steps from one factor sharding of a tensor to another.
+
+    If both shardings split a dimension over the same axes in different orders, a collective permute
+    comes first. If shards do not compose (sub-axes that do not divide each other, 14 elements over
+    4 and over 2, sizes by hand), the steps gather the whole tensor and cut it again.
+    """
+    if before == after:
+        return []
+    factors, parts = tensor.factors, tensor.parts
+    try:
+        graph = ReshardGraph((before, after), factors, tensor.costs, tensor.itemsize, parts)
+        steps = graph.steps(before, after)
+        if all(_composes(step, factors, parts) for step in steps):
+            return steps
+    except Unordered:
+        pass
+    reordered = _reordered(before, after)
+    if reordered != before and permuted(before, reordered, factors, parts, tensor.costs.mesh):
+        pairs = zip(before.leaves, reordered.leaves, strict=True)
+        axes = merge_axes(in_mesh_order(tuple({x for a, b in pairs if a != b for x in a})))
+        step = ReshardStep(PERMUTE, axes, before, reordered)
+        return [step, *plan_steps(reordered, after, tensor)]
+    return [*_to_whole(before, factors), *_from_whole(after, factors)]
+
+
+def _reordered(before: FactorSharding, after: FactorSharding) -> FactorSharding:
+    """The sharding `before`, with the axes in the order of `after` on leaves that both shardings
+    split over the same axes."""
+
+    def order(have: Axes, wanted: Axes) -> Axes:
+        same = merge_axes(in_mesh_order(have)) == merge_axes(in_mesh_order(wanted))
+        return wanted if same else have
+
+    pairs = zip(before.leaves, after.leaves, strict=True)
+    return replace(before, leaves=tuple(order(a, b) for a, b in pairs))
+
+
+def _to_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
+    """Yields steps that reduce partial values, then gather slot by slot."""
+    if factor_sharding.partial:
+        yield ReshardStep(
+            "AllReduce", factor_sharding.partial, factor_sharding, factor_sharding.reduced()
+        )
+    have = factor_sharding.reduced()
+    for slot, axes in _slots(have, factors):
+        after = FactorSharding(tuple(() if i in slot else a for i, a in enumerate(have.leaves)))
+        yield ReshardStep("AllGather", plain(axes), have, after)
+        have = after
+
+
+def _from_whole(factor_sharding: FactorSharding, factors: TensorFactors) -> Iterator[ReshardStep]:
+    """Yields steps that cut slot by slot, then mask values that must become partial."""
+    have = FactorSharding(tuple(() for _ in factor_sharding.leaves))
+    for slot, axes in _slots(factor_sharding, factors):
+        after = FactorSharding(tuple(axes if i in slot else a for i, a in enumerate(have.leaves)))
+        yield ReshardStep("LocalSlice", plain(axes), have, after)
+        have = after
+    if factor_sharding.partial:
+        yield ReshardStep("Select", factor_sharding.partial, have, factor_sharding)
+
+
+def _slots(
+    factor_sharding: FactorSharding, factors: TensorFactors
+) -> Iterator[tuple[list[int], Axes]]:
+    """Yields (leaves of one dimension that are split over the same axes, these axes)."""
+    slots: dict[tuple[int, Axes], list[int]] = defaultdict(list)
+    for leaf, axes in enumerate(factor_sharding.leaves):
+        if axes:
+            slots[factors.dim_of_leaf[leaf], axes].append(leaf)
+    for (_, axes), slot in slots.items():
+        yield slot, axes
+
+
+def _composes(step: ReshardStep, factors: TensorFactors, parts: PartSizes | None) -> bool:
+    """True if on each changed leaf, the larger shards are unions of smaller shards."""
+    for i, (a, b) in enumerate(zip(step.before.leaves, step.after.leaves, strict=True)):
+        if a == b:
+            continue
+        few, many = sorted((_sizes(factors, parts, i, a), _sizes(factors, parts, i, b)), key=len)
+        n = len(many) // len(few)
+        if tuple(sum(many[j * n : (j + 1) * n]) for j in range(len(few))) != few:
+            return False
+    return True
+
+
+def _sizes(
+    factors: TensorFactors, parts: PartSizes | None, leaf: int, axes: Axes
+) -> tuple[int, ...]:
+    return sizes_of(parts(leaf, axes) if parts else None, factors.leaves[leaf].size, axes)
+
+
+def cost(steps: Sequence[ReshardStep], size: Bytes, costs: Costs) -> float:
+    """Seconds of the steps, by the cost model."""
+    return sum(
+        costs.step(s.kind, s.axes, max(size(s.before), size(s.after))) + costs.rows(s.rows)
+        for s in steps
+    )
+
+
+def plan_tree(
+    start: FactorSharding, wanted: Sequence[FactorSharding], size: Bytes, tensor: ReshardedTensor
+) -> list[ReshardStep]:
+    """The cheapest steps that produce every wanted sharding, each from `start` or from the result
+    of an earlier step.
+
+    Planning for all readers of a tensor together reduces a partial sum once, not once per reader.
+    """
+    goals = list(dict.fromkeys(w for w in wanted if w != start))
+    orders = permutations(goals) if len(goals) <= 3 else [goals]
+    trees = [_grow(start, order, size, tensor) for order in orders]
+    return min(trees, key=lambda steps: cost(steps, size, tensor.costs), default=[])
+
+
+def exchanges(
+    start: FactorSharding, wanted: Sequence[FactorSharding], tensor: ReshardedTensor
+) -> list[ReshardStep] | None:
+    """One all-to-all from `start` to each wanted sharding; None if a sharding needs other steps."""
+    steps = []
+    for goal in dict.fromkeys(w for w in wanted if w != start):
+        pairs = [(plain(a), plain(b)) for a, b in zip(start.leaves, goal.leaves, strict=True)]
+        removed = [tuple(x for x in a if x not in b) for a, b in pairs if a[: len(b)] == b != a]
+        added = [tuple(x for x in b if x not in a) for a, b in pairs if b[: len(a)] == a != b]
+        same = sum(a == b for a, b in pairs)
+        is_one = len(removed) == len(added) == 1 and removed == added and same == len(pairs) - 2
+        if not is_one or (start.partial, start.reduce) != (goal.partial, goal.reduce):
+            return None
+        step = ReshardStep("AllToAll", in_mesh_order(removed[0]), start, goal)
+        if not _composes(step, tensor.factors, tensor.parts):
+            return None
+        steps.append(step)
+    return steps
+
+
+def _grow(
+    start: FactorSharding, goals: Iterable[FactorSharding], size: Bytes, tensor: ReshardedTensor
+) -> list[ReshardStep]:
+    produced = [start]
+    tree: list[ReshardStep] = []
+    for goal in goals:
+        if goal in produced:
+            continue
+        sources = [s for s in produced if not s.partial or goal.partial or s == start]
+        paths = [plan_steps(source, goal, tensor) for source in sources]
+        best = min(paths, key=lambda steps: cost(steps, size, tensor.costs))
+        tree += best
+        produced += [s.after for s in best]
+    return tree

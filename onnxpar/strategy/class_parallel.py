@@ -1,0 +1,181 @@
+"""The preset class-parallel: classes of a large classifier and the batch are split over one set of
+axes.
+
+An et al., "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs
+by Partial FC" (2022): the network before the classifier is data-parallel. Ranks gather the
+embeddings of all samples, and each computes the scores of its own classes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.interchange import is_weight
+from onnxpar.graph.subgraphs import constants
+from onnxpar.graph.tensors import numel, numpy_dtype
+from onnxpar.graph.training_spec import Step
+from onnxpar.layout.layout import Concat, leaves
+from onnxpar.layout.mesh import Axes, parts_over
+from onnxpar.sharding.factors import Leaf, OpFactors, TensorFactors
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.contraction import convolves, is_contracted, is_contraction
+from onnxpar.strategy.recurrences import MOVES
+
+CLASS = "class-parallel"
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+
+
+def class_annotations(
+    graph: gs.Graph, sharding: ShardingState, axes: Axes, step: Step | None
+) -> list[SplitClasses]:
+    """The annotation that splits the classes of the model's largest classifier. Errors:
+    StrategyError if the model has no classifier, or too few classes."""
+    parts = parts_over(axes)
+    if parts == 1:
+        return []
+    found = max(_classifiers(graph, sharding, step), default=None)
+    if found is None:
+        raise StrategyError(
+            f"{CLASS} over {parts}: the model has no classifier, a product with a weight that "
+            "alone has the classes of a loss (or of an output); use data-parallel"
+        )
+    _, _, size, atoms, name = found
+    if size < parts:
+        raise StrategyError(
+            f"{CLASS} over {parts}: {name!r} has only {size} classes, or groups of classes to "
+            f"sample from; use at most {size} ranks, or give more --sample-groups to grad"
+        )
+    return [SplitClasses(atoms, axes)]
+
+
+def _classifiers(
+    graph: gs.Graph, sharding: ShardingState, step: Step | None
+) -> Iterator[tuple[int, int, int, tuple[int, ...], str]]:
+    """Yields (elements, products, classes, atoms of the classes, name) of each weight that is a
+    classifier: products keep its classes, which a loss or an output has, and neither another weight
+    of two or more dimensions nor an input. The classes may be groups of classes: where some are
+    sampled, fewer products keep the positions in a group. Groups of two sizes are two segments, of
+    one atom each."""
+    known = sharding.factors.tensors
+    slots = {slot.input for slot in step.slots} if step else set()
+    data = [t for t in graph.inputs if not is_weight(t) and t.name not in slots]
+    of_data = {leaf.atom for t in data if t.name in known for leaf in known[t.name].leaves}
+    kept = Counter(atom for op in sharding.factors.ops for atom in _kept_atoms(op))
+    scored = _scored(graph, sharding, step)
+    stored = [t for t in [*graph.inputs, *constants(graph)] if is_weight(t)]
+    weights = [t for t in stored if t.name in known and len(t.shape) > 1 and is_contracted(t)]
+    for weight in weights:
+        others = {leaf.atom for t in weights if t is not weight for leaf in known[t.name].leaves}
+        fitting = (kept.keys() & scored) - others - of_data
+        for segments in _segments(known[weight.name]):
+            best = [
+                max(((kept[leaf.atom], leaf.size, leaf.atom) for leaf in own), default=None)
+                for own in ([e for e in each if e.atom in fitting] for each in segments)
+            ]
+            found = [each for each in best if each is not None]
+            if found:
+                products, sizes, atoms = zip(*found, strict=True)
+                yield numel(weight.shape), max(products), sum(sizes), atoms, str(weight.name)
+
+
+def _segments(factors: TensorFactors) -> Iterator[list[list[Leaf]]]:
+    """Yields, for each dimension of a tensor, the leaves of each of its segments."""
+    numbers = iter(factors.leaves)
+    for dim in factors.dims:
+        children = dim.children if isinstance(dim, Concat) else (dim,)
+        yield [[next(numbers) for each in leaves(child) if each.is_leaf] for child in children]
+
+
+def _scored(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> set[int]:
+    """Atoms of the classes of losses; if the model is no training step, of the last dimensions of
+    its outputs."""
+    known = sharding.factors.tensors
+    scores = [(op.node.inputs[0], 1) for op in sharding.factors.ops if op.node.op in _LOSSES]
+    if step is None:
+        scores += [(t, len(t.shape) - 1) for t in graph.outputs if t.shape]
+    return {
+        leaf.atom
+        for tensor, axis in scores
+        if (factors := known.get(tensor.name)) is not None
+        for leaf, dim in zip(factors.leaves, factors.dim_of_leaf, strict=True)
+        if dim == axis
+    }
+
+
+def _kept_atoms(op: OpFactors) -> Iterator[int]:
+    """Atoms of one operand of a product that the result has, but not the other operand."""
+    if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
+        return
+    for this, other in ((0, 1), (1, 0)):
+        own = ({*op.inputs[this]} & {*op.outputs[0]}) - {*op.inputs[other]} - {None}
+        yield from (op.leaves[link].atom for link in own if link is not None)
+
+
+@dataclass(frozen=True)
+class SplitClasses:
+    """Splits all nodes and tensors along the atoms of classes. Whole stay the labels with what is
+    computed from them alone, and the moved embeddings: so each is gathered once, at its source."""
+
+    atoms: tuple[int, ...]
+    axes: Axes
+
+    def apply(self, sharding: ShardingState) -> bool:
+        """Decides the leaves of the atoms, and those of the nodes between, that are still open."""
+        changed = False
+        ops = sharding.factors.ops
+        split = [op for op in ops if any(leaf.atom in self.atoms for leaf in op.leaves)]
+        for op in split:
+            for i, own in enumerate(op.leaves):
+                if own.atom in self.atoms:
+                    changed |= sharding.assign_op(op, i, self.axes)
+        for name, factors in sharding.factors.tensors.items():
+            for i, leaf in enumerate(factors.leaves):
+                if leaf.atom in self.atoms:
+                    changed |= sharding.assign_tensor(name, i, self.axes)
+        inside = {op.node.name for op in split}
+        read = {t.name for op in split for t in op.node.inputs}
+        for op in [*_moved(ops, inside, read), *_from_labels(ops, inside, read, sharding)]:
+            for i in range(len(op.leaves)):
+                sharding.close(op, i)
+        return changed
+
+
+def _moved(ops: Sequence[OpFactors], inside: set[str], read: set[str]) -> Iterator[OpFactors]:
+    """Yields the nodes outside that only move what nodes inside read; `read` has the names of these
+    tensors."""
+    wanted = set(read)
+    for op in reversed(ops):
+        if op.node.op in MOVES and op.node.name not in inside and op.node.outputs[0].name in wanted:
+            wanted.add(op.node.inputs[0].name)
+            yield op
+
+
+def _from_labels(
+    ops: Sequence[OpFactors], inside: set[str], read: set[str], sharding: ShardingState
+) -> Iterator[OpFactors]:
+    """Yields the nodes outside that compute from integers of the input alone what nodes inside
+    read, and closes these inputs."""
+    made = {t.name for op in ops for t in op.node.outputs}
+    source: dict[str, set[str]] = {}
+    found: list[OpFactors] = []
+    for op in ops:
+        tensors = [t for t in op.node.inputs if isinstance(t, gs.Variable) and t.name]
+        large = [t for t in tensors if numel(t.shape or ()) != 1]
+        for t in large:
+            if t.name not in made and numpy_dtype(t).kind == "i":
+                source.setdefault(t.name, {t.name})
+        if large and all(t.name in source for t in large) and op.node.name not in inside:
+            found.append(op)
+            of = set().union(*(source[t.name] for t in large))
+            source.update((t.name, of) for t in op.node.outputs)
+    labels = set().union(*(source.get(name, set()) for name in read))
+    for name in labels:
+        sharding.close_tensor(name)
+    for op in found:
+        if source[op.node.outputs[0].name] <= labels:
+            yield op

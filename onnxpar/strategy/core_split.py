@@ -1,0 +1,224 @@
+"""Decides how the core of an attention is split: by queries, with all keys and values gathered, or
+by heads, with positions exchanged for heads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.layout.layout import Factor
+from onnxpar.layout.mesh import Axes, parts_over
+from onnxpar.sharding.factors import Links, OpFactors
+from onnxpar.sharding.shard_bytes import mean_bytes
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.attention_cores import Core, Cores, reduces
+from onnxpar.strategy.contraction import is_contraction
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A way to split a core.
+
+    heads    the atom of the heads; None: by queries
+    ring     True if keys are split as queries are, and travel in a ring
+    moved    nodes around the core that are split like it, because a smaller tensor lies behind them
+    seconds  of the collectives at the border
+    """
+
+    heads: int | None
+    moved: tuple[OpFactors, ...] = ()
+    seconds: float = 0.0
+    ring: bool = False
+
+
+class CoreSplit:
+    """Chooses the cheaper way to split one core over axes; atoms in `batch` are no heads. With
+    `ring`, the keys of ops that have rings travel in them."""
+
+    def __init__(
+        self,
+        core: Core,
+        cores: Cores,
+        sharding: ShardingState,
+        axes: Axes,
+        batch: frozenset[int],
+        ring: bool = False,
+    ) -> None:
+        self.core = core
+        self.cores = cores
+        self.sharding = sharding
+        self.axes = axes
+        self.batch = batch
+        self.ring = ring
+        self.inside = {op.node.name for op in core.ops}
+
+    def decide(self) -> set[str]:
+        """Decides the leaves of the core, and of the nodes that are split like it; returns the
+        names of all these nodes."""
+        best = min(self._options(), key=attrgetter("seconds"))
+        for op in (*self.core.ops, *best.moved):
+            for i in self.cores.positions(op):
+                is_open = best.heads is None and op.node.name in self.inside
+                if is_open and (best.ring or not self._is_key(op, i)):
+                    self.sharding.assign_op(op, i, self.axes)
+                else:
+                    self.sharding.close(op, i)
+            leaf = self._leaf(op, best.heads)
+            if leaf is not None:
+                self.sharding.fix(op, leaf, self._axes_of(op, leaf))
+        for op, i in self.core.masks:
+            self.sharding.close(op, i)
+        return self.inside | {op.node.name for op in best.moved}
+
+    def _options(self) -> list[_Option]:
+        if self.ring and all(op.rings for op in self.core.ops):
+            return [_Option(None, ring=True)]
+        found = [self._option(atom) for atom in self._heads]
+        has_queries = any(
+            not self._is_key(op, i) for op in self.core.ops for i in self.cores.positions(op)
+        )
+        return found if found and not has_queries else [*found, self._option(None)]
+
+    def _is_key(self, op: OpFactors, leaf: int) -> bool:
+        return (op.node.name, leaf) in self.core.keys
+
+    def _leaf(self, op: OpFactors, atom: int | None) -> int | None:
+        """The first leaf of a node with this atom."""
+        return next((i for i, leaf in enumerate(op.leaves) if leaf.atom == atom), None)
+
+    def _axes_of(self, op: OpFactors, leaf: int) -> Axes:
+        """The axes of a leaf of heads: those that it has, and those of the sequence."""
+        return (*(self.sharding.ops[op.node.name][leaf] or ()), *self.axes)
+
+    @cached_property
+    def _heads(self) -> list[int]:
+        """The atoms that number heads: all products of the core have them, and all axes together
+        divide them."""
+        found: set[int] | None = None
+        for op in self.core.ops:
+            if len(self.core.ops) == 1 or (is_contraction(op) and self.cores.is_computed(op)):
+                own = set(self._heads_of(op))
+                found = own if found is None else found & own
+        return sorted(found or ())
+
+    def _heads_of(self, op: OpFactors) -> Iterator[int]:
+        results = {link for links in op.outputs[:1] for link in links}
+        positions = self.cores.positions(op)
+        for i, leaf in enumerate(op.leaves):
+            if i not in results or i in positions or leaf.atom in self.batch or reduces(op, i):
+                continue
+            if leaf.size % parts_over(self._axes_of(op, i)) == 0 and self._exchanges(op, i):
+                yield leaf.atom
+
+    def _exchanges(self, op: OpFactors, leaf: int) -> bool:
+        """True if the first operand has both a sequence and this leaf, so that ranks can exchange
+        one for the other. (An Attention with one operand for queries, keys and values has no
+        heads; the columns of values are not in the queries.)"""
+        tensor, links = op.node.inputs[0], op.inputs[0]
+        factors = self.sharding.factors.tensors.get(tensor.name)
+        is_sequence = factors and any(x.atom in self.cores.atoms for x in factors.leaves)
+        return bool(is_sequence) and tensor.name in self.cores.computed and leaf in links
+
+    def _option(self, heads: int | None) -> _Option:
+        seconds, moved = 0.0, dict[str, OpFactors]()
+        sent: dict[str, str] = {}
+        for op, tensor, links, is_read in self._borders():
+            kind = self._collective(op, tensor, links, heads, is_read)
+            if kind is None or tensor.name in sent:
+                continue
+            border, through = self._smallest(tensor, heads, is_read, sent)
+            moved |= {each.node.name: each for each in through}
+            if border.name not in sent:
+                seconds += self._seconds(kind, border)
+                sent[border.name] = kind
+        return _Option(heads, tuple(moved.values()), seconds)
+
+    def _borders(self) -> Iterator[tuple[OpFactors, gs.Tensor, Links, bool]]:
+        """The tensors at the border of the core, with the node inside and its links; True for those
+        that it reads."""
+        for op in self.core.ops:
+            sides = ((op.node.inputs, op.inputs, True), (op.node.outputs, op.outputs, False))
+            for tensors, links, is_read in sides:
+                for tensor, own in zip(tensors, links, strict=True):
+                    if self._crosses(tensor, is_read):
+                        yield op, tensor, own, is_read
+
+    def _crosses(self, tensor: gs.Tensor, is_read: bool) -> bool:
+        """True for a tensor with a sequence at the border of the core."""
+        factors = self.sharding.factors.tensors.get(tensor.name)
+        if factors is None or tensor.name not in self.cores.computed:
+            return False
+        if not any(leaf.atom in self.cores.atoms for leaf in factors.leaves):
+            return False
+        others = tensor.inputs if is_read else tensor.outputs
+        return not others or any(node.name not in self.inside for node in others)
+
+    def _collective(
+        self, op: OpFactors, tensor: gs.Tensor, links: Links, heads: int | None, is_read: bool
+    ) -> str | None:
+        """The collective that a tensor at the border needs."""
+        factors = self.sharding.factors.tensors[tensor.name]
+        leaves = factors.leaves
+        at = [
+            link for leaf, link in zip(leaves, links, strict=True) if leaf.atom in self.cores.atoms
+        ]
+        if heads is not None:
+            each = zip(leaves, factors.dim_of_leaf, strict=True)
+            dims = {dim for leaf, dim in each if leaf.atom in self.cores.atoms}
+            is_plain = all(isinstance(factors.dims[dim], Factor) for dim in dims)
+            if is_plain and any(i is not None and op.leaves[i].atom == heads for i in links):
+                return "AllToAll"
+            return "AllGather" if is_read or not is_plain else None
+        if all(link is not None and not self._is_key(op, link) for link in at):
+            return None
+        return "AllGather" if is_read else "ReduceScatter"
+
+    def _smallest(
+        self, tensor: gs.Tensor, heads: int | None, is_read: bool, sent: Collection[str]
+    ) -> tuple[gs.Tensor, list[OpFactors]]:
+        """The tensor that ranks communicate in place of one at the border, and the nodes between
+        both: one that is `sent` already (which the backward pass reads again), or else the smallest
+        (keys before they are repeated for the query heads that share them)."""
+        best, through = tensor, list[OpFactors]()
+        at, passed = tensor, list[OpFactors]()
+        while (step := self._next(at, heads, is_read)) is not None:
+            op, at = step
+            passed.append(op)
+            if at.name in sent:
+                return at, passed
+            if self._bytes(at) < self._bytes(best):
+                best, through = at, list(passed)
+        return best, through
+
+    def _next(
+        self, tensor: gs.Tensor, heads: int | None, is_read: bool
+    ) -> tuple[OpFactors, gs.Tensor] | None:
+        """The only node outside that makes (or reads) a tensor, if it only moves it, and the tensor
+        at its other side."""
+        nodes = tensor.inputs if is_read else tensor.outputs
+        op = self.sharding.factors.find(nodes[0].name) if len(nodes) == 1 else None
+        if op is None or op.node.name in self.inside or is_contraction(op) or op.bodies:
+            return None
+        if heads is not None and self._leaf(op, heads) is None:
+            return None
+        ends = op.node.inputs if is_read else op.node.outputs
+        found = [t for t in ends if t.name in self.cores.computed]
+        if len(found) != 1 or len(op.node.outputs) != 1 or not self.cores.positions(op):
+            return None
+        if any(reduces(op, i) for i in self.cores.positions(op)):
+            return None
+        return op, found[0]
+
+    def _bytes(self, tensor: gs.Tensor) -> float:
+        whole = self.sharding.tensor_sharding(tensor.name).reduced()
+        return mean_bytes(tensor, whole, self.sharding)
+
+    def _seconds(self, kind: str, tensor: gs.Tensor) -> float:
+        size = self._bytes(tensor)
+        if kind == "AllToAll":
+            size /= parts_over(self.axes)
+        return self.sharding.costs.collective(kind, self.axes, size)

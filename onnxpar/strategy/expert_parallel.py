@@ -1,0 +1,188 @@
+"""The preset expert-parallel: tokens and experts are split over the same axes.
+
+Lepikhin et al., "GShard" (2020): tokens are split like a batch. Between dispatch and combination,
+each rank computes for its own experts, so that one all-to-all comes before and another after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.interchange import is_weight
+from onnxpar.graph.subgraphs import constants
+from onnxpar.layout.mesh import Axes, parts_over
+from onnxpar.load.stack_experts import IN_NODES
+from onnxpar.rules.contrib_experts import EXPERT_WEIGHTS
+from onnxpar.sharding.expert_part import is_stored
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import ShardingState
+from onnxpar.strategy.contraction import convolves, is_contraction
+from onnxpar.strategy.strategy import Annotation, TensorAnnotation
+from onnxpar.strategy.token_dispatch import exchanged_parts
+
+EXPERT = "expert-parallel"
+
+
+def expert_annotations(
+    graph: gs.Graph, sharding: ShardingState, axes: Axes, beside: Mapping[int, Axes],
+    batch: Mapping[int, Axes],
+) -> list[SplitExperts]:  # fmt: skip
+    """Annotations that split nodes with experts' weights by expert; inside of these nodes, the
+    atoms of `beside` are split, too, over its axes. Where it is cheaper that ranks exchange the
+    rows of experts, the atoms of `batch` are split outside over its axes. If every layer has fewer
+    experts than there are shards, some ranks have none. Errors: StrategyError if the model has no
+    experts."""
+    atoms = expert_atoms(graph, sharding)
+    inside = tuple(beside.items())
+    annotations = [SplitExperts(atom, tuple(ops), axes, inside) for atom, ops in atoms.items()]
+    others = next(iter(beside.values()), ())
+    for part in exchanged_parts(graph, sharding, axes, others) if batch else ():
+        members = {node.name for node in part.nodes}
+        for i, each in enumerate(annotations):
+            if members.issuperset(op.node.name for op in each.ops):
+                names = tuple(node.name for node in part.nodes)
+                annotations[i] = replace(each, part=names, tokens=tuple(batch.items()))
+    fitting = [s for s in annotations if s.size >= parts_over(axes)] or [
+        s for s in annotations if s.size > 1
+    ]
+    if not fitting:
+        has = "only one expert" if annotations else "no weight with a matrix for each expert"
+        raise StrategyError(f"{EXPERT} over {parts_over(axes)}: the model has {has}")
+    return fitting
+
+
+def apart_annotations(sharding: ShardingState, axes: Axes) -> Iterator[Annotation]:
+    """Splits the weights that experts of a training step have of their own inside of each expert:
+    so a rank stores its share of all experts, and an all-to-all gives it the whole matrices of its
+    own."""
+    for op in sharding.factors.ops:
+        for row in op.node.inputs if _stacks(op.node) else ():
+            weight = row.inputs[0].inputs[0]
+            factors = sharding.factors.tensors.get(weight.name)
+            if factors is not None and factors.leaves:
+                sizes = [leaf.size for leaf in factors.leaves]
+                at = next((i for i, n in enumerate(sizes) if n >= parts_over(axes)), 0)
+                split: list[Axes | None] = [axes if i == at else None for i in range(len(sizes))]
+                yield TensorAnnotation(weight.name, split)
+
+
+def _stacks(node: gs.Node) -> bool:
+    """True for a node that stacks weights which experts have of their own."""
+    return node.op == "Concat" and IN_NODES in node.name
+
+
+def expert_atoms(graph: gs.Graph, sharding: ShardingState) -> dict[int, list[OpFactors]]:
+    """The atoms that number experts, each with the products that have a matrix for each expert."""
+    weights = {t.name for t in [*graph.inputs, *constants(graph)] if is_weight(t)}
+    for op in sharding.factors.ops:  # weights in bodies and in the backward pass are copies
+        is_same = op.node.op in ("Cast", "Identity", "Transpose")
+        if (is_same and op.node.inputs[0].name in weights) or _stacks(op.node):
+            weights.add(op.node.outputs[0].name)
+    atoms: dict[int, list[OpFactors]] = defaultdict(list)
+    for op in sharding.factors.ops:
+        for atom in _batched(op, weights):
+            atoms[atom].append(op)
+    return atoms
+
+
+def _batched(op: OpFactors, weights: set[str]) -> Iterator[int]:
+    """Atoms of a product that number the matrices of a weight, and that the other operand and the
+    result have, too; and the experts of onnxruntime's mixtures. Not the groups of a convolution,
+    which are channels."""
+    if op.node.op in EXPERT_WEIGHTS:
+        yield from (leaf.atom for leaf in op.leaves if leaf.factor == "e")
+        return
+    if not is_contraction(op) or convolves(op) or len(op.inputs) < 2:
+        return
+    for this, other in ((0, 1), (1, 0)):
+        if op.node.inputs[this].name in weights:
+            shared = {*op.inputs[this]} & {*op.inputs[other]} & {*op.outputs[0]} - {None}
+            yield from (op.leaves[link].atom for link in shared if link is not None)
+
+
+@dataclass(frozen=True)
+class SplitExperts:
+    """Splits nodes along an atom of experts: the given nodes, and all nodes connected to them whose
+    operands and results all have that atom.
+
+    beside  atoms that are split, too, inside of these nodes
+    part    if ranks exchange rows, the names of the nodes that experts run; only these, and those
+            that prepare their weights, are split by expert
+    tokens  then, the axes of the batch's atoms before and after the exchange
+    """
+
+    atom: int
+    ops: tuple[OpFactors, ...]
+    axes: Axes
+    beside: tuple[tuple[int, Axes], ...] = ()
+    part: tuple[str, ...] = ()
+    tokens: tuple[tuple[int, Axes], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of experts."""
+        return next(leaf.size for leaf in self.ops[0].leaves if leaf.atom == self.atom)
+
+    def apply(self, sharding: ShardingState) -> bool:
+        """Decides the leaves of the nodes inside, and closes those of tensors at the border, which
+        are split by tokens."""
+        inside = self._inside(sharding)
+        touched: dict[str, set[bool]] = defaultdict(set)
+        for op in sharding.factors.ops:
+            for tensor, _ in op.operands():
+                touched[tensor.name].add(op.node.name in inside)
+        for op in inside.values():
+            for i, own in enumerate(op.leaves):
+                axes = self.axes if own.atom == self.atom else dict(self.beside).get(own.atom)
+                if axes:
+                    sharding.assign_op(op, i, axes)
+        for name, sides in touched.items():
+            factors = sharding.factors.tensors.get(name)
+            for i, leaf in enumerate(factors.leaves if factors and True in sides else ()):
+                if leaf.atom == self.atom:
+                    if len(sides) == 1:
+                        sharding.assign_tensor(name, i, self.axes)
+                    elif sharding.tensors[name][i] is None:
+                        sharding.tensors[name][i] = ()
+                elif len(sides) > 1 and leaf.atom in dict(self.tokens):
+                    sharding.assign_tensor(name, i, dict(self.tokens)[leaf.atom])
+        return bool(inside)
+
+    def _inside(self, sharding: ShardingState) -> dict[str, OpFactors]:
+        """The nodes that compute separately for each expert, by name."""
+        by_tensor: dict[str, list[OpFactors]] = defaultdict(list)
+        for op in sharding.factors.ops:
+            for tensor, _ in op.operands():
+                by_tensor[tensor.name].append(op)
+        found = {op.node.name: op for op in self.ops}
+        todo = list(self.ops)
+        while todo:
+            for tensor, links in todo.pop().operands():
+                for op in by_tensor[tensor.name] if links else ():
+                    if op.node.name not in found and self._is_of_experts(op, sharding):
+                        found[op.node.name] = op
+                        todo.append(op)
+        return found
+
+    def _is_of_experts(self, op: OpFactors, sharding: ShardingState) -> bool:
+        """True if all tensors of a node have the atom, or if those without it, which each rank
+        needs whole, are smaller than a shard of those with it: a Where writes tokens into the rows
+        of each expert. A product without the atom stays outside: it dispatches tokens to places,
+        which ranks exchange."""
+        if self.part and op.node.name not in self.part:
+            return all(is_stored(t, {}) for t in op.node.inputs if t.name)
+        sizes = {True: 0, False: 0}
+        for tensor, links in op.operands():
+            factors = sharding.factors.tensors.get(tensor.name)
+            read = any(link is not None for link in links) or not isinstance(tensor, gs.Constant)
+            if factors is not None and factors.leaves and read:  # axes and shapes do not count
+                has = self.atom in {leaf.atom for leaf in factors.leaves}
+                sizes[has] += math.prod(leaf.size for leaf in factors.leaves)
+        others = sizes[False] * parts_over(self.axes)
+        return sizes[True] > 0 and (sizes[True] >= others if not is_contraction(op) else not others)

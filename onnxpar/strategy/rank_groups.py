@@ -1,0 +1,73 @@
+"""Groups of ranks in a manual program: by mesh axes, by a list of ranks, or by name.
+
+A rank that a list leaves out runs the node, too, because all ranks run one program: it is alone in
+a group of its own, and keeps what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.layout.mesh import Axes, Mesh
+from onnxpar.strategy.standard_shardings import parse_axes
+from onnxpar.strategy.strategy import Groups
+
+GroupOf = Callable[[int], tuple[int, ...]]
+"""A function from a rank to the ranks of its group."""
+
+
+def group_of(
+    what: str, attrs: Mapping[str, Any], mesh: Mesh, named: Mapping[str, Groups]
+) -> GroupOf:
+    """The groups of a node that has these attributes: `axes`, `group` (ranks, or a name of `named`)
+    or neither, for all ranks. Errors: StrategyError that begins with `what`."""
+    axes, group = attrs.get("axes"), attrs.get("group")
+    if axes is not None and group is not None:
+        raise StrategyError(f"{what}: has both axes and group; give one of them")
+    if axes is not None:
+        return partial(mesh.group, axes_of(what, axes, mesh))
+    if group is None or group == []:
+        everyone = tuple(range(mesh.size))
+        return lambda rank: everyone
+    if isinstance(group, (str, bytes)):
+        name = group.decode() if isinstance(group, bytes) else group
+        if name not in named:
+            known = f"the groups are {', '.join(named)}" if named else "the strategy has no groups"
+            raise StrategyError(
+                f"{what}: there is no group {name!r}; {known}; add it under groups, as in "
+                f"groups: {{{name}: [0, 1]}}"
+            )
+        return of_lists(f"{what}: group {name!r}", named[name], mesh)
+    return of_lists(what, (tuple(group),), mesh)
+
+
+def of_lists(what: str, lists: Groups, mesh: Mesh) -> GroupOf:
+    """The groups that lists of ranks give. Errors: StrategyError if a list is empty, or a rank does
+    not exist or is named twice."""
+    found: dict[int, tuple[int, ...]] = {}
+    for members in lists:
+        shown = list(members)
+        if not members:
+            raise StrategyError(f"{what}: {shown} has no ranks")
+        for rank in members:
+            if not 0 <= rank < mesh.size:
+                raise StrategyError(
+                    f"{what}: {shown} has rank {rank}, but the mesh {mesh} has ranks 0 to "
+                    f"{mesh.size - 1}"
+                )
+            if rank in found or members.count(rank) > 1:
+                raise StrategyError(f"{what}: rank {rank} is named twice; name each rank once")
+        found |= dict.fromkeys(members, members)
+    return lambda rank: found.get(rank, (rank,))
+
+
+def axes_of(what: str, names: Sequence[str | bytes], mesh: Mesh) -> Axes:
+    """The mesh axes with these names. Errors: StrategyError that begins with `what`."""
+    texts = [name.decode() if isinstance(name, bytes) else name for name in names]
+    try:
+        return tuple(a for axes in parse_axes(texts, mesh) for a in axes)
+    except StrategyError as error:
+        raise StrategyError(f"{what}: axes={texts}: {error}") from None

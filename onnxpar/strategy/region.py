@@ -1,0 +1,138 @@
+"""Regions of a graph around a table: from its lookups, or to its gradient, up to the smallest
+tensor on the way."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.graph.tensors import numpy_dtype, shape_bytes
+from onnxpar.sharding.factors import GraphFactors, Links, OpFactors, TensorFactors
+
+Border = tuple[str, int]
+"""A tensor at the border of a region, by name, and its leaf that is split inside."""
+_JOINS = ("Add", "Sum", "Concat")
+_SCATTERS = ("ScatterElements", "ScatterND")
+_SMALL = 0.25
+"""Other operands of a node inside a region have at most this share of the bytes of the tensor that
+is followed, because they are whole on every rank."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is needed to walk over a graph.
+
+    tensors   the factors of each tensor, by name
+    touching  the nodes that read or produce each tensor, by name, each with its links
+    """
+
+    tensors: Mapping[str, TensorFactors]
+    touching: Mapping[str, list[tuple[OpFactors, Links]]]
+
+    @staticmethod
+    def of(factors: GraphFactors) -> Region:
+        """The tensors and nodes of a graph."""
+        touching: dict[str, list[tuple[OpFactors, Links]]] = defaultdict(list)
+        for op in factors.ops:
+            for tensor, links in op.operands():
+                if tensor.name in factors.tensors:
+                    touching[tensor.name].append((op, links))
+        return Region(factors.tensors, touching)
+
+    def readers(self, name: str) -> list[OpFactors]:
+        """The nodes that read a tensor, once for each time."""
+        found = [op for op, _ in self.touching[name] if not op.bodies]
+        return [op for op in found if any(t.name == name for t in op.node.inputs)]
+
+    def producer(self, name: str) -> OpFactors | None:
+        """The node that computes a tensor; None for an input or weight."""
+        found = (op for op, _ in self.touching[name])
+        return next((op for op in found if any(t.name == name for t in op.node.outputs)), None)
+
+
+def border_after(start: Border, region: Region) -> Border:
+    """The smallest tensor along the nodes after a tensor, of which each is the only reader of the
+    one before, and combines it with nothing of its size; the nearest of several."""
+    best, at = start, start
+    least = size = _bytes(start[0], region)
+    while True:
+        readers = region.readers(at[0])
+        step = _through(readers[0], at, size, region) if len(readers) == 1 else None
+        if step is None:
+            return best
+        at = step
+        size = _bytes(at[0], region)
+        if size < least:
+            best, least = at, size
+
+
+def _through(op: OpFactors, at: Border, size: int, region: Region) -> Border | None:
+    """The result of a node that reads `at`, if it passes the leaf on; else None."""
+    name, leaf = at
+    links = next(own for t, own in zip(op.node.inputs, op.inputs, strict=True) if t.name == name)
+    link = links[leaf]
+    results = [(t, own) for t, own in zip(op.node.outputs, op.outputs, strict=True) if t.name]
+    if link is None or len(results) != 1 or link not in results[0][1] or op.bodies:
+        return None
+    others = [t for t in op.node.inputs if isinstance(t, gs.Variable) and t.name not in ("", name)]
+    if any(_bytes(t.name, region) > _SMALL * size for t in others if t.name in region.tensors):
+        return None
+    return results[0][0].name, results[0][1].index(link)
+
+
+def border_before(end: Border, region: Region) -> list[Border]:
+    """The tensors of fewest bytes, together, from which a tensor is computed along the given leaf;
+    the nearest of several such sets."""
+    return _cut(end, region)[1]
+
+
+def _cut(at: Border, region: Region) -> tuple[int, list[Border]]:
+    """Bytes of the cheapest cut before a tensor, and its tensors."""
+    size = _bytes(at[0], region)
+    own = (size, [at])
+    op = region.producer(at[0])
+    if op is None:
+        return own
+    number = next(i for i, t in enumerate(op.node.outputs) if t.name == at[0])
+    link = op.outputs[number][at[1]]
+    if op.bodies:  # of accumulation: the body adds up gradients
+        inner = op.bodies[0]
+        is_sum = op.node.op == "Scan" and link is not None and link in inner.outputs[number]
+        leaf = inner.outputs[number].index(link) if is_sum else 0
+        return _cut((inner.graph.outputs[number].name, leaf), region) if is_sum else own
+    read = list(_computed(op, region))
+    if any(link not in own_links for _, own_links in read):
+        return own  # these operands would be whole on every rank
+    if len(read) > 1 and op.node.op not in (*_JOINS, *_SCATTERS):
+        return own
+    cuts = [_cut((name, own_links.index(link)), region) for name, own_links in read]
+    below = sum(size for size, _ in cuts)
+    return (below, [each for _, some in cuts for each in some]) if below < size else own
+
+
+def _computed(op: OpFactors, region: Region) -> Iterator[tuple[str, Links]]:
+    """The operands of floating-point numbers that nodes compute from others, with their links."""
+    for tensor, links in zip(op.node.inputs, op.inputs, strict=True):
+        if not tensor.inputs or is_constant(tensor) or tensor.name not in region.tensors:
+            continue
+        if numpy_dtype(tensor).kind == "f":
+            yield tensor.name, links
+
+
+def is_constant(tensor: gs.Tensor) -> bool:
+    """True for a constant, and for one that a node expands, such as the zeros to which a scatter
+    adds."""
+    if isinstance(tensor, gs.Constant):
+        return True
+    made = [node for node in tensor.inputs if node.op in ("ConstantOfShape", "Expand")]
+    return any(isinstance(node.inputs[0], gs.Constant) for node in made)
+
+
+def _bytes(name: str, region: Region) -> int:
+    factors = region.tensors[name]
+    op = next(op for op, _ in region.touching[name])
+    tensor = next(t for t, _ in op.operands() if t.name == name)
+    return shape_bytes(tensor, tuple(abs(dim.size) for dim in factors.dims))

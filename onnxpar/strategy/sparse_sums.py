@@ -1,0 +1,118 @@
+"""Annotations for gradients that are sums of few rows, such as that of an embedding: ranks exchange
+the rows instead of the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxpar.cost.cost import bytes_sent
+from onnxpar.graph.tensors import numel, numpy_dtype, shape_bytes
+from onnxpar.graph.training_spec import Step
+from onnxpar.layout.mesh import Axes, parts_over
+from onnxpar.sharding.factors import OpFactors
+from onnxpar.sharding.state import ShardingState
+
+_EXPANDS = ("Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze")
+_KEEPS = ("Cast", "Div", "Identity", "Mul", "Reshape", "Transpose")
+"""Ops whose result is partial if their first operand is."""
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Keeps nodes whole along these atoms, which number rows that are added up."""
+
+    ops: Sequence[OpFactors]
+    atoms: Collection[int]
+
+    def apply(self, sharding: ShardingState) -> bool:
+        """Closes these leaves where they are still open."""
+        for op in self.ops:
+            for i, leaf in enumerate(op.leaves):
+                if leaf.atom in self.atoms:
+                    sharding.close(op, i)
+        return False
+
+
+def sparse_sums(sharding: ShardingState, step: Step, axes: Axes) -> Iterator[WholeRows]:
+    """Yields an annotation for each scatter that adds rows to the gradient of a parameter, if it
+    takes less time to gather rows and indices over `axes` than to all-reduce the gradient. A
+    gradient that is also a sum of other things is all-reduced. Indices of a lazily trained table
+    are gathered in any case, because each rank needs all of them."""
+    ops = {t.name: op for op in sharding.factors.ops for t in op.node.outputs}
+    for name in (*step.gradients.values(), *step.rows.values()):
+        addends = list(_addends(ops[name].node)) if name in ops else []
+        is_few = all(_adds_few_rows(node, sharding, axes) for node in addends)
+        is_wanted = is_few or (name in step.rows.values() and all(map(_adds_rows, addends)))
+        for node in addends if is_wanted else ():
+            op = ops[node.outputs[0].name]
+            nodes = [*([node] if is_few else []), *_index_nodes(node)]
+            known = [ops[n.outputs[0].name] for n in nodes if n.outputs[0].name in ops]
+            summed = {leaf.atom for i, leaf in enumerate(op.leaves) if op.reduction(i)}
+            yield WholeRows(known, summed)
+
+
+def _addends(node: gs.Node) -> Iterator[gs.Node]:
+    """The nodes whose results a node adds up."""
+    added = node.inputs if node.op in ("Add", "Sum") else node.inputs[:1]
+    if node.op not in ("Add", "Sum", *_KEEPS) or not all(t.inputs for t in added):
+        yield node
+        return
+    for tensor in added:
+        yield from _addends(tensor.inputs[0])
+
+
+def _adds_rows(node: gs.Node) -> bool:
+    """True for a scatter that adds rows."""
+    scatters = node.op in ("ScatterElements", "ScatterND")
+    return scatters and node.attrs.get("reduction") == "add"
+
+
+def _adds_few_rows(node: gs.Node, sharding: ShardingState, axes: Axes) -> bool:
+    """True for a scatter whose rows and indices are gathered faster than the sum is all-reduced
+    together with other gradients. Other axes of the mesh may split the sum, but perhaps not the
+    rows."""
+    if not _adds_rows(node):
+        return False
+    expanding = _expanding(node)
+    indices = expanding[-1].inputs[0] if expanding else node.inputs[1]
+    gathered = [shape_bytes(t, t.shape) for t in (node.inputs[2], indices)]
+    costs, ranks = sharding.costs, parts_over(axes)
+    share = shape_bytes(node.outputs[0], node.outputs[0].shape) * ranks / sharding.mesh.size
+    bandwidth = costs.level(axes).link("AllReduce").bandwidth
+    reduced = bytes_sent("AllReduce", ranks, share) / bandwidth
+    return sum(costs.collective("AllGather", axes, size) for size in gathered) < reduced
+
+
+def _expanding(scatter: gs.Node) -> list[gs.Node]:
+    """The nodes that expand indices of rows to those of elements, last one first."""
+    found: list[gs.Node] = []
+    at = scatter.inputs[1]
+    while at.inputs and at.inputs[0].op in _EXPANDS and len(at.outputs) == 1:
+        found.append(at.inputs[0])
+        at = found[-1].inputs[0]
+    return found
+
+
+def _index_nodes(scatter: gs.Node) -> list[gs.Node]:
+    """The nodes that compute a scatter's indices, back to the first that read something other than
+    integers, or more of them than there are rows."""
+    found = _expanding(scatter)
+    ends = [found[-1].inputs[0] if found else scatter.inputs[1]]
+    rows = numel(ends[0].shape)
+    for tensor in ends:
+        node = tensor.inputs[0] if tensor.inputs else None
+        if node is not None and node not in found and _are_indices(node.inputs, rows):
+            found.append(node)
+            ends += node.inputs
+    return found
+
+
+def _are_indices(tensors: Sequence[gs.Tensor], most: int) -> bool:
+    known = [t for t in tensors if t.name]
+    return all(
+        t.shape is not None and numpy_dtype(t).kind in "iub" and numel(t.shape) <= most
+        for t in known
+    )

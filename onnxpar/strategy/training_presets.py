@@ -1,0 +1,205 @@
+"""Presets of training steps: ZeRO stages and sequence-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxpar.base.errors import StrategyError
+from onnxpar.graph.tensors import numpy_dtype
+from onnxpar.graph.training_spec import Slot, Step
+from onnxpar.layout.mesh import Axes, parts_over
+from onnxpar.sharding.factors import Leaf, OpFactors
+from onnxpar.sharding.state import ShardingState, overlaps
+from onnxpar.strategy.covering_leaves import covering_leaves
+from onnxpar.strategy.strategy import Annotation
+
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+"""Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020): optimizer state, gradients and parameters are split over the ranks of a batch."""
+
+
+SEQUENCE = "sequence-parallel"
+"""Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022):
+between the products of a tensor-parallel layer, activations are split along the sequence."""
+_MOVES = ("Reshape", "Transpose", "Identity")
+
+
+def sequence_annotations(
+    graph: gs.Graph, axes: Axes, sharding: ShardingState, step: Step | None
+) -> list[Annotation]:
+    """Splits the second dimension of the first input wherever tensor-parallel sums up an
+    activation, and from there on. Errors: StrategyError if there is no such dimension."""
+    leaf = _second_dimension(_first_input(graph, step), sharding)
+    if leaf is None:
+        raise StrategyError(
+            f"{SEQUENCE} over {parts_over(axes)}: the first input has no sequence as its second "
+            "dimension"
+        )
+    return [SplitSums(leaf.atom, axes)]
+
+
+def sequence_atom(graph: gs.Graph, sharding: ShardingState, step: Step | None) -> int | None:
+    """The atom that numbers the positions of a sequence, if the first input is one: token ids, or
+    features of each position."""
+    first = _first_input(graph, step)
+    leaf = _second_dimension(first, sharding)
+    if first is None or leaf is None:
+        return None
+    is_ids = len(first.shape) == 2 and np.issubdtype(numpy_dtype(first), np.integer)
+    return leaf.atom if is_ids or len(first.shape) == 3 else None
+
+
+def _first_input(graph: gs.Graph, step: Step | None) -> gs.Variable | None:
+    """The first data input of more than one dimension."""
+    data = (t for t in graph.inputs if step is None or t.name in step.data)
+    return next((t for t in data if len(t.shape or ()) > 1), None)
+
+
+def _second_dimension(tensor: gs.Variable | None, sharding: ShardingState) -> Leaf | None:
+    """The leaf of the second dimension, if it consists of one."""
+    factors = sharding.factors.tensors.get(tensor.name) if tensor is not None else None
+    at = [i for i, dim in enumerate(factors.dim_of_leaf) if dim == 1] if factors else []
+    return factors.leaves[at[0]] if factors is not None and len(at) == 1 else None
+
+
+@dataclass(frozen=True)
+class SplitSums:
+    """Splits sums that are partial over axes along an atom, so that they are reduce-scattered:
+    after the ops that only move them, or add them to other such sums."""
+
+    atom: int
+    axes: Axes
+
+    def apply(self, sharding: ShardingState) -> bool:
+        """Decides the leaves of that atom that are still open. Errors: StrategyError if no partial
+        tensor has it."""
+        changed = found = False
+        for name in self._ends(sharding):
+            for i, leaf in enumerate(sharding.factors.tensors[name].leaves):
+                if leaf.atom == self.atom:
+                    found = True
+                    changed |= sharding.assign_tensor(name, i, self.axes)
+        if not found and parts_over(self.axes) > 1:
+            raise StrategyError(
+                f"{SEQUENCE}: tensor-parallel sums up no activation that has the second dimension "
+                "of the first input; use tensor-parallel"
+            )
+        return changed
+
+    def _ends(self, sharding: ShardingState) -> list[str]:
+        """Names of the partial tensors after the last op that only moves or adds them; closes the
+        leaves of the nodes before a sum of several."""
+        first: dict[str, str] = {}
+        moved: dict[str, list[OpFactors]] = {}
+        for op in sharding.factors.ops:
+            known = [t.name for t in op.node.outputs if t.name in sharding.factors.tensors]
+            read = [t.name for t in op.node.inputs if len(t.outputs) == 1 and t.name in first]
+            partial, _ = sharding.own_partial(op)
+            if overlaps(partial, self.axes):
+                first.update((name, name) for name in known)
+            elif op.node.op in _MOVES and known and op.node.inputs[0].name in read:
+                (source, name) = (op.node.inputs[0].name, known[0])
+                first[name] = first.pop(source)
+                moved[name] = [*moved.get(source, ()), op]
+            elif op.node.op in ("Add", "Sum") and known and len(read) == len(op.node.inputs) > 1:
+                for name in read:
+                    first.pop(name, None)
+                    self._close(sharding, moved.get(name, ()))
+                self._close(sharding, [op])
+                first[known[0]] = known[0]
+        return list(first.values())
+
+    def _close(self, sharding: ShardingState, ops: Iterable[OpFactors]) -> None:
+        for op in ops:
+            for i, leaf in enumerate(op.leaves):
+                if leaf.atom == self.atom:
+                    sharding.close(op, i)
+
+
+def zero_rounds(
+    graph: gs.Graph, sharding: ShardingState, step: Step | None, preset: str, axes: Axes
+) -> tuple[list[Annotation], list[Annotation]]:
+    """Returns annotations that must come first, and annotations that must come after all that split
+    the computation.
+
+    Stages 1 and 2 shard the optimizer state and the update of each parameter; stage 3 shards the
+    parameter, too. Stages 1 and 2 of one step are the same program, as both reduce-scatter the
+    gradient. A table on the host stays whole, because a step neither gathers nor scatters all its
+    rows. Errors: StrategyError if the model is not a training step.
+    """
+    if step is None:
+        raise StrategyError(
+            f"preset {preset} applies only to a training step; write one with `onnxpar grad`"
+        )
+    first: list[Annotation] = []
+    last: list[Annotation] = []
+    for slot in step.parameters:
+        if slot.input in sharding.factors.on_host:
+            first.append(Closed(slot.input))
+            continue
+        parts = updated_with(graph, step, slot)
+        if ZERO_STAGES[preset] == 3:
+            parts = (slot.input, *parts)
+        else:
+            first.append(Closed(slot.input))
+        last.append(SplitTogether(parts, axes))
+    return first, last
+
+
+def updated_with(graph: gs.Graph, step: Step, slot: Slot) -> tuple[str, ...]:
+    """Names of the tensors that an optimizer computes with elementwise from a parameter: its own
+    states of the parameter, and the parameter's next value."""
+    output = next(t for t in graph.outputs if t.name == slot.output)
+    shapes = {t.name: list(t.shape) for t in graph.inputs}
+    states = [
+        s.input
+        for s in step.slots
+        if s.of == slot.of and s.kind != slot.kind and shapes[s.input] == shapes[slot.input]
+    ]
+    return (*states, output.inputs[0].inputs[0].name)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Keeps the open leaves of a tensor whole."""
+
+    tensor: str
+
+    def apply(self, sharding: ShardingState) -> bool:
+        """Closes the open leaves, which no annotation of higher priority has reached."""
+        sharding.close_tensor(self.tensor)
+        return False
+
+
+@dataclass(frozen=True)
+class SplitTogether:
+    """Splits tensors of one shape along the same dimension, the one that splits best."""
+
+    tensors: tuple[str, ...]
+    axes: Axes
+
+    def apply(self, sharding: ShardingState) -> bool:
+        """Splits the dimension that divides most evenly, or else the longest one, among those that
+        are open in all tensors, not requested to be whole, and long enough; in each of its
+        segments, one factor is split."""
+        factors = sharding.factors.tensors[self.tensors[0]]
+        parts = parts_over(self.axes)
+        choices = []
+        for chosen in covering_leaves(factors, parts):
+            decided = [(t, sharding.tensors[t][i]) for t in self.tensors for i in chosen]
+            if not any(axes or (t in sharding.pinned and axes == ()) for t, axes in decided):
+                rest = sum(factors.leaves[i].size % parts for i in chosen)
+                size = factors.dims[factors.dim_of_leaf[chosen[0]]].size
+                choices.append((rest, -size, chosen))
+        for _, _, chosen in sorted(choices):
+            if all([self._assign(sharding, t, i) for t in self.tensors for i in chosen]):
+                return True
+        return False
+
+    def _assign(self, sharding: ShardingState, tensor: str, leaf: int) -> bool:
+        sharding.tensors[tensor][leaf] = None
+        return sharding.assign_tensor(tensor, leaf, self.axes)
