@@ -51,8 +51,8 @@ def unroll_experts(graph: GraphProto, outer: Stored | None = None) -> None:
 
 
 def _is_over_experts(node: NodeProto, stored: Stored) -> bool:
-    """True for a Scan over experts that has one result, a sum, and a stored stack of matrices, each
-    of which begins at a byte boundary."""
+    """True for a Scan over experts with one result, a sum, and with a stored stack of matrices in
+    which each matrix begins at a byte boundary."""
     if node.op_type != "Scan" or not node.name.endswith(EXPERTS) or len(node.output) != 1:
         return False
     stacks = [stored[name] for name in node.input[1:] if name in stored]

@@ -145,8 +145,8 @@ def one_hot(node: gs.Node) -> Rule:
     attrs = dict(node.attrs)
 
     def lower(build: Lowering) -> None:
-        own = {**attrs, **({} if whole else local)}
-        build.finish("OneHotEncoder", [_own_text(build, dims)], domain=ML, **own)
+        new = {**attrs, **({} if whole else local)}
+        build.finish("OneHotEncoder", [_own_text(build, dims)], domain=ML, **new)
 
     lowered = frozenset({*dims, *([] if whole else ["c"])})
     return einsum(

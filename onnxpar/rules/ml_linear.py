@@ -71,10 +71,10 @@ def linear_regressor(node: gs.Node) -> Rule:
 def _product(build: Lowering, matrix_: np.ndarray[Any, Any]) -> gs.Tensor:
     """The product of the rank's features with its columns of the matrix, in float32."""
     x = build.add("Cast", [build.input(0)], to=FLOAT)
-    own = build.per_rank(
+    columns = build.per_rank(
         lambda local: np.ascontiguousarray(matrix_[:, local.positions("f")].T.astype(np.float32))
     )
-    return build.add("MatMul", [x, own])
+    return build.add("MatMul", [x, columns])
 
 
 @rule("LinearClassifier", domain=ML, ranks_known=False)

@@ -42,8 +42,8 @@ def svm_regressor(node: gs.Node) -> Rule:
     def held(local: Local) -> Array:
         """The indices of the rank's vectors. A rank without vectors gets vector 0, with coefficient
         0: without any vector, the op would compute another function."""
-        own = local.positions("s")
-        return own if len(own) else np.zeros(1, np.int64)
+        indices = local.positions("s")
+        return indices if len(indices) else np.zeros(1, np.int64)
 
     def rho(local: Local) -> list[float]:
         adds = not local.is_split("s") or local.member("s") == 0
@@ -61,10 +61,10 @@ def svm_regressor(node: gs.Node) -> Rule:
         return einsum(node, text, constants=STORED, whole=whole, local=local)
 
     def lower(build: Lowering) -> None:
-        own = {**{k: v for k, v in attrs.items() if k != "one_class"}, **local}
+        new = {**{k: v for k, v in attrs.items() if k != "one_class"}, **local}
         rows = build.shape(build.input(0))[0]
         type_ = (np.dtype(np.float32), [rows, 1])
-        part = build.make("SVMRegressor", [build.input(0)], type_, domain=ML, **own)
+        part = build.make("SVMRegressor", [build.input(0)], type_, domain=ML, **new)
         inside = build.add("Greater", [build.all_reduce(part, ["s"]), np.float32(0)])
         build.finish("Where", [inside, np.float32(1), np.float32(-1)])
 
@@ -123,8 +123,8 @@ def _margins(build: Lowering, attrs: Mapping[str, Any]) -> gs.Tensor:
         return np.ascontiguousarray(vectors[local.positions("s")].T)
 
     values = _kernel(build, attrs, x, columns)
-    own = build.per_rank(lambda local: weights[local.positions("s")])
-    return build.add("Cast", [build.add("MatMul", [values, own])], to=onnx.TensorProto.FLOAT)
+    shard = build.per_rank(lambda local: weights[local.positions("s")])
+    return build.add("Cast", [build.add("MatMul", [values, shard])], to=onnx.TensorProto.FLOAT)
 
 
 def _kernel(
@@ -139,10 +139,10 @@ def _kernel(
     if kind == "LINEAR":
         return product
     if kind == "RBF":
-        own = build.add("ReduceSum", [build.add("Mul", [x, x])], axes=[1], keepdims=1)
+        squares = build.add("ReduceSum", [build.add("Mul", [x, x])], axes=[1], keepdims=1)
         others = build.per_rank(lambda local: (columns(local) ** 2).sum(axis=0))
         twice = build.add("Mul", [product, np.float64(2)])
-        distance = build.add("Sub", [build.add("Add", [own, others]), twice])
+        distance = build.add("Sub", [build.add("Add", [squares, others]), twice])
         return build.add("Exp", [build.add("Mul", [distance, np.float64(-gamma)])])
     scaled = build.add("Add", [build.add("Mul", [product, np.float64(gamma)]), np.float64(shift)])
     if kind == "POLY":

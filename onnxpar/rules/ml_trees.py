@@ -238,11 +238,11 @@ def _refusal(node: gs.Node, forest: Forest, always: Any) -> str:
     """The reason why trees cannot be split; empty if they can. The op chooses a label among the
     classes that got a weight, so these classes must be the same for each row."""
     count = forest.width
-    given = forest.given()
+    weighted = forest.given()
     base = base_of(node.attrs)
-    if count < 2 or (always != given).any():
+    if count < 2 or (always != weighted).any():
         return FEW_TARGETS
-    if count == 2 and (given[1] or (base is not None and len(base) == 2)):
+    if count == 2 and (weighted[1] or (base is not None and len(base) == 2)):
         return "it has two classes, both with weights"
     if count == 2 and _text(node.attrs.get("post_transform")) == "PROBIT":
         return "two classes share one score"

@@ -183,9 +183,9 @@ def finish_share(build: Lowering, mean: gs.Tensor, sizes: Mapping[str, Size]) ->
     """Computes the result: the rank's `mean` over factors of these global sizes, times the rank's
     share of the elements. The sum over ranks is the global mean."""
     dtype = np.float64 if dtype_of(build.local.node.outputs[0]) == np.float64 else np.float32
-    known = {f: s for f, s in sizes.items() if s is not None}
-    count = number(build, lambda local: math.prod(map(local.size, known)), dtype)
-    total_count = number(build, math.prod(known.values()), dtype)
+    totals = {f: s for f, s in sizes.items() if s is not None}
+    count = number(build, lambda local: math.prod(map(local.size, totals)), dtype)
+    total_count = number(build, math.prod(totals.values()), dtype)
     # onnxruntime's mean of nothing is 0
     share = build.add("Div", [count, build.add("Max", [total_count, np.ones((), dtype)])])
     if is_short_float(mean):

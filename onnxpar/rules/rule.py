@@ -322,8 +322,8 @@ def _size(expr: Expr, sizes: Mapping[str, Size]) -> Size:
     parts = [_size(child, sizes) for child in expr.children]
     if None in parts:
         return None
-    known = [part for part in parts if part is not None]
-    return math.prod(known) if isinstance(expr, Prod) else sum(known)
+    counts = [part for part in parts if part is not None]
+    return math.prod(counts) if isinstance(expr, Prod) else sum(counts)
 
 
 def _called(function: RuleFunction, node: gs.Node) -> Rule:

@@ -31,5 +31,5 @@ def _is_by_row(factors: GraphFactors, op: OpFactors, atom: int) -> bool:
 
 
 def _atoms(factors: GraphFactors, tensor: gs.Tensor) -> set[int]:
-    known = factors.tensors.get(tensor.name)
-    return {leaf.atom for leaf in known.leaves} if known is not None else set()
+    dims = factors.tensors.get(tensor.name)
+    return {leaf.atom for leaf in dims.leaves} if dims is not None else set()
