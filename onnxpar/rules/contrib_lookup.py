@@ -17,9 +17,9 @@ _PACKED = "its elements are packed in blocks"
 
 @rule("GatherBlockQuantized", domain="com.microsoft")
 def gather_blocks(node: gs.Node) -> Rule:
-    """`v (k z w), i, v (k z), v k -> i (k z i)`: a block of the table has w bytes, and z blocks
-    share a byte of zero points. If v is split, each rank gives the rows that it holds, and zeros
-    for all other rows."""
+    """`v (k z w), i, v (k z), v k -> i (k z e)`: a block of the table has e elements in w bytes,
+    and z blocks share a byte of zero points. If v is split, each rank gives the rows that it holds,
+    and zeros for all other rows."""
     shape, index = (tensor_shape(t) or () for t in node.inputs[:2])
     rank = len(shape)
     axis, along = (
