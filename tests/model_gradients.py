@@ -13,6 +13,7 @@ import onnxruntime as ort
 import onnxpar.grad  # noqa: F401  (registers the gradient rules)
 from onnxpar.graph.write_model import export_model
 from onnxpar.load.load import load
+from onnxpar.load.loading import LoadRequest
 from onnxpar.training.backward import LossOptions, add_backward, add_output
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +26,7 @@ def run_gradients(
 ) -> tuple[float, dict[str, Array]]:
     """The loss of a model's output and the gradients of all that is trained, by name; `feeds` has a
     `target` beside the model's inputs."""
-    model = load(path, for_training=True)
+    model = load(path, LoadRequest(for_training=True))
     back = add_backward(model, LossOptions(loss, output))
     model.graph.outputs = []
     for name, gradient in {"": back.loss, **back.gradients}.items():

@@ -33,7 +33,7 @@ from onnxpar.graph.metadata import layouts_metadata
 from onnxpar.graph.stored import external_location, stored_tensors
 from onnxpar.graph.write_model import put_model
 from onnxpar.layout.mesh import Axes
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.sharding.factors import OpFactors, sizes_of
 from onnxpar.sharding.state import ShardingState
 from onnxpar.strategy.annotated_strategy import MESH, PARTS, node_key, read_axes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import onnx_graphsurgeon as gs
@@ -14,7 +13,9 @@ from onnxpar.compiler.pass_ import Pass, PassContext, Request, Stage
 from onnxpar.compiler.replay import opened, variants
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import Typical
-from onnxpar.load.load import InferTypes, Model, Show, load, unseen
+from onnxpar.load.importer import Show, unseen
+from onnxpar.load.load import Model, load
+from onnxpar.load.loading import InferTypes, LoadRequest
 from onnxpar.load.page_caches import HOLDING, USUAL
 from onnxpar.planner.balance import balanced, sampled_remainders
 from onnxpar.planner.choose_strategy import choose_strategy
@@ -45,40 +46,41 @@ def load_model(
     show: Show = unseen,
 ) -> Model:
     """Loads the model: as a global program, or with the preset `manual` as the program of each
-    rank. `for_training`, `untied`, `shapes` and `show` as for `load`."""
-
-    def own_types(step: Step | None) -> InferTypes | None:
-        manual = manual_of(options, step)
-        return None if manual is None else partial(manual.infer, for_training=for_training)
-
+    rank. `for_training`, `untied` and `shapes` are as in a `LoadRequest`, `show` as for `load`."""
     load_entry_points()
-    least = least_size(options)
-    typical = options.typical
-    if options.page_size and not typical.profiles:
-        typical = Typical(USUAL)
+    request = load_request(options)
+    request = replace(request, for_training=for_training, untied=untied, shapes=shapes)
     with options.times.of(LOAD):
-        model = load(
-            path,
-            options.dims,
-            options.states,
-            least=least,
-            own_types=own_types,
-            for_training=for_training,
-            untied=untied,
-            typical=typical,
-            find_others=options.find_states,
-            shapes=shapes,
-            show=show,
-            remainders=sampled_remainders(options),
-            page_size=options.page_size or 0,
-            kv_dtype=options.kv_dtype,
-            part=options.part,
-        )
+        model = load(path, request, show, options.times)
     if options.preset == MANUAL:  # what looks like a growing cache may be no pair here
         slots = model.step.slots if model.step is not None else []
         model.states = [*((slot.input, slot.output) for slot in slots), *options.states]
     model.on_host = tables_on_host(model, options.place, options.strategy)
     return model
+
+
+def load_request(options: Options) -> LoadRequest:
+    """What the options ask of the loader."""
+
+    def own_types(step: Step | None) -> InferTypes | None:
+        manual = manual_of(options, step)
+        return None if manual is None else manual.infer
+
+    typical = options.typical
+    if options.page_size and not typical.profiles:
+        typical = Typical(USUAL)
+    return LoadRequest(
+        dims=options.dims,
+        states=options.states,
+        find_states=options.find_states,
+        least=least_size(options),
+        remainders=sampled_remainders(options),
+        typical=typical,
+        page_size=options.page_size or 0,
+        kv_dtype=options.kv_dtype,
+        part=options.part,
+        own_types=own_types,
+    )
 
 
 def prepare(

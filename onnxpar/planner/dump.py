@@ -39,7 +39,8 @@ from onnxpar.graph.subgraphs import all_nodes, constants
 from onnxpar.graph.training_spec import Step
 from onnxpar.graph.write_model import export_model, goes_apart, move_data, write_model
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import Model, read_proto
+from onnxpar.load.load import Model
+from onnxpar.load.read_file import read_proto
 from onnxpar.planner.observer import Observer
 from onnxpar.planner.typed_json import decode, encode
 from onnxpar.sharding.analysis import analyse

@@ -20,7 +20,7 @@ from onnxpar.graph.training_spec import Step
 from onnxpar.layout.dims import dim_text
 from onnxpar.layout.layout import leaves
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.planner.options import Options, preset_or_search
 from onnxpar.planner.request import model_digest
 from onnxpar.search.search import AUTO

@@ -100,7 +100,7 @@ def _has_weights(file: Path, options: Mapping[str, Any]) -> bool:
     if not _is_path(model) or not file.is_file():
         return False
     from onnxpar.graph.stored import external_location, stored_tensors
-    from onnxpar.load.load import read_proto
+    from onnxpar.load.read_file import read_proto
 
     folder, place = Path(model).parent, _place(file)
     with suppress(ModelError):  # the command itself reports it

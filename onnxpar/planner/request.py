@@ -19,7 +19,7 @@ from onnxpar.base.write_file import unread
 from onnxpar.cost.machines import is_machine
 from onnxpar.graph.stored import external_location, stored_tensors
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 
 _NOT_KEPT = ("verify", "typical", "page_size", "kv_dtype")
 """Options that decide nothing about a training step, whose sizes are fixed."""

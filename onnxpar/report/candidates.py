@@ -12,7 +12,7 @@ from onnxpar.base.shown import Shown
 from onnxpar.graph.interchange import header_of
 from onnxpar.graph.training_spec import Step
 from onnxpar.layout.mesh import Mesh
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.planner.loader import Loader
 from onnxpar.planner.options import NO_RANKS, Options
 from onnxpar.report.explain import Explained, explain

@@ -26,7 +26,7 @@ from onnxpar.graph.training_spec import Step
 from onnxpar.graph.typical import Typical
 from onnxpar.layout.layout import dim_axes
 from onnxpar.layout.symbols import Polynomial
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.planner import pipeline
 from onnxpar.planner.context import load_model
 from onnxpar.planner.options import Options

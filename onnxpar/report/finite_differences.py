@@ -23,7 +23,7 @@ from onnxpar.base.arrays import Array
 from onnxpar.graph.stops import marks_stop
 from onnxpar.graph.stored import nodes_of, read_stored
 from onnxpar.graph.training_spec import SCALE, Step
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.report.compare import Comparison
 from onnxpar.report.unsplit import open_unsplit
 from onnxpar.runtime.session.tensors import dtype_of

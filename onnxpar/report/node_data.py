@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 
 from onnxpar.base.write_file import whole_file, writing
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.report.explain import COLLECTIVE, NODE, Explained, Operand, Step
 from onnxpar.report.walk import Walk
 

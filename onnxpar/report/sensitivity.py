@@ -24,7 +24,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from onnxpar.base.arrays import Array
 from onnxpar.base.custom_ops import quiet_options
 from onnxpar.graph.stored import read_stored
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.runtime.session.tensors import as_fed
 
 RUNS, CHANGE, COARSE_CHANGE, MARGIN = 16, 2.0**-22, 2.0**-18, 2.0

@@ -13,7 +13,7 @@ from onnxpar.graph.given_model import Source, model_file
 from onnxpar.graph.stored import check_stored, graphs_of, nodes_of, stored_tensors
 from onnxpar.graph.training_spec import AVERAGE, IN_MODEL
 from onnxpar.graph.write_model import NewValue, write_model
-from onnxpar.load.load import read_proto
+from onnxpar.load.read_file import read_proto
 from onnxpar.load.untie import untie
 from onnxpar.planner.overwritten import refuse_overwriting
 from onnxpar.trainer.checkpoint import Checkpoint

@@ -12,6 +12,7 @@ from onnx import numpy_helper
 
 from onnxpar.grad.trained import find_trained
 from onnxpar.load.load import load
+from onnxpar.load.loading import LoadRequest
 
 RNG = np.random.default_rng(3)
 
@@ -124,7 +125,7 @@ def test_found(tmp_path: Path, case: str) -> None:
         value = value.astype(np.float32) if value.dtype == np.float64 else value
         proto.graph.initializer.append(numpy_helper.from_array(value, name))
     onnx.save(proto, tmp_path / "model.onnx")
-    model = load(tmp_path / "model.onnx", for_training=True)
+    model = load(tmp_path / "model.onnx", LoadRequest(for_training=True))
     if expected:
         assert {t.name for t in find_trained(model).trained} == {*expected.split()}
     else:

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 from onnxpar.graph.inference import infer
 from onnxpar.load.load import load
+from onnxpar.load.loading import LoadRequest
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
 
@@ -129,7 +130,7 @@ def test_symbols_take_the_sizes_given(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     text = "g (float[batch, 6] x) => (float[batch, 6] y) { y = Relu(x) }"
     onnx.save(onnx.parser.parse_model(HEAD + text), path)
-    model = load(path, {"batch": 5})
+    model = load(path, LoadRequest(dims={"batch": 5}))
     assert [list(t.shape) for t in [*model.graph.inputs, *model.graph.outputs]] == [[5, 6], [5, 6]]
 
 

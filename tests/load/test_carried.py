@@ -13,7 +13,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from tiny_models import BOOL, FLOAT, INT, TP, W, X, agree, model, port, product, write
 
 import onnxpar
-from onnxpar.base.errors import ModelError, StrategyError
+from onnxpar.base.errors import ModelError, PassError, StrategyError
 from onnxpar.graph.interchange import export_graph, import_graph
 from onnxpar.load.load import load
 from onnxpar.report.compare import compare
@@ -366,3 +366,14 @@ def _runs_on_processes(folder: Path, feeds: dict[str, np.ndarray]) -> None:
     with onnxpar.InferenceSession(folder / "m.par") as session:
         report = compare(folder / "m.onnx", session, feeds)
     assert report.ok, report.text()
+
+
+def test_a_rewrite_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: onnx.GraphProto, folder: Path) -> None:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr("onnxpar.load.load.densify", broken)
+    ports = [port("x", [2])], [port("y", [2])]
+    path = write(model([helper.make_node("Relu", ["x"], ["y"])], *ports), tmp_path)
+    with pytest.raises(PassError, match=r"the rewrite densify of the loader failed: TypeError: no"):
+        load(path)

@@ -17,6 +17,7 @@ from onnxpar.base.digested_folder import DigestedFolder
 from onnxpar.base.errors import InputError, OnnxparError, PassError, RankError
 from onnxpar.compiler.plan import write_plan
 from onnxpar.load.load import Model, load
+from onnxpar.load.loading import LoadRequest
 from onnxpar.passes.split_ranks import SplitRanks
 from onnxpar.planner import pipeline
 from onnxpar.planner.context import make_context
@@ -126,7 +127,7 @@ class Trials:
 
 def load_case(path: Path) -> Model:
     """A case runs once: nothing that it makes is fed back, and what would grow may be split."""
-    return load(path, find_others=False)
+    return load(path, LoadRequest(find_states=False))
 
 
 def shapes_of(feeds: Feeds) -> str:

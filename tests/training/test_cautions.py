@@ -13,6 +13,7 @@ from training.steps import write_model
 import onnxpar.grad  # noqa: F401  (registers the rules)
 from onnxpar.grad.trained import find_trained
 from onnxpar.load.load import load
+from onnxpar.load.loading import LoadRequest
 from onnxpar.training.batch_norm import BatchNorm
 from onnxpar.training.cautions import (
     cautions_of,
@@ -25,7 +26,7 @@ EXPORTED = "pkg.torch.export.ExportedProgram.graph_signature"
 
 @pytest.mark.parametrize("export", ["dynamo.static", "legacy.static"])
 def test_a_folded_batch_norm_is_told_of(export: str) -> None:
-    model = load(MODELS / f"resnet.{export}.onnx", for_training=True)
+    model = load(MODELS / f"resnet.{export}.onnx", LoadRequest(for_training=True))
     (told,) = cautions_of_batch_norm(model, BatchNorm())
     assert " and 26 more: a batch-norm was folded into the weights" in told
     assert "had Dropout, the export has removed it" in told and "optimize=False" in told
@@ -37,14 +38,14 @@ def test_a_folded_batch_norm_is_told_of(export: str) -> None:
 )
 def test_other_exports_are_not(name: str) -> None:
     """With batch-norm as it was, and networks of convolutions that have none."""
-    model = load(MODELS / f"{name}.onnx", for_training=True)
+    model = load(MODELS / f"{name}.onnx", LoadRequest(for_training=True))
     assert list(cautions_of_batch_norm(model, BatchNorm())) == []
 
 
 def test_a_batch_norm_for_inference_is_told_of(tmp_path: Path) -> None:
     text = """m (float[2,3,4] x, float[3] w1, float[3] w2, float[3] w3, float[3] w4)
     => (float[2,3,4] y) { y = BatchNormalization(x, w1, w2, w3, w4) }"""
-    model = load(write_model(text, tmp_path), for_training=True)
+    model = load(write_model(text, tmp_path), LoadRequest(for_training=True))
     (told,) = cautions_of_batch_norm(model, BatchNorm())
     assert "never updates them; --batch-norm global" in told
     assert list(cautions_of_batch_norm(model, BatchNorm("global"))) == []
@@ -65,7 +66,7 @@ def test_what_the_exporter_has_computed_from_parameters_is_told_of(tmp_path: Pat
         for node in proto.graph.node:
             node.input[:] = [new if n == name else n for n in node.input]
     onnx.save(proto, path)
-    model = load(path, for_training=True)
+    model = load(path, LoadRequest(for_training=True))
     weights = find_trained(model)
     assert [t.name for t in weights.trained] == ["val_3", "div_1"]
     (told,) = cautions_of(model, weights)
@@ -92,7 +93,7 @@ def test_a_parameter_whose_rows_the_exporter_repeated_is_told_of(by: str, tmp_pa
     signature = "p_a: PARAMETER target='a.weight'\n"
     proto.graph.metadata_props.add(key=EXPORTED, value=signature)
     onnx.save(proto, path)
-    model = load(path, for_training=True)
+    model = load(path, LoadRequest(for_training=True))
     told = [text for text in cautions_of(model, find_trained(model)) if "repeated rows" in text]
     assert [text.partition(":")[0] for text in told] == ["embedding_1"] * (by in ("row", "pair"))
 
@@ -100,7 +101,7 @@ def test_a_parameter_whose_rows_the_exporter_repeated_is_told_of(by: str, tmp_pa
 def test_a_fresh_network_is_told_of(tmp_path: Path) -> None:
     text = """m (float[4,6] x, float[6] w1, float[6] w2) => (float[4,6] y)
     { a = LayerNormalization(x, w1, w2)  r = Relu(a)  y = LayerNormalization(r, w1) }"""
-    model = load(write_model(text, tmp_path), for_training=True)
+    model = load(write_model(text, tmp_path), LoadRequest(for_training=True))
     (told,) = cautions_of(model, find_trained(model))
     assert told.startswith("w1 (read by 2 nodes): several nodes read the same tensor")
     assert model.shared == {"w1": 2}
@@ -118,7 +119,7 @@ def test_a_fresh_network_is_told_of(tmp_path: Path) -> None:
 )
 def test_what_bce_takes_an_output_for(tail: str, told: str, tmp_path: Path) -> None:
     text = f"m (float[2,3] x) => (float[2,3] y) {{ {tail} }}"
-    graph = load(write_model(text, tmp_path), for_training=True).graph
+    graph = load(write_model(text, tmp_path), LoadRequest(for_training=True)).graph
     found = list(cautions_of_probabilities(graph, "bce", None))
     assert [told in each for each in found] == [True] * bool(told)
     assert not list(cautions_of_probabilities(graph, "mse", None))

@@ -17,11 +17,14 @@ from onnxpar.base.errors import StrategyError
 from onnxpar.cli.command_line import main
 from onnxpar.grad.trained import find_trained
 from onnxpar.load.load import Model, load
+from onnxpar.load.loading import LoadRequest
 from onnxpar.training import grad
 
 F32 = np.float32
 DRAW = np.random.default_rng(4)
 Weights = dict[str, np.ndarray]
+
+TRAINING = LoadRequest(for_training=True)
 
 
 def saved(folder: Path, text: str, **weights: np.ndarray) -> Path:
@@ -42,7 +45,7 @@ def saved(folder: Path, text: str, **weights: np.ndarray) -> Path:
 
 
 def read(folder: Path, text: str, **weights: np.ndarray) -> Model:
-    return load(saved(folder, text, **weights), for_training=True)
+    return load(saved(folder, text, **weights), TRAINING)
 
 
 def names(model: Model, **how: list[str]) -> list[str]:
@@ -282,7 +285,7 @@ def test_what_is_found(case: str, tmp_path: Path) -> None:
 
 def test_weights_of_gpt2() -> None:
     """Every parameter of the network, the tied embedding once, and no mask."""
-    found = find_trained(load(MODELS / "gpt2.dynamo.static.onnx", for_training=True)).trained
+    found = find_trained(load(MODELS / "gpt2.dynamo.static.onnx", TRAINING)).trained
     layer = [
         *(f"{n}.{p}" for n in ("ln_1", "ln_2") for p in ("weight", "bias")),
         *(f"attn.{n}.{p}" for n in ("c_attn", "c_proj") for p in ("weight", "bias")),
@@ -330,7 +333,7 @@ def test_names_with_brackets_are_taken_as_they_are(tmp_path: Path) -> None:
     for node in proto.graph.node:
         node.input[:] = [n.replace("w3", "layers[3].w") for n in node.input]
     onnx.save(proto, path)
-    assert names(load(path, for_training=True), params=["layers[3].w"]) == ["layers[3].w"]
+    assert names(load(path, TRAINING), params=["layers[3].w"]) == ["layers[3].w"]
 
 
 @pytest.mark.parametrize(
@@ -458,4 +461,4 @@ def test_what_the_exporter_says_counts(
         key = "pkg.torch.export.ExportedProgram.graph_signature"
         proto.graph.metadata_props.add(key=key, value=SIGNATURE)
     onnx.save(proto, path)
-    assert [t.name for t in find_trained(load(path, for_training=True)).trained] == expected
+    assert [t.name for t in find_trained(load(path, TRAINING)).trained] == expected

@@ -25,6 +25,7 @@ from onnxpar.base.errors import OnnxparError
 from onnxpar.compiler.plan import Plan
 from onnxpar.graph.typical import Typical
 from onnxpar.load.load import load
+from onnxpar.load.loading import LoadRequest
 from onnxpar.planner import pipeline
 from onnxpar.report.check import Way, check_model
 from onnxpar.report.report import plan_lines
@@ -345,7 +346,7 @@ def test_states_are_found_by_names(before: str, after: str, tmp_path: Path) -> N
     ]
     file = plain_model(tmp_path, nodes, ports, shape, shape)
     assert load(file).states == ports
-    assert not load(file, find_others=False).states
+    assert not load(file, LoadRequest(find_states=False)).states
 
 
 @pytest.mark.parametrize(

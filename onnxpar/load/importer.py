@@ -1,0 +1,119 @@
+"""Makes the graph that passes see of a model whose types are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxpar.base.errors import ModelError
+from onnxpar.base.names import Names
+from onnxpar.graph.interchange import import_graph, reopen
+from onnxpar.graph.used_names import check_names, names_of
+from onnxpar.load.encoder_decoder import drop_decoder
+from onnxpar.load.fused_units import separate_dequantized
+from onnxpar.load.kept_bounds import keep_bounds
+from onnxpar.load.kept_dropouts import keep_dropouts
+from onnxpar.load.name_nodes import name_nodes
+from onnxpar.load.scan_axes import scan_first_axes
+from onnxpar.load.sequences import split_sequences
+from onnxpar.load.stack_experts import stack_experts
+from onnxpar.load.tolerated import scalar_bounds
+
+Show = Callable[[str, onnx.ModelProto | gs.Graph], None]
+"""Called after each rewrite of the loader, with its name and the model or graph that it leaves."""
+
+
+def unseen(name: str, graph: onnx.ModelProto | gs.Graph) -> None:
+    """A `Show` that does nothing."""
+
+
+class Importer:
+    """Makes graphs of a model's inferred protos: one, or one for each binding of open sizes."""
+
+    def __init__(
+        self,
+        proto: onnx.ModelProto,
+        path: Path,
+        defaults: Mapping[str, TensorProto],
+        names: Names,
+        is_open: bool,
+        for_training: bool,
+        is_cut: bool,
+        show: Show,
+    ) -> None:
+        self.path, self.defaults, self.names = path, defaults, names
+        self.is_open, self.for_training, self.is_cut = is_open, for_training, is_cut
+        ports = (*proto.graph.input, *proto.graph.output)
+        self.declared = {port.name: _type_copy(port.type) for port in ports}
+        self.show = show
+
+    def graph(self, inferred: onnx.ModelProto) -> gs.Graph:
+        """The graph that passes see. Errors: ModelError for an output without a type."""
+        _check_outputs(inferred.graph, self.path)
+        name_nodes(inferred.graph, self.names)
+        graph = import_graph(inferred, self.defaults, self.path.parent)
+        scalar_bounds(graph)
+        if self.is_cut:
+            drop_decoder(graph)
+        for tensor in graph.outputs:
+            tensor.onnx_declared = self.declared[tensor.name]
+        if self.is_open:
+            reopen(graph, self.declared)
+        else:
+            split_sequences(graph)
+        if not self.for_training:
+            keep_dropouts(graph)
+            _unshare_vectors(graph)
+            separate_dequantized(graph)
+        keep_bounds(graph)
+        scan_first_axes(graph)
+        stack_experts(graph, self.path.parent, in_nodes=self.for_training)
+        check_names(graph, f"reading {self.path}")
+        self.show("import", graph)
+        self.show = unseen  # other bindings get the same rewrites
+        return graph
+
+
+def _check_outputs(graph: onnx.GraphProto, path: Path) -> None:
+    """Errors: ModelError for an output whose type is neither declared nor inferred."""
+    for port in graph.output:
+        kind = port.type.WhichOneof("value")
+        if kind is None or (kind == "tensor_type" and not port.type.tensor_type.elem_type):
+            raise ModelError(
+                f"{path}: output {port.name!r} has no type, and none can be inferred; declare one "
+                "with onnx.helper.make_tensor_value_info"
+            )
+
+
+def _type_copy(type_: onnx.TypeProto) -> onnx.TypeProto:
+    copy = onnx.TypeProto()
+    copy.CopyFrom(type_)
+    return copy
+
+
+def _unshare_vectors(graph: gs.Graph) -> None:
+    """Gives each reader of a vector a copy of its own.
+
+    Exporters store equal vectors once (biases of zeros), though they belong to different
+    dimensions, which may be split differently.
+    """
+    names = names_of(graph)
+    for tensor in list(graph.tensors().values()):
+        is_vector = isinstance(tensor, gs.Constant) and len(tensor.shape) == 1
+        if not is_vector or str(tensor.dtype) in ("int64", "bool", "object"):
+            continue
+        for i, node in enumerate(_different(tensor.outputs)[1:], 1):
+            name = names.free(f"{tensor.name}@{i}")
+            copy = gs.Constant(name, tensor._values, export_dtype=tensor.export_dtype)
+            for at, operand in enumerate(node.inputs):
+                if operand is tensor:
+                    node.inputs[at] = copy
+
+
+def _different(nodes: Iterable[gs.Node]) -> list[gs.Node]:
+    """The nodes without duplicates; nodes are compared by identity, as `==` compares attributes."""
+    return list({id(node): node for node in nodes}.values())
